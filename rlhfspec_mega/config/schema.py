@@ -1,0 +1,202 @@
+"""The dataclass schema of a run's configuration; conf/ holds the values. Units and choices stand beside each field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class ModelConfig:
+    """Shape and paths only. With `path`, the shape comes from that directory's config.json."""
+
+    name: str = "tiny"
+    path: str | None = None  # a Hugging Face directory (config.json, *.safetensors, tokenizer files)
+    hub_name: str | None = None  # where the weights are published; downloaded by the user, never by a run
+    architecture: str = "llama"  # llama | qwen2 | qwen3
+    hidden_size: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    ffn_size: int = 384
+    vocab_size: int | None = None  # null: the tokenizer's
+    max_positions: int = 1024
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = True
+    cache_dir: str | None = None  # models made here; null: ~/.cache/rlhfspec_mega
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 1e-4
+    schedule: str = "constant"  # constant | linear | cosine
+    warmup_steps: int = 0  # optimizer steps
+    min_lr_ratio: float = 0.1  # of lr, at the end of linear and cosine
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0  # global norm
+
+
+@dataclass
+class ActorConfig:
+    """Megatron-core parallel sizes, precision and optimizer."""
+
+    tensor_parallel: int = 2
+    pipeline_parallel: int = 1
+    virtual_pipeline: int = 1  # model chunks per pipeline rank; above 1: interleaved schedule
+    data_parallel: int | None = None  # null: devices / (tensor * pipeline)
+    sequence_parallel: bool = False
+    dtype: str = "float32"  # float32 | bfloat16
+    recompute: bool = False  # full activation recomputation
+    overlap_p2p: bool = False  # overlap pipeline communication (NCCL only)
+    batch_p2p: bool = False  # batch pipeline communication
+    logprob_chunk: int = 2048  # tokens whose fp32 logits exist at once
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass
+class TrainerConfig:
+    """The four knobs, the number of steps, and what happens every k steps."""
+
+    prompts_per_step: int = 16
+    samples_per_prompt: int = 8
+    samples_per_update: int | None = None  # null: all samples of the step in one update
+    max_tokens_per_microbatch: int = 4096
+    steps: int = 60
+    eval_every: int = 20  # 0: never
+    eval_prompts: int = 128
+    checkpoint_every: int = 0  # 0: only at the end
+    keep_checkpoints: int = 2
+    resume: bool = False
+    export: bool = True  # final weights as a Hugging Face directory
+
+
+@dataclass
+class AlgorithmConfig:
+    advantage: str = "grpo"  # grpo | rloo
+    normalize_by_std: bool = True  # grpo only
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    loss_average: str = "token"  # token | sample
+    kl_coef: float = 0.01
+    kl_in: str = "loss"  # loss | reward
+    kl_estimator: str = "k3"  # k1 | k2 | k3
+    overlong: str = "keep"  # keep | mask | penalize
+    overlong_penalty: float = 0.5  # taken off the reward when overlong=penalize
+    importance_cap: float | None = None  # truncated importance sampling of engine vs actor; null: off
+    shuffle_advantages: bool = False  # control experiment: nothing must be learnt
+
+
+@dataclass
+class RolloutConfig:
+    engine: str = "torch"  # torch | sglang
+    engines: int | None = None  # null: one per device
+    temperature: float = 1.0
+    max_prompt_tokens: int = 256
+    max_new_tokens: int = 320
+    slots: int = 64  # samples decoded at once on an engine
+    prefill_chunk: int = 512  # prompt tokens per engine step
+    dtype: str | None = None  # null: the actor's
+    poll_seconds: float = 0.25  # longest time an engine decodes before it answers
+
+
+@dataclass
+class DraftingConfig:
+    policy: str = "off"
+
+
+@dataclass
+class ReallocationConfig:
+    policy: str = "off"
+
+
+@dataclass
+class PlacementConfig:
+    mode: str = "colocated"  # colocated | separate
+
+
+@dataclass
+class RewardConfig:
+    function: str = "rlhfspec_mega.reward.chain_sums.reward"  # import path of a callable
+    time_limit: float = 5.0  # seconds per sample
+    arguments: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the callable
+
+
+@dataclass
+class DataConfig:
+    kind: str = "chain_sums"  # chain_sums | files
+    train: list[str] = field(default_factory=list)  # files: JSONL or Parquet
+    eval: list[str] = field(default_factory=list)
+    prompt_column: str = "question"
+    answer_column: str = "answer"
+    chat_template: bool = False
+    shuffle: bool = True
+    max_terms: int = 64  # chain_sums: longest chain
+    median_terms: float = 5.0
+    sigma_terms: float = 0.8
+    max_operand: int = 9
+
+
+@dataclass
+class ClusterConfig:
+    launcher: str = "local"  # local
+    device: str = "auto"  # auto | cpu | cuda
+    nodes: int = 1
+    devices_per_node: int = 2
+    threads_per_worker: int = 1
+    deadline_seconds: float = 600.0  # longest wait for any one answer
+    start_seconds: float = 180.0  # longest wait for workers to start
+
+
+@dataclass
+class ReshardingConfig:
+    transport: str = "shared_memory"  # shared_memory | collective
+    bucket_mib: float = 256.0
+
+
+@dataclass
+class LoggerConfig:
+    console: bool = True
+    tensorboard: bool = True
+    wandb: bool = False
+    wandb_project: str = "rlhfspec_mega"
+    rollouts_per_step: int = 0  # samples written to rollouts.jsonl each step; 0: all
+
+
+@dataclass
+class WarmupConfig:
+    """Supervised warm-up that makes the tiny and small models."""
+
+    lr: float = 3e-3
+    warmup_steps: int = 20
+    max_steps: int = 2000
+    examples_per_step: int = 64
+    eval_every: int = 25
+    eval_prompts: int = 200
+    target_exact: float = 0.35  # stop at or above this held-out greedy exact reward
+
+
+@dataclass
+class RunConfig:
+    """A whole run."""
+
+    name: str = "tiny"
+    output_dir: str = "outputs"
+    seed: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    drafting: DraftingConfig = field(default_factory=DraftingConfig)
+    reallocation: ReallocationConfig = field(default_factory=ReallocationConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    resharding: ReshardingConfig = field(default_factory=ReshardingConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    warmup: WarmupConfig = field(default_factory=WarmupConfig)

@@ -1,0 +1,60 @@
+"""What the manager, resharding and migration expect of a generation engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from rlhfspec_mega.types import EngineLoad, GenerationRequest, GenerationResult, TensorInfo
+
+
+@dataclass
+class SampleSnapshot:
+    """State of an unfinished sample, enough to go on elsewhere with the same tokens (noise is keyed: no random state).
+
+    Attributes:
+        kv: [layers, 2, kv_heads, positions, head_dim] of the settled positions, or None: the importer prefills again.
+    """
+
+    request: GenerationRequest
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    kv: torch.Tensor | None = None
+
+
+class RolloutEngine(Protocol):
+    """One generation engine. Calls come from one thread; decoding happens only inside `poll`."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue samples. Raises UserError for a sample that can never fit (prompt + response over the KV length)."""
+
+    def poll(self, seconds: float) -> list[GenerationResult]:
+        """Decode for at most about `seconds` or until idle; return samples finished since the last poll."""
+
+    def abort(self, sample_ids: Sequence[str]) -> list[GenerationResult]:
+        """Stop these samples and return what they have (finish reason ABORTED); unknown or finished ids are skipped."""
+
+    def load(self) -> EngineLoad:
+        """Load figures now."""
+
+    def begin_update(self, version: int, tensors: Sequence[TensorInfo]) -> None:
+        """Announce new weights; no decoding until `end_update`. Raises RunError on a name or shape it does not hold."""
+
+    def update_weights(self, pieces: Sequence[tuple[str, int, torch.Tensor]]) -> None:
+        """Write pieces (name, first element in the flattened full tensor, flat values) of the announced tensors."""
+
+    def end_update(self, version: int) -> None:
+        """Make the weights live. Raises RunError when elements are missing or the version is not the announced one."""
+
+    def export_sample(self, sample_id: str) -> SampleSnapshot:
+        """State of an unfinished sample; it is removed from this engine."""
+
+    def import_sample(self, snapshot: SampleSnapshot) -> None:
+        """Go on with a sample exported elsewhere."""
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since start, for metrics."""

@@ -1,0 +1,129 @@
+"""Plain data that travels between layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class SampleState(str, Enum):
+    """Where a sample is on its way from prompt to update."""
+
+    PENDING = "pending"
+    GENERATING = "generating"
+    FINISHED = "finished"
+    SCORED = "scored"
+    TRAINED = "trained"
+
+
+class FinishReason(str, Enum):
+    """Why generation of a sample ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of the dataset. `index` is its place in the (infinite or epoch-wise) stream of prompts."""
+
+    index: int
+    text: str
+    answer: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """What an engine needs to decode one sample.
+
+    Attributes:
+        sample_id: unique within the run.
+        group_id: samples with the same group id have the same prompt tokens and may share their KV.
+        seed: 63-bit seed of the sample's noise (sampling.noise.sample_seed).
+        temperature: 0 means greedy.
+        stop_tokens: the first of these ends the sample and is its last token.
+        ignore_stop: benchmarks only: stop tokens are masked before the noise, so that lengths are forced.
+    """
+
+    sample_id: str
+    group_id: str
+    prompt_tokens: tuple[int, ...]
+    seed: int
+    max_new_tokens: int
+    temperature: float = 1.0
+    stop_tokens: tuple[int, ...] = ()
+    ignore_stop: bool = False
+
+
+@dataclass
+class GenerationResult:
+    """What an engine returns for one sample; tokens, log-probs and versions have equal length.
+
+    Attributes:
+        tokens: response tokens, the stop token included.
+        logprobs: log_softmax(logits / T) of each token over the full vocabulary (T = 1 if greedy).
+        versions: policy version that produced each token.
+    """
+
+    sample_id: str
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """Load figures of one engine, the manager's input for decisions."""
+
+    running: int
+    waiting: int
+    kv_tokens: int
+    slots: int
+    decode_steps: int
+    generated_tokens: int
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Name (Hugging Face spelling), shape and dtype (e.g. "float32") of one full weight tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass
+class Sample:
+    """One response to one prompt with its history, from generation to update."""
+
+    sample_id: str
+    step: int
+    prompt: Prompt
+    member: int
+    state: SampleState = SampleState.PENDING
+    response_tokens: list[int] = field(default_factory=list)
+    response: str = ""
+    engine_logprobs: list[float] = field(default_factory=list)
+    policy_versions: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    reward: float = 0.0
+    exact: bool = False
+    advantage: float = 0.0
+    old_logprobs: list[float] = field(default_factory=list)
+    reference_logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def group_id(self) -> str:
+        return f"{self.step}.{self.prompt.index}"
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason is FinishReason.LENGTH
+
+    @property
+    def total_tokens(self) -> int:
+        return len(self.prompt.tokens) + len(self.response_tokens)

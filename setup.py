@@ -1,0 +1,32 @@
+"""Package metadata and dependencies; tool settings live in pyproject.toml."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="rlhfspec-mega",
+    version="0.1.0",
+    description="RLHF training on Megatron-core with workload-aware speculative generation",
+    python_requires=">=3.11,<3.13",
+    packages=find_packages(include=["rlhfspec_mega", "rlhfspec_mega.*"]),
+    install_requires=[
+        # The range matters: a looser one makes pip resolve to CUDA builds of several gigabytes.
+        "torch>=2.11,<2.14",
+        "megatron-core==0.16.1",
+        "psutil",  # imported by megatron-core, not declared by it
+        "hydra-core>=1.3,<1.4",
+        "transformers>=5.12",
+        "tokenizers",
+        "safetensors",
+        "tensorboard",
+        "rich",
+        "numpy",
+        "pyarrow",
+        "matplotlib",
+    ],
+    extras_require={
+        "ray": ["ray[default]"],
+        "gpu": ["transformer-engine[pytorch]", "sglang==0.5.17"],
+        "wandb": ["wandb"],
+        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"],
+    },
+)
