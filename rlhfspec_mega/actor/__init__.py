@@ -1,0 +1,1 @@
+"""Everything that imports Megatron-core: building, training, checkpointing the actor on one rank."""

@@ -1,0 +1,73 @@
+"""Process groups of one actor rank: torch.distributed, then Megatron's model-parallel groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from rlhfspec_mega.actor.cuda_shim import cuda_means_cpu
+from rlhfspec_mega.config.schema import ActorConfig
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks of one group meet. `init_method` is file://... on one host, tcp://host:port between hosts."""
+
+    init_method: str
+    rank: int
+    world_size: int
+    deadline_seconds: float
+
+
+@dataclass(frozen=True)
+class ParallelRanks:
+    """Coordinates of this rank in the TP x PP x DP grid."""
+
+    tp: int
+    pp: int
+    dp: int
+    last_stage: bool
+
+
+def initialize(rendezvous: Rendezvous, config: ActorConfig, device: torch.device, seed: int) -> ParallelRanks:
+    """Join the actor group: gloo on CPU, NCCL (with gloo beside it) on GPU.
+
+    Raises torch.distributed.DistStoreError when the other ranks do not come within the deadline.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=rendezvous.init_method,
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
+        timeout=timedelta(seconds=rendezvous.deadline_seconds),
+    )
+    with cuda_means_cpu():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=config.tensor_parallel,
+            pipeline_model_parallel_size=config.pipeline_parallel,
+            virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
+            create_gloo_process_groups=True,
+            distributed_timeout_minutes=max(1, round(rendezvous.deadline_seconds / 60)),
+        )
+        # The inference tracker's fork() is a null context: right while every dropout is 0.
+        model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True)
+    return ParallelRanks(
+        tp=parallel_state.get_tensor_model_parallel_rank(),
+        pp=parallel_state.get_pipeline_model_parallel_rank(),
+        dp=parallel_state.get_data_parallel_rank(),
+        last_stage=parallel_state.get_pipeline_model_parallel_rank() == config.pipeline_parallel - 1,
+    )
+
+
+def shutdown() -> None:
+    """Leave all groups; safe to call when none was joined."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

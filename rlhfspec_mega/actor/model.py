@@ -1,0 +1,137 @@
+"""Builds Megatron-core's GPTModel from a ModelShape, with data parallelism around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from rlhfspec_mega.actor.layers import layer_spec
+from rlhfspec_mega.config.schema import ActorConfig
+from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.models.mapping.layouts import padded_vocab_size
+from rlhfspec_mega.models.shape import ModelShape
+
+_FUSIONS = (
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "apply_rope_fusion",
+    "masked_softmax_fusion",
+    "gradient_accumulation_fusion",
+    "persist_layer_norm",
+    "cross_entropy_loss_fusion",
+)
+# The constants Megatron hard-codes for Llama 3's rotary scaling; only the factor can be chosen.
+_MEGATRON_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192.0}
+
+
+def _rope_factor(shape: ModelShape) -> float | None:
+    if shape.rope_scaling is None:
+        return None
+    for key, value in _MEGATRON_ROPE.items():
+        if float(shape.rope_scaling.get(key, value)) != value:
+            raise UserError(
+                f"The model's rope scaling has {key}={shape.rope_scaling[key]}; Megatron-core supports only {value:g}."
+            )
+    return float(shape.rope_scaling["factor"])
+
+
+def transformer_config(shape: ModelShape, config: ActorConfig) -> TransformerConfig:
+    """Megatron's configuration; every fusion is off because none of them runs without Transformer Engine or apex."""
+    dtype = getattr(torch, config.dtype)
+    pipelined = config.pipeline_parallel > 1
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=config.tensor_parallel,
+        pipeline_model_parallel_size=config.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
+        sequence_parallel=config.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        calculate_per_token_loss=True,
+        variable_seq_lengths=pipelined,
+        moe_token_dispatcher_type="alltoall",  # what variable_seq_lengths insists on, even without experts
+        batch_p2p_comm=pipelined and config.batch_p2p,
+        overlap_p2p_comm=pipelined and config.overlap_p2p,
+        batch_p2p_sync=pipelined and config.batch_p2p,
+        recompute_granularity="full" if config.recompute else None,
+        recompute_method="uniform" if config.recompute else None,
+        recompute_num_layers=1 if config.recompute else None,
+        **dict.fromkeys(_FUSIONS, False),
+    )
+
+
+def _build_chunk(shape: ModelShape, config: TransformerConfig, chunk: int | None) -> GPTModel:
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk)
+    layers = get_num_layers_to_build(config, vp_stage=chunk)
+    factor = _rope_factor(shape)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=layer_spec(shape.qk_norm, layers),
+        vocab_size=padded_vocab_size(shape.vocab_size, config.tensor_model_parallel_size),
+        max_sequence_length=shape.max_positions,
+        pre_process=first,
+        post_process=last,
+        parallel_output=True,
+        share_embeddings_and_output_weights=shape.tie_embeddings,
+        position_embedding_type="rope",
+        rotary_base=int(shape.rope_theta),
+        rope_scaling=factor is not None,
+        rope_scaling_factor=factor or 1.0,
+        vp_stage=chunk,
+    )
+
+
+def build_model(shape: ModelShape, config: ActorConfig, device: torch.device) -> list[Any]:
+    """The model chunks of this pipeline rank, wrapped in Float16Module (bf16) and DistributedDataParallel.
+
+    Chunks are several only with the interleaved schedule. Call inside `cuda_means_cpu` and after `initialize`.
+    """
+    megatron_config = transformer_config(shape, config)
+    chunks: list[Any] = []
+    for index in range(config.virtual_pipeline):
+        chunk: Any = _build_chunk(shape, megatron_config, index if config.virtual_pipeline > 1 else None).to(device)
+        if megatron_config.bf16:
+            chunk = Float16Module(megatron_config, chunk)
+        chunks.append(chunk)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
+    )
+    wrapped = [
+        DistributedDataParallel(megatron_config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    for chunk in wrapped:
+        chunk.broadcast_params()
+    return wrapped
+
+
+def unwrap(chunk: Any) -> GPTModel:
+    """The GPTModel behind the data-parallel and precision wrappers."""
+    while not isinstance(chunk, GPTModel):
+        chunk = chunk.module
+    return chunk

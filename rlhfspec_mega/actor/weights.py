@@ -1,0 +1,87 @@
+"""This rank's Megatron parameters seen through the mapping table: loading from and merging to Hugging Face tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from rlhfspec_mega.actor.model import unwrap
+from rlhfspec_mega.models.mapping import mapping_for
+from rlhfspec_mega.models.mapping.layouts import Partition, Sliceable
+from rlhfspec_mega.models.mapping.table import Rule
+from rlhfspec_mega.models.shape import ModelShape
+
+_LOCAL_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class MappedParameter:
+    """A parameter of this rank with its rule and global layer number (None outside the layers)."""
+
+    parameter: torch.nn.Parameter
+    rule: Rule
+    layer: int | None
+    is_tied_copy: bool
+
+    @property
+    def hf_names(self) -> list[str]:
+        return self.rule.hf_names(self.layer)
+
+
+def mapped_parameters(chunks: Sequence[Any], shape: ModelShape) -> Iterator[MappedParameter]:
+    """Every parameter of this rank; raises RunError for one the architecture's table does not know."""
+    mapping = mapping_for(shape.architecture)
+    for chunk in chunks:
+        model = unwrap(chunk)
+        for name, parameter in model.named_parameters():
+            match = _LOCAL_LAYER.match(name)
+            if match:  # module names count from this stage's first layer; layer_number is global, from 1
+                layer = model.decoder.layers[int(match[1])].layer_number - 1
+                name = f"decoder.layers.{layer}.{name[match.end() :]}"
+            rule, layer_number = mapping.rule_for(name, shape.tie_embeddings)
+            is_copy = shape.tie_embeddings and name.startswith("output_layer.")
+            yield MappedParameter(parameter, rule, layer_number, is_copy)
+
+
+def load_parameters(
+    chunks: Sequence[Any], shape: ModelShape, tensor: Callable[[str], Sliceable], optimizer: Any = None
+) -> None:
+    """Fill this rank's shards from full tensors and, with an optimizer, its fp32 main weights from them.
+
+    Args:
+        tensor: gives a full (possibly lazy) tensor by its Hugging Face name.
+    """
+    partition = Partition(shape, parallel_state.get_tensor_model_parallel_world_size())
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    with torch.no_grad():
+        for mapped in mapped_parameters(chunks, shape):
+            full = [tensor(name) for name in mapped.hf_names]
+            mapped.parameter.copy_(mapped.rule.layout.split(full, partition, rank))
+    if optimizer is not None:
+        optimizer.reload_model_params()
+
+
+def merge_parameter(mapped: MappedParameter, shape: ModelShape) -> dict[str, torch.Tensor] | None:
+    """Gather one parameter on the first tensor-parallel rank; collective over the TP group.
+
+    Returns:
+        {Hugging Face name: full tensor} on that rank, None on the others.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    shard = mapped.parameter.detach()
+    shards = [shard]
+    if size > 1:
+        gathered = [torch.empty_like(shard) for _ in range(size)] if rank == 0 else None
+        dist.gather(shard.contiguous(), gathered, dst=dist.get_global_rank(group, 0), group=group)
+        shards = gathered or []
+    if rank != 0:
+        return None
+    merged = mapped.rule.layout.merge(shards, Partition(shape, size))
+    return dict(zip(mapped.hf_names, merged, strict=True))
