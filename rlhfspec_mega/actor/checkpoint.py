@@ -9,6 +9,7 @@ import torch
 from megatron.core import dist_checkpointing
 
 from rlhfspec_mega.actor import adamw_fixes
+from rlhfspec_mega.actor.model import unwrap
 
 # The default (model-space) sharding of the optimizer fails in 0.16 and the DP one does not load in fp32.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -16,10 +17,11 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 def _sharded_state(chunks: list[Any], optimizer: Any, scheduler: Any, loading: bool) -> dict[str, Any]:
     state: dict[str, Any] = {}
+    metadata = dict(_METADATA)  # Megatron writes process groups into it, which must not outlive this call
     for index, chunk in enumerate(chunks):
         name = "model" if len(chunks) == 1 else f"model{index}"
-        state[name] = chunk.sharded_state_dict(metadata=_METADATA)
-    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=_METADATA)
+        state[name] = unwrap(chunk).sharded_state_dict(metadata=metadata)
+    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
     state["scheduler"] = scheduler.state_dict()
     return state
 
@@ -27,7 +29,7 @@ def _sharded_state(chunks: list[Any], optimizer: Any, scheduler: Any, loading: b
 def save(directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
     """Write model, optimizer and schedule into an existing empty directory; collective over all ranks."""
     state = _sharded_state(chunks, optimizer, scheduler, loading=False)
-    dist_checkpointing.save(state, str(directory), content_metadata=_METADATA)
+    dist_checkpointing.save(state, str(directory), content_metadata=dict(_METADATA))
 
 
 def load(directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
@@ -38,7 +40,7 @@ def load(directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any) -> 
     with torch.no_grad():
         state = dist_checkpointing.load(_sharded_state(chunks, optimizer, scheduler, loading=True), str(directory))
     for index, chunk in enumerate(chunks):
-        chunk.load_state_dict(state["model" if len(chunks) == 1 else f"model{index}"])
+        unwrap(chunk).load_state_dict(state["model" if len(chunks) == 1 else f"model{index}"])
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
     if adamw_fixes.needs_fixes():

@@ -72,7 +72,9 @@ def transformer_config(shape: ModelShape, config: ActorConfig) -> TransformerCon
         bf16=dtype is torch.bfloat16,
         use_cpu_initialization=not torch.cuda.is_available(),
         calculate_per_token_loss=True,
-        variable_seq_lengths=pipelined,
+        # The interleaved schedule exchanges shapes with both neighbours at once; with two stages they are the same rank
+        # and the shapes get swapped. There all micro-batches have one shape instead (microbatch.same_shape).
+        variable_seq_lengths=pipelined and config.virtual_pipeline == 1,
         moe_token_dispatcher_type="alltoall",  # what variable_seq_lengths insists on, even without experts
         batch_p2p_comm=pipelined and config.batch_p2p,
         overlap_p2p_comm=pipelined and config.overlap_p2p,

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rlhfspec_mega.actor.model import unwrap
 from rlhfspec_mega.actor.vocab_parallel import vocab_parallel_logprobs
-from rlhfspec_mega.algorithm.microbatch import MicroBatch
+from rlhfspec_mega.algorithm.microbatch import MicroBatch, same_shape
 
 # (log-probs, entropy, micro-batch) -> (loss per token, metrics summed over loss tokens); all [rows, length] tensors
 TokenLoss = Callable[[torch.Tensor, torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -55,6 +55,8 @@ def _forward(batches: Iterator[MicroBatch], model: Any, finish: Callable[..., An
 
 def _run(chunks: list[Any], batches: Sequence[MicroBatch], finish: Callable[..., Any], forward_only: bool) -> list[Any]:
     """Drive the schedule; what `finish` stored on the last stage, one entry per micro-batch (empty elsewhere)."""
+    if len(chunks) > 1:
+        batches = same_shape(batches)
     iterators = [iter(batches) for _ in chunks]
     rows, length = batches[0].inputs.shape
     return list(

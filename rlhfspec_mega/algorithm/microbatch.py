@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
+import torch.nn.functional as F
 
 
 @dataclass
@@ -95,3 +96,16 @@ def collate(sequences: Sequence[TrainSequence], indices: Sequence[int], multiple
         indices=list(indices),
         **values,
     )
+
+
+def same_shape(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Pad every micro-batch with empty rows and columns to the largest [rows, length] of them all."""
+    rows = max(batch.inputs.shape[0] for batch in batches)
+    length = max(batch.inputs.shape[1] for batch in batches)
+    padded = []
+    for batch in batches:
+        margin = (0, length - batch.inputs.shape[1], 0, rows - batch.inputs.shape[0])
+        values = {entry.name: getattr(batch, entry.name) for entry in fields(batch)}
+        tensors = {name: F.pad(value, margin) for name, value in values.items() if isinstance(value, torch.Tensor)}
+        padded.append(MicroBatch(**(values | tensors)))
+    return padded

@@ -138,6 +138,7 @@ class DataConfig:
     median_terms: float = 5.0
     sigma_terms: float = 0.8
     max_operand: int = 9
+    max_sum: int = 20  # chain_sums: partial sums stay in 0..max_sum
 
 
 @dataclass

@@ -1,0 +1,80 @@
+"""Advantages of whole prompts' groups: GRPO and RLOO, over-long samples, KL in the reward, the shuffle control."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhfspec_mega.config.schema import AlgorithmConfig
+from rlhfspec_mega.errors import UserError
+
+_EQUAL = 1e-6  # rewards of a group closer than this carry no signal
+
+
+def grpo(rewards: Tensor, normalize_by_std: bool) -> Tensor:
+    """Reward minus the group's mean, over its standard deviation if asked (DeepSeekMath, arXiv 2402.03300; without the
+    division: Dr. GRPO, arXiv 2503.20783). The deviation is the unbiased one.
+
+    Args:
+        rewards: [prompts, members]
+
+    Returns: [prompts, members]; zero where all members of a group have the same reward.
+    """
+    centered = rewards - rewards.mean(dim=1, keepdim=True)
+    if normalize_by_std and rewards.shape[1] > 1:
+        centered = centered / rewards.std(dim=1, keepdim=True).clamp(min=_EQUAL)
+    return centered.masked_fill(degenerate(rewards)[:, None], 0.0)
+
+
+def rloo(rewards: Tensor) -> Tensor:
+    """Reward minus the mean reward of the other members (arXiv 2402.14740); [prompts, members]; zero for one member."""
+    members = rewards.shape[1]
+    baseline = (rewards.sum(dim=1, keepdim=True) - rewards) / max(members - 1, 1)
+    return (rewards - baseline).masked_fill(degenerate(rewards)[:, None], 0.0)
+
+
+def degenerate(rewards: Tensor) -> Tensor:
+    """Groups [prompts] whose members all have the same reward, of which nothing can be learnt."""
+    return rewards.amax(dim=1) - rewards.amin(dim=1) < _EQUAL
+
+
+def shaped_rewards(rewards: Tensor, truncated: Tensor, kl: Tensor | None, config: AlgorithmConfig) -> Tensor:
+    """Rewards after the over-long penalty and, with kl_in=reward, less kl_coef times the sample's KL to the reference.
+
+    Args:
+        rewards, truncated (bool), kl: [prompts, members]; kl is the sum of a sample's per-token estimates.
+    """
+    if config.overlong == "penalize":
+        rewards = rewards - config.overlong_penalty * truncated
+    if config.kl_in == "reward" and kl is not None:
+        rewards = rewards - config.kl_coef * kl
+    return rewards
+
+
+def learning_samples(truncated: Tensor, config: AlgorithmConfig) -> Tensor:
+    """Samples (bool, shape of `truncated`) that take part in the loss: with overlong=mask not the truncated ones.
+
+    A masked sample still counts in its group's mean: leaving it out would reward the others for its failure to end.
+    """
+    return ~truncated if config.overlong == "mask" else torch.ones_like(truncated)
+
+
+def compute_advantages(
+    rewards: Tensor, truncated: Tensor, kl: Tensor | None, config: AlgorithmConfig, generator: torch.Generator
+) -> Tensor:
+    """Advantages [prompts, members] as the configuration asks; arguments as in `shaped_rewards`.
+
+    `generator` serves shuffle_advantages only, the control experiment in which advantages change places among all
+    samples, so that nothing can be learnt. Raises UserError for an unknown kind of advantage.
+    """
+    shaped = shaped_rewards(rewards, truncated, kl, config)
+    if config.advantage == "grpo":
+        advantages = grpo(shaped, config.normalize_by_std)
+    elif config.advantage == "rloo":
+        advantages = rloo(shaped)
+    else:
+        raise UserError(f"algorithm.advantage={config.advantage} is unknown: use grpo or rloo.")
+    if config.shuffle_advantages:
+        order = torch.randperm(advantages.numel(), generator=generator)
+        advantages = advantages.flatten()[order].view_as(advantages)
+    return advantages

@@ -1,0 +1,269 @@
+"""Every check across options, made before anything starts; each refusal is one sentence that says what to do."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from operator import attrgetter
+from pathlib import Path
+
+from rlhfspec_mega.config.hardware import cpu_has_fast_bf16, device_type, gpu_memory, host_memory
+from rlhfspec_mega.config.model_shape import model_shape
+from rlhfspec_mega.config.output_dir import check_output_dir
+from rlhfspec_mega.config.ranges import check_ranges
+from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.sizes import Sizes, derive_sizes
+from rlhfspec_mega.data.chain_sums import ChainSums
+from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.planning.memory import GIB
+from rlhfspec_mega.planning.placement import place
+
+PROCESS_BYTES = int(0.4 * GIB)  # an idle worker with torch and Megatron loaded, measured at 0.3-0.5 GiB
+
+
+def check_config(config: RunConfig) -> Sizes:
+    """Refuse what cannot run; return the derived sizes of what can.
+
+    Raises:
+        UserError: the first thing found wrong.
+    """
+    check_ranges(config)
+    _check_name(config)
+    _check_available(config)
+    _check_useless(config)
+    _check_algorithm(config)
+    _check_data(config)
+    check_output_dir(config)
+    shape = model_shape(config.model)
+    _check_shape(shape)
+    check_parallel(config, shape)
+    _check_lengths(config, shape)
+    sizes = derive_sizes(config, shape)
+    place(config.placement.mode, sizes.devices, sizes.actor_ranks, sizes.engines)
+    _check_devices(config)
+    _check_memory(config, shape, sizes)
+    _check_weights_exist(config)
+    return sizes
+
+
+def notes(config: RunConfig) -> list[str]:
+    """What will run but probably not as hoped, as sentences for the start of a run."""
+    found = []
+    dtypes = {config.actor.dtype, config.rollout.dtype or config.actor.dtype}
+    if "bfloat16" in dtypes and device_type(config.cluster) == "cpu" and not cpu_has_fast_bf16():
+        found.append("This CPU has no bf16 instructions, so bfloat16 is many times slower here than float32.")
+    if config.data.kind == "files" and config.model.path is None:
+        found.append(f"Model {config.model.name} is warmed up on chain sums only: data of yours may be beyond it.")
+    return found
+
+
+def _check_name(config: RunConfig) -> None:
+    if not re.fullmatch(r"[\w][\w.+=-]*", config.name):
+        raise UserError(f"name={config.name!r} cannot name a directory: use letters, digits, '_', '-', '.', '+', '='.")
+
+
+def _check_available(config: RunConfig) -> None:
+    """Options that exist but whose other half is not there."""
+    if config.rollout.engine == "sglang":
+        raise UserError(
+            "rollout=sglang needs an NVIDIA GPU and the package sglang==0.5.17, and this version has no SGLang engine "
+            "yet: use rollout=torch."
+        )
+    if config.cluster.nodes > 1:
+        raise UserError(
+            f"cluster.nodes={config.cluster.nodes}, but the only launcher, local, starts processes on one machine: "
+            "use cluster=1n8g or cluster=local."
+        )
+    if config.logger.wandb and importlib.util.find_spec("wandb") is None:
+        raise UserError("logger.wandb=true needs the package wandb: pip install wandb, or use logger=default.")
+
+
+def _check_useless(config: RunConfig) -> None:
+    """Options that were set and would change nothing: refused, so that no run is believed to be what it is not."""
+    if config.algorithm.advantage == "rloo" and config.algorithm.normalize_by_std:
+        raise UserError(
+            "algorithm.normalize_by_std=true has no effect with RLOO: use algorithm=rloo, or set it to false."
+        )
+    plain_pipeline = config.actor.pipeline_parallel == 1
+    built_in_data = config.data.kind == "chain_sums"
+    idle = {
+        "algorithm.overlong_penalty": (config.algorithm.overlong != "penalize", "algorithm.overlong=penalize"),
+        "actor.optimizer.min_lr_ratio": (
+            config.actor.optimizer.schedule == "constant",
+            "actor.optimizer.schedule=cosine",
+        ),
+        "actor.virtual_pipeline": (plain_pipeline, "actor.pipeline_parallel=2"),
+        "actor.overlap_p2p": (plain_pipeline, "actor.pipeline_parallel=2"),
+        "actor.batch_p2p": (plain_pipeline, "actor.pipeline_parallel=2"),
+        "data.train": (built_in_data, "data=files"),
+        "data.eval": (built_in_data, "data=files"),
+        "data.chat_template": (built_in_data, "data=files"),
+        "logger.wandb_project": (not config.logger.wandb, "logger=wandb"),
+    }
+    for key, (unused, remedy) in idle.items():
+        value, default = attrgetter(key)(config), attrgetter(key)(RunConfig())
+        if unused and value != default:
+            raise UserError(
+                f"{_setting(key, value)} has no effect here: add {remedy}, or set {_setting(key, default)}."
+            )
+
+
+def _setting(key: str, value: object) -> str:
+    """An option as one writes it on the command line."""
+    return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+def _check_algorithm(config: RunConfig) -> None:
+    trainer = config.trainer
+    if trainer.samples_per_prompt < 2:
+        raise UserError(
+            f"trainer.samples_per_prompt={trainer.samples_per_prompt}, but {config.algorithm.advantage} compares the "
+            "samples of a prompt with each other: use at least 2."
+        )
+    if config.rollout.temperature == 0:
+        raise UserError(
+            "rollout.temperature=0 makes all samples of a prompt equal, so nothing could be learnt: use e.g. 1.0."
+        )
+    if not config.reward.function:
+        raise UserError("reward.function is empty: set reward.function=package.module.function.")
+    if not re.fullmatch(r"\w+(\.\w+)+", config.reward.function):
+        raise UserError(f"reward.function={config.reward.function} is no import path: write package.module.function.")
+
+
+def _check_data(config: RunConfig) -> None:
+    data = config.data
+    if data.kind == "chain_sums":
+        ChainSums.from_config(data, config.seed)
+        return
+    if not data.train:
+        raise UserError("data=files needs files to train on: add data.train=[FILE.jsonl].")
+    if config.trainer.eval_every and not data.eval:
+        raise UserError("data.eval is empty: add data.eval=[FILE.jsonl], or trainer.eval_every=0 for no evaluation.")
+    for key, files in (("data.train", data.train), ("data.eval", data.eval)):
+        for file in files:
+            if not Path(file).is_file():
+                raise UserError(f"{key} names {file}, which does not exist: put the file there or correct the path.")
+
+
+def _check_shape(shape: ModelShape) -> None:
+    if shape.num_heads % shape.num_kv_heads:
+        raise UserError(
+            f"model.num_heads={shape.num_heads} is no multiple of num_kv_heads={shape.num_kv_heads}: change one."
+        )
+    if shape.head_dim % 2:
+        raise UserError(
+            f"model.head_dim={shape.head_dim} is odd, but rotary embedding turns pairs: use an even number."
+        )
+
+
+def check_parallel(config: RunConfig, shape: ModelShape) -> None:
+    """The actor's parallel sizes against the model's shape, and the silent traps of pipeline communication.
+
+    Raises:
+        UserError: a size that does not divide, or a combination that Megatron runs with wrong gradients.
+    """
+    actor, name = config.actor, f"model {config.model.path or config.model.name}"
+    tensor, chunks = actor.tensor_parallel, actor.pipeline_parallel * actor.virtual_pipeline
+    if shape.num_heads % tensor or shape.num_kv_heads % tensor or shape.ffn_size % tensor:
+        parts = (shape.num_heads, shape.num_kv_heads, shape.ffn_size)
+        valid = [n for n in range(1, shape.num_kv_heads + 1) if not any(part % n for part in parts)]
+        raise UserError(
+            f"actor.tensor_parallel={tensor}: {name} has {shape.num_heads} heads, {shape.num_kv_heads} key-value heads "
+            f"and a feed-forward size of {shape.ffn_size}: use {_either(valid)}."
+        )
+    if shape.num_layers % chunks:
+        valid = [n for n in range(1, shape.num_layers + 1) if shape.num_layers % n == 0]
+        raise UserError(
+            f"actor.pipeline_parallel={actor.pipeline_parallel} times virtual_pipeline={actor.virtual_pipeline}: "
+            f"{name} has {shape.num_layers} layers: their product must be {_either(valid)}."
+        )
+    if actor.sequence_parallel and tensor == 1:
+        raise UserError("actor.sequence_parallel=true needs actor.tensor_parallel above 1: set it to false.")
+    if actor.virtual_pipeline > 1 and actor.batch_p2p:
+        raise UserError(
+            "actor.batch_p2p=true gives wrong gradients with actor.virtual_pipeline above 1: set actor.batch_p2p=false."
+        )
+    if actor.overlap_p2p and device_type(config.cluster) == "cpu":
+        raise UserError("actor.overlap_p2p=true corrupts gradients on a CPU (gloo): set actor.overlap_p2p=false.")
+    if actor.overlap_p2p and actor.virtual_pipeline == 1:
+        raise UserError(
+            "actor.overlap_p2p=true works with the interleaved schedule only: set actor.virtual_pipeline=2 or "
+            "actor.overlap_p2p=false."
+        )
+
+
+def _either(numbers: list[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _check_lengths(config: RunConfig, shape: ModelShape) -> None:
+    rollout = config.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    parts = f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} plus max_new_tokens={rollout.max_new_tokens}"
+    if longest > shape.max_positions:
+        raise UserError(
+            f"{parts} is more than the {shape.max_positions} positions of model "
+            f"{config.model.path or config.model.name}: lower one of them."
+        )
+    budget = config.trainer.max_tokens_per_microbatch
+    if longest > budget:
+        raise UserError(
+            f"{parts} does not fit trainer.max_tokens_per_microbatch={budget}: lower one of the two or raise it to "
+            f"{longest}."
+        )
+
+
+def _check_devices(config: RunConfig) -> None:
+    if device_type(config.cluster) == "cpu":
+        return
+    wanted, there = config.cluster.devices_per_node, len(gpu_memory())
+    if there == 0:
+        raise UserError("cluster.device=cuda, but torch finds no NVIDIA GPU on this machine: use cluster=local.")
+    if wanted > there:
+        plural = "s" if there > 1 else ""
+        raise UserError(
+            f"cluster.devices_per_node={wanted}, but this machine has {there} GPU{plural}: set "
+            f"cluster.devices_per_node={there} and parallel sizes that fit, or cluster.device=cpu."
+        )
+
+
+def _check_memory(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
+    """Compare the estimate of planning.memory with what the machine has.
+
+    On a CPU all workers share the machine's memory and each actor rank keeps the reference's weights beside its own.
+    On GPUs the device that holds most decides; a tenth is left to communication buffers and fragmentation.
+    """
+    actor, engine = sizes.actor_memory, sizes.engine_memory
+    parts = (
+        f"per actor rank {actor.weights / GIB:,.1f} weights, {actor.gradients / GIB:,.1f} gradients, "
+        f"{actor.optimizer / GIB:,.1f} optimizer, {(actor.activations + actor.logits) / GIB:,.1f} activations; "
+        f"per engine {engine.weights / GIB:,.1f} weights, {engine.kv / GIB:,.1f} KV"
+    )
+    if device_type(config.cluster) == "cpu":
+        workers = sizes.actor_ranks + sizes.engines
+        need = sizes.actor_ranks * (actor.total + 2 * actor.weights) + sizes.engines * engine.total
+        need, have = need + workers * PROCESS_BYTES, host_memory()
+        where, hint = "this machine", "choose a smaller model or a machine with GPUs"
+    else:
+        shared = config.placement.mode == "colocated"
+        need = actor.total + engine.total if shared else max(actor.total, engine.total)
+        have = int(0.9 * min(gpu_memory()))
+        where = "each GPU"
+        hint = "raise actor.tensor_parallel or pipeline_parallel, set actor.recompute=true, or lower rollout.slots"
+    if need > have:
+        raise UserError(
+            f"Model {config.model.path or config.model.name} with {shape.parameters / 1e9:,.1f} billion weights needs "
+            f"about {need / GIB:,.0f} GiB on {where} and {have / GIB:,.0f} GiB can be used ({parts}): {hint}."
+        )
+
+
+def _check_weights_exist(config: RunConfig) -> None:
+    """Models made here are tiny and small; a shape with published weights needs them on disk."""
+    model = config.model
+    if model.path is None and model.hub_name is not None:
+        raise UserError(
+            f"model={model.name} names a shape only: download {model.hub_name} (hf download {model.hub_name} "
+            "--local-dir DIR) and add model.path=DIR."
+        )

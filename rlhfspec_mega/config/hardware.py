@@ -1,0 +1,46 @@
+"""What this machine has: GPUs, memory, fast bf16. Imports torch only beside a GPU, so that refusals are quick."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import psutil
+
+from rlhfspec_mega.config.schema import ClusterConfig
+
+
+@cache
+def gpu_memory() -> tuple[int, ...]:
+    """Bytes of memory of every GPU that torch can use, in device order; empty without one."""
+    if not any(re.fullmatch(r"nvidia\d+", node.name) for node in Path("/dev").glob("nvidia*")):
+        return ()
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    return tuple(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+
+
+def host_memory() -> int:
+    """Bytes of this machine's memory, or of the control group that bounds this process, whichever is less."""
+    limits = [psutil.virtual_memory().total]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = Path(file).read_text().strip() if Path(file).is_file() else ""
+        limits += [int(text)] if text.isdigit() else []
+    return min(limits)
+
+
+def device_type(cluster: ClusterConfig) -> str:
+    """ "cuda" or "cpu": what cluster.device=auto stands for on this machine, else the device given."""
+    if cluster.device == "auto":
+        return "cuda" if gpu_memory() else "cpu"
+    return cluster.device
+
+
+def cpu_has_fast_bf16() -> bool:
+    """Whether the CPU multiplies bf16 matrices in hardware (AVX512-BF16, AMX, or Arm's BF16)."""
+    file = Path("/proc/cpuinfo")
+    flags = set(file.read_text().split()) if file.is_file() else set()
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})

@@ -1,0 +1,155 @@
+"""Sizes that follow from the configuration: worlds, engines, updates per step, weights per rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.planning.memory import (
+    GIB,
+    ActorMemory,
+    ActorPlan,
+    EngineMemory,
+    actor_memory,
+    engine_memory,
+    weights_per_rank,
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Everything derived once, before anything starts.
+
+    Attributes:
+        max_sequence: tokens of the longest prompt and answer together.
+        samples_per_rank: samples of one update on one data-parallel rank.
+        total_updates: optimizer steps of the whole run.
+        weights_per_rank: weights on the actor rank that holds most.
+    """
+
+    devices: int
+    data_parallel: int
+    actor_ranks: int
+    engines: int
+    samples_per_step: int
+    samples_per_update: int
+    updates_per_step: int
+    samples_per_rank: int
+    total_updates: int
+    max_sequence: int
+    parameters: int
+    weights_per_rank: int
+    actor_memory: ActorMemory
+    engine_memory: EngineMemory
+
+
+def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
+    """Derive all sizes of a run.
+
+    Raises:
+        UserError: too few devices for the parallel sizes, or numbers of samples that do not divide.
+    """
+    actor, trainer, rollout = config.actor, config.trainer, config.rollout
+    devices = config.cluster.nodes * config.cluster.devices_per_node
+    data_parallel = _data_parallel(config, devices)
+    actor_ranks = actor.tensor_parallel * actor.pipeline_parallel * data_parallel
+    separate = config.placement.mode == "separate"
+    samples = trainer.prompts_per_step * trainer.samples_per_prompt
+    update = trainer.samples_per_update or samples
+    _check_divides(update, samples, data_parallel)
+    max_sequence = rollout.max_prompt_tokens + rollout.max_new_tokens
+    return Sizes(
+        devices=devices,
+        data_parallel=data_parallel,
+        actor_ranks=actor_ranks,
+        engines=rollout.engines or (max(devices - actor_ranks, 0) if separate else devices),
+        samples_per_step=samples,
+        samples_per_update=update,
+        updates_per_step=samples // update,
+        samples_per_rank=update // data_parallel,
+        total_updates=trainer.steps * (samples // update),
+        max_sequence=max_sequence,
+        parameters=shape.parameters,
+        weights_per_rank=weights_per_rank(shape, actor.tensor_parallel, actor.pipeline_parallel),
+        actor_memory=actor_memory(shape, _actor_plan(config, data_parallel)),
+        engine_memory=engine_memory(shape, rollout.slots, max_sequence, rollout.dtype or actor.dtype),
+    )
+
+
+def _data_parallel(config: RunConfig, devices: int) -> int:
+    """The given size, or as many copies of the actor as its devices hold.
+
+    With placement=separate the actor's devices are those that engines leave: `rollout.engines` of them where given,
+    half of all devices otherwise.
+    """
+    actor = config.actor
+    if actor.data_parallel is not None:
+        return actor.data_parallel
+    copy = actor.tensor_parallel * actor.pipeline_parallel
+    if copy > devices:
+        raise UserError(
+            f"actor.tensor_parallel={actor.tensor_parallel} times pipeline_parallel={actor.pipeline_parallel} needs "
+            f"{copy} devices and the cluster has {devices}: lower one of them or set cluster.devices_per_node={copy}."
+        )
+    if config.placement.mode == "separate":
+        devices -= config.rollout.engines or devices // 2
+    return max(devices // copy, 1)
+
+
+def _check_divides(update: int, samples: int, data_parallel: int) -> None:
+    if samples % update:
+        near = min((n for n in range(1, samples + 1) if samples % n == 0), key=lambda n: abs(n - update))
+        raise UserError(
+            f"trainer.samples_per_update={update} does not divide the {samples} samples of a step "
+            f"(prompts_per_step x samples_per_prompt): use e.g. {near}."
+        )
+    if update % data_parallel:
+        raise UserError(
+            f"An update of {update} samples does not split evenly over {data_parallel} data-parallel ranks: change "
+            f"trainer.samples_per_update (or prompts_per_step) to a multiple of {data_parallel}."
+        )
+
+
+def _actor_plan(config: RunConfig, data_parallel: int) -> ActorPlan:
+    actor = config.actor
+    return ActorPlan(
+        tensor_parallel=actor.tensor_parallel,
+        pipeline_parallel=actor.pipeline_parallel,
+        data_parallel=data_parallel,
+        dtype=actor.dtype,
+        sequence_parallel=actor.sequence_parallel,
+        recompute=actor.recompute,
+        microbatch_tokens=config.trainer.max_tokens_per_microbatch,
+        logprob_chunk=actor.logprob_chunk,
+    )
+
+
+def size_rows(config: RunConfig, sizes: Sizes) -> list[tuple[str, str, str]]:
+    """Rows (what, value, where it comes from) of the table printed at the start."""
+    actor, trainer, rollout = config.actor, config.trainer, config.rollout
+    parallel = f"tensor {actor.tensor_parallel} x pipeline {actor.pipeline_parallel} x data {sizes.data_parallel}"
+    if actor.virtual_pipeline > 1:
+        parallel += f", {actor.virtual_pipeline} chunks a stage"
+    seats = sizes.engines * rollout.slots
+    return [
+        ("parameters", f"{sizes.parameters:,}", f"model {config.model.path or config.model.name}"),
+        ("devices", f"{sizes.devices}", f"{config.cluster.nodes} node x {config.cluster.devices_per_node}"),
+        ("actor ranks", f"{sizes.actor_ranks}", parallel),
+        ("weights per rank", f"{sizes.weights_per_rank:,}", f"{actor.dtype}, fp32 gradients"),
+        ("engines", f"{sizes.engines}", f"{rollout.engine}, {config.placement.mode}, {rollout.slots} slots each"),
+        ("samples per step", f"{sizes.samples_per_step}", f"{trainer.prompts_per_step} x {trainer.samples_per_prompt}"),
+        ("samples in waves", f"{-(-sizes.samples_per_step // seats)}", f"{seats} decode at once"),
+        ("updates per step", f"{sizes.updates_per_step}", f"{sizes.samples_per_update} samples each"),
+        ("samples per rank and update", f"{sizes.samples_per_rank}", f"over {sizes.data_parallel} data-parallel"),
+        ("updates in all", f"{sizes.total_updates}", f"{trainer.steps} steps"),
+        (
+            "longest sequence",
+            f"{sizes.max_sequence} tokens",
+            f"prompt {rollout.max_prompt_tokens} + answer {rollout.max_new_tokens}",
+        ),
+        ("tokens per micro-batch", f"{trainer.max_tokens_per_microbatch}", "at most"),
+        ("memory per actor rank", f"{sizes.actor_memory.total / GIB:.2f} GiB", "estimate"),
+        ("memory per engine", f"{sizes.engine_memory.total / GIB:.2f} GiB", "estimate: weights and KV"),
+    ]

@@ -1,0 +1,91 @@
+"""The built-in task: sums and differences worked step by step, with a long tail of chain lengths.
+
+"7+5-8+3=" is answered "+5=12-8=4+3=7;7": each term with the partial sum it leads to, then the result.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import zlib
+from dataclasses import dataclass
+
+from rlhfspec_mega.config.schema import DataConfig
+from rlhfspec_mega.errors import UserError
+
+TERM = re.compile(r"[+-]?\d+")
+EVAL_SHARE = 10  # one prompt text in this many is held out
+
+
+@dataclass(frozen=True)
+class ChainSums:
+    """Prompts by number. Lengths are lognormal; signs are chosen so that partial sums stay in 0..max_sum.
+
+    Attributes:
+        median_terms, sigma_terms: of the lognormal number of terms, clipped to 2..max_terms.
+        max_operand: terms are 1..max_operand.
+    """
+
+    seed: int
+    max_terms: int
+    median_terms: float
+    sigma_terms: float
+    max_operand: int
+    max_sum: int
+
+    @classmethod
+    def from_config(cls, config: DataConfig, seed: int) -> ChainSums:
+        """Raises UserError for settings that allow no chain."""
+        if config.max_terms < 2 or config.median_terms <= 0 or config.sigma_terms < 0:
+            raise UserError("Chain sums need data.max_terms >= 2, data.median_terms > 0 and data.sigma_terms >= 0.")
+        least = 2 * config.max_operand - 1  # below it, some partial sum allows neither sign of some term
+        if config.max_operand < 1 or config.max_sum < least:
+            raise UserError(
+                f"data.max_sum={config.max_sum} is too small for data.max_operand={config.max_operand} (at least 1); "
+                f"set it to {least} or more."
+            )
+        return cls(seed, config.max_terms, config.median_terms, config.sigma_terms, config.max_operand, config.max_sum)
+
+    def prompt_text(self, split: str, index: int) -> str:
+        """Prompt number `index` of "train" or "eval"; no text is in both. The same text can have several numbers."""
+        rng = random.Random(f"{self.seed}/{split}/{index}")
+        while True:
+            text = self._draw(rng)
+            if (zlib.crc32(text.encode()) % EVAL_SHARE == 0) == (split == "eval"):
+                return text
+
+    def longest_prompt(self) -> str:
+        """A prompt of the greatest length the settings allow."""
+        return "+".join([str(self.max_operand)] * self.max_terms) + "="
+
+    def _draw(self, rng: random.Random) -> str:
+        drawn = round(math.exp(rng.gauss(math.log(self.median_terms), self.sigma_terms)))
+        total = rng.randint(1, self.max_operand)
+        text = str(total)
+        for _ in range(max(2, min(self.max_terms, drawn)) - 1):
+            term = rng.randint(1, self.max_operand)
+            signs = [sign for sign in (1, -1) if 0 <= total + sign * term <= self.max_sum]
+            sign = rng.choice(signs)
+            total += sign * term
+            text += f"{'+' if sign > 0 else '-'}{term}"
+        return text + "="
+
+
+def worked_steps(prompt: str) -> tuple[list[str], int]:
+    """The steps ("+5=12", ...) of a chain and its result. Raises ValueError if the prompt is no chain."""
+    first, *rest = TERM.findall(prompt)
+    if "".join([first, *rest]) + "=" != prompt:
+        raise ValueError(f"{prompt!r} is no chain of sums")
+    total = int(first)
+    steps = []
+    for term in rest:
+        total += int(term)
+        steps.append(f"{term}={total}")
+    return steps, total
+
+
+def answer_text(prompt: str) -> str:
+    """The full worked solution: the target of supervised warm-up and of the exact reward."""
+    steps, total = worked_steps(prompt)
+    return f"{''.join(steps)};{total}"

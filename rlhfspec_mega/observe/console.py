@@ -1,0 +1,120 @@
+"""What one sees while a run goes on: a live panel on a terminal, one plain line per step elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+from rich.console import Console as RichConsole
+from rich.console import Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from rlhfspec_mega.observe.summary import PHASE_PREFIX
+
+# Metric, its name on the screen, its format; shown where the step has the metric.
+SHOWN = (
+    ("reward", "reward", "{:.3f}"),
+    ("exact", "exact", "{:.3f}"),
+    ("eval_exact", "held-out exact", "{:.3f}"),
+    ("response_length_mean", "length mean", "{:.0f}"),
+    ("response_length_max", "length max", "{:.0f}"),
+    ("generation_tokens_per_second", "tokens/s", "{:,.0f}"),
+    ("truncation_rate", "truncated", "{:.1%}"),
+    ("entropy", "entropy", "{:.3f}"),
+    ("kl", "KL", "{:.4f}"),
+    ("clip_fraction", "clipped", "{:.1%}"),
+    ("grad_norm", "grad norm", "{:.3f}"),
+    ("logprob_difference_mean", "log-prob difference", "{:.1e}"),
+)
+BRIEF = ("reward", "exact", "eval_exact", "response_length_mean", "response_length_max", "generation_tokens_per_second")
+
+
+class Console:
+    """Use as a context manager around the run, so that the terminal is left in order whatever happens.
+
+    Args:
+        enabled: false prints nothing at all: the run's files are the record (logger=quiet).
+        stream: where to write; standard output by default. Not a terminal: plain lines.
+    """
+
+    def __init__(self, total_steps: int, enabled: bool = True, stream: TextIO | None = None) -> None:
+        stream = stream or sys.stdout
+        self._total = total_steps
+        self._enabled = enabled
+        self._rich = RichConsole(file=stream, highlight=False, soft_wrap=not stream.isatty())
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        self._task = self._progress.add_task("starting", total=total_steps)
+        self._metrics: dict[str, float] = {}
+        live = enabled and stream.isatty()
+        self._live = Live(self._panel(), console=self._rich, refresh_per_second=4) if live else None
+
+    def __enter__(self) -> Console:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
+        """Print a small table without a header, e.g. the derived sizes at the start."""
+        table = Table(title=title, show_header=False, title_justify="left")
+        for row in rows:
+            table.add_row(*row)
+        if self._enabled:
+            self._rich.print(table)
+
+    def note(self, text: str) -> None:
+        """Print a line above the live panel."""
+        if self._enabled:
+            self._rich.print(text, markup=False)
+
+    def phase(self, name: str) -> None:
+        """Show which phase has begun; fits PhaseTimer's `entered`."""
+        self._progress.update(self._task, description=name)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a finished step, counted from 1. Metrics that this step lacks keep their last value in the panel."""
+        self._metrics.update(metrics)
+        self._progress.update(self._task, completed=step)
+        if self._live:
+            self._live.update(self._panel())
+        elif self._enabled:
+            self.note(f"step {step}/{self._total}  {self._line(metrics)}")
+
+    def _line(self, metrics: Mapping[str, float]) -> str:
+        parts = [
+            f"{label} {form.format(metrics[name])}" for name, label, form in SHOWN if name in BRIEF and name in metrics
+        ]
+        return "  ".join(parts + _phase_parts(metrics))
+
+    def _panel(self) -> Group:
+        table = Table.grid(padding=(0, 2))
+        cells = [
+            f"{label} [bold]{form.format(self._metrics[name])}[/bold]"
+            for name, label, form in SHOWN
+            if name in self._metrics
+        ]
+        for first in range(0, len(cells), 4):
+            table.add_row(*cells[first : first + 4])
+        return Group(table, "  ".join(_phase_parts(self._metrics)), self._progress)
+
+
+def _phase_parts(metrics: Mapping[str, float]) -> list[str]:
+    return [
+        f"{name.removeprefix(PHASE_PREFIX)} {value:.1f}s"
+        for name, value in metrics.items()
+        if name.startswith(PHASE_PREFIX)
+    ]

@@ -1,0 +1,105 @@
+"""What came of a run: summary.json and the same in words, from the lines of metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+SUMMARY_FILE = "summary.json"
+PHASE_PREFIX = "seconds/"  # metric seconds/generate: seconds of phase generate
+ENDS = 5  # steps averaged at either end of a run
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def summarize(rows: Rows, wall_seconds: float) -> dict[str, Any]:
+    """The figures of a run; one that nothing was measured for is None.
+
+    Args:
+        rows: one mapping per logged step, in order. Keys used: reward, exact, eval_exact, generated_tokens,
+            logprob_difference_mean, response_length_mean, seconds/<phase>. A row without `reward` (an evaluation before
+            the first step) counts as no step.
+        wall_seconds: of the whole run as the caller measured it.
+
+    Returns:
+        steps; reward_first and reward_last, exact_first and exact_last (means over the first and last five steps);
+        eval_exact_first and eval_exact_last (first and last evaluation); generation_tokens_per_second (all tokens over
+        all seconds of phase generate); logprob_difference_mean and response_length_mean (means over steps);
+        phase_seconds (totals); wall_seconds.
+    """
+    steps = [row for row in rows if row.get("reward") is not None]
+    phases: dict[str, float] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name.startswith(PHASE_PREFIX) and value is not None:
+                phase = name.removeprefix(PHASE_PREFIX)
+                phases[phase] = phases.get(phase, 0.0) + value
+    evaluations = _values(rows, "eval_exact")
+    tokens, generating = sum(_values(steps, "generated_tokens")), phases.get("generate", 0.0)
+    return {
+        "steps": len(steps),
+        "reward_first": _mean(_values(steps[:ENDS], "reward")),
+        "reward_last": _mean(_values(steps[-ENDS:], "reward")),
+        "exact_first": _mean(_values(steps[:ENDS], "exact")),
+        "exact_last": _mean(_values(steps[-ENDS:], "exact")),
+        "eval_exact_first": evaluations[0] if evaluations else None,
+        "eval_exact_last": evaluations[-1] if evaluations else None,
+        "generation_tokens_per_second": tokens / generating if generating > 0 else None,
+        "logprob_difference_mean": _mean(_values(steps, "logprob_difference_mean")),
+        "response_length_mean": _mean(_values(steps, "response_length_mean")),
+        "phase_seconds": phases,
+        "wall_seconds": wall_seconds,
+    }
+
+
+def write_summary(directory: Path, summary: Mapping[str, Any]) -> Path:
+    """Write summary.json; returns its path."""
+    path = directory / SUMMARY_FILE
+    path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def summary_in_words(summary: Mapping[str, Any]) -> str:
+    """A few sentences for the end of a run; what was not measured is left out."""
+    steps = summary["steps"]
+    sentences = [f"{steps} step{'' if steps == 1 else 's'} in {_duration(summary['wall_seconds'])}."]
+    if summary["reward_first"] is not None:
+        first, last = summary["reward_first"], summary["reward_last"]
+        sentences.append(f"Mean reward {_course(first, last)} (means of the first and last {min(ENDS, steps)} steps).")
+    if summary["eval_exact_first"] is not None:
+        first, last = summary["eval_exact_first"], summary["eval_exact_last"]
+        sentences.append(f"Exact answers to held-out prompts {_course(first, last)}.")
+    if summary["generation_tokens_per_second"] is not None:
+        sentences.append(f"Generation ran at {summary['generation_tokens_per_second']:,.0f} tokens per second.")
+    if summary["logprob_difference_mean"] is not None:
+        difference = summary["logprob_difference_mean"]
+        sentences.append(f"Engine and actor log-probabilities differ by {difference:.1e} on average.")
+    if summary["phase_seconds"]:
+        total = sum(summary["phase_seconds"].values()) or 1.0
+        shares = sorted(summary["phase_seconds"].items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in shares[:5])
+        sentences.append(f"Time went to {parts}.")
+    return " ".join(sentences)
+
+
+def _values(rows: Rows, name: str) -> list[float]:
+    return [row[name] for row in rows if row.get(name) is not None]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _course(first: float, last: float) -> str:
+    verb = "rose" if last > first else "fell" if last < first else "stayed"
+    return f"{verb} from {first:.3f} to {last:.3f}" if last != first else f"stayed at {first:.3f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

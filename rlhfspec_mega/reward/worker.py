@@ -1,0 +1,106 @@
+"""The process that runs a user's reward function; started and, when it hangs, killed by runner.RewardRunner.
+
+Run as `python -m rlhfspec_mega.reward.worker FD`, FD being one end of a socket. Messages in: first (import path,
+arguments), then lists of (prompt, response, answer). Messages out: ("ready", "") or ("failed", why), then for every
+sample of a list, in order, ("score", RewardScore) or ("failed", why).
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rlhfspec_mega.reward.score import RewardScore
+
+
+class _BadReward(Exception):
+    """A sentence fragment that says what is wrong with a reward function or its result."""
+
+
+def _watch_parent(connection: Connection) -> None:
+    """Fork a process that ends this process group when the parent is gone (its end of our standard input closes).
+
+    It must be a process: a thread would never run while the reward function holds the interpreter lock.
+    """
+    if os.fork():
+        return
+    connection.close()  # else the parent could not see the worker's own end
+    os.closerange(1, 3)
+    os.read(0, 1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _load(path: str) -> Callable[..., Any]:
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise _BadReward("is not an import path such as package.module.function")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise _BadReward(f"cannot be imported: there is no module {error.name}") from error
+    except Exception as error:
+        raise _BadReward(f"cannot be imported: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if function is None:
+        raise _BadReward(f"does not exist: module {module_name} has no {name}")
+    if not callable(function):
+        raise _BadReward("is not callable")
+    return function
+
+
+def _checked(result: Any) -> RewardScore:
+    """A reward function's result as a RewardScore; a plain number counts as exact from 1 upward."""
+    if isinstance(result, tuple) and len(result) == 2:
+        value, exact = result
+    else:
+        value, exact = result, None
+    try:
+        value = float(value)
+    except (TypeError, ValueError):
+        raise _BadReward(f"returned {result!r}, not a number or a RewardScore") from None
+    if not math.isfinite(value):
+        raise _BadReward(f"returned {value}")
+    return RewardScore(value, value >= 1.0 if exact is None else bool(exact))
+
+
+def _score(function: Callable[..., Any], sample: tuple[str, str, str], arguments: dict[str, Any]) -> tuple[str, Any]:
+    try:
+        return "score", _checked(function(*sample, **arguments))
+    except _BadReward as error:
+        return "failed", str(error)
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{os.path.basename(place.filename)}:{place.lineno}"
+        return "failed", f"raised {type(error).__name__}: {error} ({where})"
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    _watch_parent(connection)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what a reward function prints goes to the log
+    path, arguments = connection.recv()
+    try:
+        function = _load(path)
+    except _BadReward as error:
+        connection.send(("failed", str(error)))
+        return
+    connection.send(("ready", ""))
+    while True:
+        try:
+            samples = connection.recv()
+        except EOFError:
+            return
+        for sample in samples:
+            connection.send(_score(function, sample, arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""The PyTorch engine: continuous batching over KV slots, shared-noise sampling, weights swapped in place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from rlhfspec_mega.errors import RunError, UserError
+from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.models.transformer import Transformer
+from rlhfspec_mega.rollout.protocol import SampleSnapshot
+from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, KVCache
+from rlhfspec_mega.rollout.torch_engine.checks import check_request, check_snapshot
+from rlhfspec_mega.rollout.torch_engine.prefill import Prefill
+from rlhfspec_mega.rollout.torch_engine.scheduler import LiveSample, Scheduler
+from rlhfspec_mega.rollout.torch_engine.slots import SlotTensors
+from rlhfspec_mega.rollout.torch_engine.update import WeightUpdate
+from rlhfspec_mega.sampling.noise import gumbel_from_states
+from rlhfspec_mega.sampling.select import Selection, select_tokens
+from rlhfspec_mega.types import EngineLoad, FinishReason, GenerationRequest, GenerationResult, TensorInfo
+
+
+class Proposal(NamedTuple):
+    """Inputs of one decode step: Q tokens of each of the B active samples; plain decoding has Q = 1.
+
+    Attributes:
+        tokens: int64 [B, Q].
+        positions: int64 [B, Q].
+        visible: bool [B, Q, L], which of the first L cached positions each input attends to.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    visible: torch.Tensor
+
+
+class TorchEngine:
+    """Implements `rollout.protocol.RolloutEngine` on one device.
+
+    A step advances one prefill by up to `prefill_chunk` tokens, admits prefilled samples to free slots and decodes one
+    token of each active sample. Weights may change while samples run: the KV of running samples is kept, as in
+    PipelineRL (Piché et al. 2025, arXiv 2509.19128), and each token records its policy version.
+
+    Args:
+        slots: samples decoded at once.
+        max_positions: longest prompt + response in tokens; sets the size of the KV cache.
+        prefill_chunk: most prompt tokens prefilled per step.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        slots: int,
+        max_positions: int,
+        prefill_chunk: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        for name, value in (("slots", slots), ("max_positions", max_positions), ("prefill_chunk", prefill_chunk)):
+            if value < 1:
+                raise UserError(f"The engine's {name} is {value}; it must be at least 1.")
+        self._max_positions = max_positions
+        self._prefill_chunk = prefill_chunk
+        self._model = Transformer(shape, max_positions=max_positions, dtype=dtype, device=device)
+        self._cache = KVCache(shape, slots=slots, positions=max_positions, dtype=dtype, device=device)
+        self._slots = SlotTensors(slots, shape.vocab_size, device)
+        self._all_positions = torch.arange(max_positions, device=device)
+        self._scheduler = Scheduler(slots)
+        self._prefill: Prefill | None = None
+        self._update: WeightUpdate | None = None
+        self._version: int | None = None
+        self._finished: list[GenerationResult] = []
+        self._ids: set[str] = set()  # unfinished samples
+        self._counts = {"decode_steps": 0, "generated_tokens": 0, "prefill_tokens": 0, "finished_samples": 0}
+        self._seconds = {"decode_seconds": 0.0, "prefill_seconds": 0.0}
+
+    # Samples
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue samples. Raises UserError for one that is malformed or can never fit; then none is queued."""
+        ids = set(self._ids)
+        for request in requests:
+            check_request(request, self._model.shape.vocab_size, self._max_positions, ids)
+            ids.add(request.sample_id)
+        self._ids = ids
+        self._scheduler.enqueue(requests)
+
+    def poll(self, seconds: float) -> list[GenerationResult]:
+        """Decode for about `seconds` (one step at least) or until idle; samples finished since the last poll.
+
+        During an update nothing is decoded. Raises RunError when there are samples but no weights have come yet.
+        """
+        deadline = time.monotonic() + seconds
+        while self._scheduler.busy and self._update is None:
+            if self._version is None:
+                raise RunError("The engine has samples but no weights; send it a weight update before polling.")
+            self._step()
+            if time.monotonic() >= deadline:
+                break
+        finished, self._finished = self._finished, []
+        return finished
+
+    def abort(self, sample_ids: Sequence[str]) -> list[GenerationResult]:
+        """Stop these samples and return what they have; unknown and finished ids are skipped."""
+        known = [sample_id for sample_id in dict.fromkeys(sample_ids) if sample_id in self._ids]
+        return [self._remove(sample_id).result(FinishReason.ABORTED) for sample_id in known]
+
+    def export_sample(self, sample_id: str) -> SampleSnapshot:
+        """State of an unfinished sample, with its KV if it holds a slot; it leaves this engine.
+
+        Raises RunError for an unknown or finished sample.
+        """
+        if sample_id not in self._ids:
+            raise RunError(f"Sample {sample_id} cannot be exported: this engine does not hold it, or it has finished.")
+        slot = self._scheduler.find(sample_id)
+        kv = None
+        if slot is not None:
+            kv = self._cache.prefix(slot, self._scheduler.active[slot].length - 1).clone()
+        sample = self._remove(sample_id)
+        return SampleSnapshot(sample.request, sample.tokens, sample.logprobs, sample.versions, kv)
+
+    def import_sample(self, snapshot: SampleSnapshot) -> None:
+        """Go on with a sample exported elsewhere, ahead of the waiting ones. Raises UserError if it does not fit."""
+        check_request(snapshot.request, self._model.shape.vocab_size, self._max_positions, self._ids)
+        check_snapshot(snapshot, self._cache.kv)
+        sample = LiveSample(snapshot.request, list(snapshot.tokens), list(snapshot.logprobs), list(snapshot.versions))
+        kv = None if snapshot.kv is None else snapshot.kv.to(self._cache.kv.device)
+        self._ids.add(snapshot.request.sample_id)
+        self._scheduler.enqueue_first(sample, kv)
+
+    def load(self) -> EngineLoad:
+        """Load figures now; the policy version is -1 before the first weights."""
+        return EngineLoad(
+            running=len(self._scheduler.active),
+            waiting=self._scheduler.waiting,
+            kv_tokens=sum(sample.length - 1 for sample in self._scheduler.active),
+            slots=self._scheduler.slots,
+            decode_steps=self._counts["decode_steps"],
+            generated_tokens=self._counts["generated_tokens"],
+            policy_version=-1 if self._version is None else self._version,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since start: steps, tokens, samples, and the seconds spent decoding and prefilling."""
+        return self._counts | self._seconds
+
+    # Weights
+
+    def begin_update(self, version: int, tensors: Sequence[TensorInfo]) -> None:
+        """Announce weights; nothing is decoded until `end_update`. Beginning again discards an unfinished update.
+
+        Raises RunError on a name or shape the model does not hold, and when the first update lacks a tensor.
+        """
+        own = self._model.hf_tensors()
+        if self._version is None and (missing := sorted(own.keys() - {info.name for info in tensors})):
+            raise RunError(
+                f"The first update must bring all weights; it lacks {len(missing)}, among them {missing[0]}."
+            )
+        self._update = WeightUpdate(version, tensors, own)
+
+    def update_weights(self, pieces: Sequence[tuple[str, int, torch.Tensor]]) -> None:
+        """Write pieces (name, first element in the flattened full tensor, flat values) of the announced tensors."""
+        self._open_update().write(pieces)
+
+    def end_update(self, version: int) -> None:
+        """Make the weights live. Raises RunError when elements are missing or `version` is not the announced one.
+
+        After an error the engine decodes nothing until an update has succeeded: its weights are mixed.
+        """
+        update = self._open_update()
+        if version != update.version:
+            raise RunError(f"Update {version} was ended, but update {update.version} was begun.")
+        update.check_complete()
+        self._version, self._update = version, None
+        self._prefill = None
+        self._scheduler.forget_prefills()
+
+    def _open_update(self) -> WeightUpdate:
+        if self._update is None:
+            raise RunError("Weights came outside an update; call begin_update first.")
+        return self._update
+
+    # The step
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        started = time.perf_counter()
+        self._advance_prefill()
+        self._admit()
+        prefilled = time.perf_counter()
+        if self._scheduler.active:
+            proposal = self._propose()
+            self._commit(self._select(self._forward(proposal), proposal.positions))
+        self._seconds["prefill_seconds"] += prefilled - started
+        self._seconds["decode_seconds"] += time.perf_counter() - prefilled
+
+    def _advance_prefill(self) -> None:
+        if self._prefill is None:
+            groups = self._scheduler.next_prefill(self._prefill_chunk)
+            if not groups:
+                return
+            self._counts["prefill_tokens"] += sum(len(group.prefix) for group in groups)
+            self._prefill = Prefill(self._model, groups)
+        if self._prefill.advance(self._prefill_chunk):
+            self._prefill = None
+
+    def _admit(self) -> None:
+        for admission in self._scheduler.admit():
+            if admission.kv is not None:
+                self._cache.fill(admission.first, len(admission.samples), admission.kv)
+            self._slots.assign(admission.first, admission.samples)
+
+    def _propose(self) -> Proposal:
+        """Each sample's last token, which sees everything up to itself."""
+        samples = self._scheduler.active
+        positions = self._slots.positions[: len(samples), None]
+        longest = max(sample.length for sample in samples)
+        visible = self._all_positions[:longest] <= positions[..., None]
+        return Proposal(self._slots.tokens[: len(samples), None], positions, visible)
+
+    def _forward(self, proposal: Proposal) -> torch.Tensor:
+        """Logits float32 [B, Q, V]; the inputs' KV is cached on the way."""
+        attention = CachedAttention(self._cache, proposal.positions, proposal.visible)
+        return self._model.logits(self._model.hidden(proposal.tokens, proposal.positions, attention))
+
+    def _select(self, logits: torch.Tensor, positions: torch.Tensor) -> Selection:
+        """The target's choice after every input: tokens and log-probs [B, Q] from logits [B, Q, V]."""
+        samples, slots = self._scheduler.active, self._slots
+        active = len(samples)
+        noise = banned = None
+        if any(sample.request.temperature > 0 for sample in samples):
+            noise = gumbel_from_states(slots.noise[:active, None], positions, logits.shape[-1])
+        if any(sample.request.ignore_stop for sample in samples):
+            banned = slots.banned[:active, None]
+        return select_tokens(logits, slots.temperatures[:active, None], noise, banned)
+
+    def _commit(self, selection: Selection) -> None:
+        """Append the chosen tokens [B, Q], make the last ones the next inputs and retire samples that have ended."""
+        assert self._version is not None
+        samples = self._scheduler.active
+        self._slots.tokens[: len(samples)] = selection.tokens[:, -1]
+        self._slots.positions[: len(samples)] += selection.tokens.shape[1]
+        ended = []
+        rows = zip(samples, selection.tokens.tolist(), selection.logprobs.tolist(), strict=True)
+        for slot, (sample, tokens, logprobs) in enumerate(rows):
+            reason = sample.extend(tokens, logprobs, self._version)
+            if reason is not None:
+                ended.append(slot)
+                self._finished.append(sample.result(reason))
+                self._ids.discard(sample.request.sample_id)
+        self._counts["decode_steps"] += 1
+        self._counts["generated_tokens"] += selection.tokens.numel()
+        self._counts["finished_samples"] += len(ended)
+        self._retire(ended)
+
+    def _retire(self, slots: Sequence[int]) -> None:
+        for move in self._scheduler.retire(slots):
+            self._cache.move(*move)
+            self._slots.move(move.source, move.target)
+
+    def _remove(self, sample_id: str) -> LiveSample:
+        """Take an unfinished sample out, from its slot or from the queue."""
+        self._ids.remove(sample_id)
+        slot = self._scheduler.find(sample_id)
+        if slot is not None:
+            sample = self._scheduler.active[slot]
+            self._retire([slot])
+            return sample
+        waiting = self._scheduler.withdraw(sample_id)
+        assert waiting is not None, f"sample {sample_id} is neither active nor waiting"
+        return waiting

@@ -1,0 +1,111 @@
+"""Advantages against sums written out in Python floats, and the weights of tokens in the loss."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfspec_mega.algorithm.advantages import compute_advantages, degenerate, grpo, learning_samples, rloo
+from rlhfspec_mega.algorithm.token_weights import token_weights
+from rlhfspec_mega.config.schema import AlgorithmConfig
+from rlhfspec_mega.errors import UserError
+
+REWARDS = st.integers(2, 6).flatmap(
+    lambda members: st.lists(
+        st.lists(st.integers(-20, 20).map(lambda k: k / 10), min_size=members, max_size=members), min_size=1, max_size=5
+    )
+)
+
+
+def advantages(rewards, truncated=None, kl=None, **options):
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    truncated = torch.zeros_like(rewards, dtype=torch.bool) if truncated is None else torch.tensor(truncated)
+    generator = torch.Generator().manual_seed(3)
+    return compute_advantages(rewards, truncated, kl, AlgorithmConfig(**options), generator)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rewards=REWARDS)
+def test_grpo_and_rloo_against_written_out_sums(rewards):
+    for row, plain, normalized, leave_one_out in zip(
+        rewards,
+        advantages(rewards, normalize_by_std=False).tolist(),
+        advantages(rewards).tolist(),
+        advantages(rewards, advantage="rloo").tolist(),
+        strict=True,
+    ):
+        mean = statistics.fmean(row)
+        deviation = statistics.stdev(row)
+        for i, reward in enumerate(row):
+            others = row[:i] + row[i + 1 :]
+            assert plain[i] == pytest.approx(reward - mean, abs=1e-12)
+            assert normalized[i] == pytest.approx((reward - mean) / deviation if deviation > 1e-9 else 0.0, abs=1e-9)
+            assert leave_one_out[i] == pytest.approx(reward - statistics.fmean(others), abs=1e-12)
+
+
+def test_groups_without_signal_give_exactly_zero():
+    rewards = torch.tensor([[0.1, 0.1, 0.1], [0.1, 0.1, 0.4]])  # the mean of three 0.1 is not 0.1 in fp32
+    assert degenerate(rewards).tolist() == [True, False]
+    for result in (grpo(rewards, True), grpo(rewards, False), rloo(rewards)):
+        assert not result[0].any() and result[1].all()
+    assert not grpo(rewards[:, :1], True).any() and not rloo(rewards[:, :1]).any()
+
+
+def test_overlong_samples_are_penalised_or_masked_by_choice():
+    rewards, truncated = [[1.0, 0.0, 0.0, 1.0]], [[False, True, False, False]]
+    plain = {"normalize_by_std": False}
+    assert advantages(rewards, truncated, **plain).tolist() == [[0.5, -0.5, -0.5, 0.5]]
+    penalised = advantages(rewards, truncated, overlong="penalize", overlong_penalty=2.0, **plain)
+    assert penalised.tolist() == [[1.0, -2.0, 0.0, 1.0]]
+    mask = torch.tensor(truncated)
+    assert learning_samples(mask, AlgorithmConfig(overlong="mask")).tolist() == [[True, False, True, True]]
+    assert learning_samples(mask, AlgorithmConfig(overlong="penalize")).all()
+
+
+def test_kl_enters_the_reward_only_when_asked():
+    rewards, kl = [[1.0, 0.0]], torch.tensor([[0.0, 3.0]])
+    options = {"normalize_by_std": False, "kl_coef": 0.5}
+    assert advantages(rewards, kl=kl, kl_in="reward", **options).tolist() == [[1.25, -1.25]]
+    assert advantages(rewards, kl=kl, kl_in="loss", **options).tolist() == [[0.5, -0.5]]
+
+
+def test_shuffle_keeps_the_values_and_breaks_their_places():
+    rewards = torch.rand(8, 8).tolist()
+    shuffled, plain = advantages(rewards, shuffle_advantages=True), advantages(rewards)
+    assert torch.equal(shuffled.flatten().sort().values, plain.flatten().sort().values)
+    assert (shuffled == plain).double().mean() < 0.2
+    assert torch.equal(shuffled, advantages(rewards, shuffle_advantages=True))
+    with pytest.raises(UserError, match="use grpo or rloo"):
+        advantages(rewards, advantage="ppo")
+
+
+SAMPLES = st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=1, max_size=20)
+
+
+@settings(max_examples=100, deadline=None)
+@given(samples=SAMPLES, average=st.sampled_from(["token", "sample"]), cuts=st.integers(1, 5), data=st.data())
+def test_weighted_sum_is_the_average_however_it_is_cut(samples, average, cuts, data):
+    lengths = torch.tensor([length for length, _ in samples])
+    learning = torch.tensor([keep for _, keep in samples])
+    losses = [[data.draw(st.integers(-50, 50)) / 10 for _ in range(length)] for length, _ in samples]
+    used = [row for row, (_, keep) in zip(losses, samples, strict=True) if keep and row]
+    if not used:
+        expected = 0.0
+    elif average == "token":
+        expected = statistics.fmean(value for row in used for value in row)
+    else:
+        expected = statistics.fmean(statistics.fmean(row) for row in used)
+    weights, count = token_weights(lengths, learning, average)
+    weighted = [float(weight) * sum(row) for weight, row in zip(weights, losses, strict=True)]
+    assert sum(sum(weighted[first::cuts]) / count for first in range(cuts)) == pytest.approx(expected, abs=1e-9)
+    assert float(weights @ lengths.double()) == pytest.approx(count if used else 0.0)
+    assert not weights[~learning].any()
+
+
+def test_unknown_average_is_refused():
+    with pytest.raises(UserError, match="token or sample"):
+        token_weights(torch.tensor([1]), torch.tensor([True]), "group")

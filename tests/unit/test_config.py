@@ -1,0 +1,371 @@
+"""Configuration: what composes, and that everything else ends in one sentence that names a way out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import fields, is_dataclass
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+
+from rlhfspec_mega.config import ranges
+from rlhfspec_mega.config.checks import check_config, check_parallel, notes
+from rlhfspec_mega.config.compose import load_config, sweep_jobs
+from rlhfspec_mega.config.hardware import cpu_has_fast_bf16
+from rlhfspec_mega.config.model_shape import BYTE_VOCABULARY, model_shape
+from rlhfspec_mega.config.names import group_options, option_types
+from rlhfspec_mega.config.output_dir import (
+    CHECKPOINTS,
+    claim_output_dir,
+    output_dir,
+    release_output_dir,
+)
+from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+# Presets name the model and cluster they are for and are applied by themselves.
+OPTIONS = [(group, name) for group, names in group_options().items() if group != "actor/preset" for name in names]
+# Options that need something this test does not have: GPUs, several nodes, weights, files, packages, a function.
+NEED_MORE = {
+    "model=8b",
+    "model=32b",
+    "model=70b",
+    "cluster=4n8g",
+    "cluster=8n8g",
+    "rollout=sglang",
+    "placement=separate",
+    "reward=custom",
+    "data=files",
+    "data=gsm8k",
+    "experiment=gsm8k",
+}
+
+
+def load(*overrides: str) -> RunConfig:
+    return load_config(["cluster.device=cpu", *overrides])
+
+
+def refusal(*overrides: str) -> str:
+    """The sentence that a configuration ends in; fails the test if it is accepted."""
+    with pytest.raises(UserError) as caught:
+        check_config(load(*overrides))
+    sentence = str(caught.value)
+    assert "\n" not in sentence and sentence.endswith("."), sentence
+    return sentence
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> str:
+    return f"output_dir={tmp_path}/outputs"
+
+
+def test_values_of_conf_are_those_of_the_schema() -> None:
+    assert load_config([]) == RunConfig()
+
+
+def test_files_of_conf_hold_every_option() -> None:
+    """A reader of conf/ sees all there is: the default files of a group together name every field of its section."""
+    text = {section.name: "" for section in fields(RunConfig)}
+    for group, names in group_options().items():
+        for name in names:
+            text[group.split("/")[0]] = text.get(group.split("/")[0], "") + (
+                ROOT / "conf" / group / f"{name}.yaml"
+            ).read_text(encoding="utf-8")
+    text[""] = (ROOT / "conf" / "config.yaml").read_text(encoding="utf-8")
+    for key in option_types():
+        section = key.split(".")[0] if "." in key or is_dataclass(option_types()[key]) else ""
+        assert "." not in key or f"{key.rsplit('.', 1)[-1]}:" in text[section], f"{key} stands in no file of conf/"
+
+
+@pytest.mark.parametrize(("group", "name"), OPTIONS)
+def test_every_option_runs_or_is_refused_in_one_sentence(group: str, name: str, out: str) -> None:
+    option = f"{group}={name}"
+    if option in NEED_MORE:
+        refusal(option, out)
+    elif option != "logger=wandb":  # depends on whether the package is installed
+        assert check_config(load(option, out)).actor_ranks >= 1
+
+
+def test_presets_follow_model_and_cluster_and_yield_to_the_user() -> None:
+    actor = load_config(["model=70b", "cluster=8n8g"]).actor
+    assert (actor.tensor_parallel, actor.pipeline_parallel, actor.sequence_parallel, actor.dtype) == (
+        8,
+        4,
+        True,
+        "bfloat16",
+    )
+    actor = load_config(["model=70b", "actor.tensor_parallel=2", "cluster=8n8g"]).actor
+    assert (actor.tensor_parallel, actor.pipeline_parallel) == (2, 4)
+    assert load_config(["model=70b"]).actor == RunConfig().actor
+
+
+@pytest.mark.parametrize("preset", group_options()["actor/preset"])
+def test_presets_fit_the_shapes_they_are_for(preset: str) -> None:
+    model, cluster = preset.split("_")
+    config = load_config([f"model={model}", f"cluster={cluster}"])
+    assert config.model.name == model
+    check_parallel(config, model_shape(config.model))
+    devices = config.cluster.nodes * config.cluster.devices_per_node
+    assert devices % (config.actor.tensor_parallel * config.actor.pipeline_parallel) == 0
+    assert config.actor.tensor_parallel <= config.cluster.devices_per_node
+
+
+def test_experiments_win_over_groups_and_yield_to_the_user() -> None:
+    config = load("experiment=pp2", "model=small")
+    assert (config.name, config.actor.tensor_parallel, config.actor.pipeline_parallel) == ("small_pp2", 1, 2)
+    assert load("experiment=pp2", "actor.data_parallel=3", "name=mine").actor.data_parallel == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("modle=tiny", "no option 'modle': did you mean 'model'?"),
+        ("model=tinny", "model=tinny does not exist: did you mean 'tiny'?"),
+        ("data=gsm8", "did you mean 'gsm8k'?"),
+        ("model=null", "model=None does not exist"),
+        ("actor=3", "there is default"),
+        ("actor.tensor_paralel=2", "did you mean 'actor.tensor_parallel'?"),
+        ("tensor_parallel=2", "did you mean 'actor.tensor_parallel'?"),
+        ("lr=1e-3", "'actor.optimizer.lr'"),
+        ("trainer.lr=1e-3", "'actor.optimizer.lr'"),
+        ("actor.optimizer={lrr: 1}", "did you mean 'actor.optimizer.lr'?"),
+        ("qqqq=1", "no name resembles it"),
+        ("actor.tensor_parallel=two", "actor.tensor_parallel=two is not valid: it must be a whole number"),
+        ("actor.tensor_parallel=1.5", "must be a whole number"),
+        ("actor.tensor_parallel=null", "must be a whole number"),
+        ("actor.data_parallel=x", "must be a whole number or null"),
+        ("actor.optimizer.lr=fast", "must be a number"),
+        ("trainer.resume=perhaps", "must be true or false"),
+        ("name=[1]", "must be a text"),
+        ("data.train=a.jsonl", "must be a list such as [a,b]"),
+        ("actor.optimizer=adam", "must be a section"),
+        ("actor.optimizer.betas=[0.9]", "two numbers"),
+        ("reward.arguments.x=1", "write +reward.arguments.x=1"),
+        ("+seed=1", "exists already"),
+        ("~seed", "set it instead"),
+        ("tiny", "write option=value"),
+        ("a b=1", "write option=value"),
+        ("seed=1,2", "add --multirun"),
+        ("name=${nothing}", "nothing"),
+        ("hydra/launcher=nothing", "hydra/launcher/nothing"),
+    ],
+)
+def test_bad_names_and_types(override: str, words: str) -> None:
+    assert words in refusal(override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            "actor.tensor_parallel=3",
+            "actor.tensor_parallel=3: model tiny has 4 heads, 2 key-value heads and a feed-forward size of 384: "
+            "use 1 or 2",
+        ),
+        ("model.num_kv_heads=3", "model.num_heads=4 is no multiple of num_kv_heads=3"),
+        ("model.head_dim=33", "use an even number"),
+        ("model=small actor.tensor_parallel=6", "2 key-value heads"),
+        ("actor.pipeline_parallel=3 actor.tensor_parallel=1", "4 layers: their product must be 1, 2 or 4"),
+        ("actor.pipeline_parallel=2", "needs 4 devices and the cluster has 2"),
+        ("actor.data_parallel=2", "The actor needs 4 devices"),
+        ("rollout.engines=3", "use at most 2"),
+        ("placement=separate", "cluster.devices_per_node=3"),
+        ("actor.tensor_parallel=1 actor.sequence_parallel=true", "needs actor.tensor_parallel above 1"),
+        ("trainer.samples_per_update=48", "does not divide the 128 samples of a step"),
+        ("experiment=dp2 trainer.prompts_per_step=3 trainer.samples_per_prompt=3", "2 data-parallel ranks"),
+        ("rollout.max_new_tokens=1000", "more than the 1024 positions of model tiny"),
+        ("trainer.max_tokens_per_microbatch=500", "does not fit trainer.max_tokens_per_microbatch=500"),
+        ("trainer.samples_per_prompt=1", "use at least 2"),
+        ("rollout.temperature=0", "nothing could be learnt"),
+        ("algorithm.advantage=rlo", "did you mean 'rloo'"),
+        ("actor.dtype=float16", "float32, bfloat16"),
+        ("actor.optimizer.lr=0", "must be above 0"),
+        ("actor.optimizer.lr=nan", "must be above 0"),
+        ("actor.optimizer.lr=inf", "must be above 0"),
+        ("actor.optimizer.betas=[0.9,1.0]", "below 1"),
+        ("rollout.temperature=-1", "must be 0 or more"),
+        ("experiment=pp2 actor.virtual_pipeline=2 actor.batch_p2p=true", "gives wrong gradients"),
+        ("experiment=pp2 actor.virtual_pipeline=2 actor.overlap_p2p=true", "corrupts gradients on a CPU"),
+        ("actor.batch_p2p=true", "actor.batch_p2p=true has no effect here: add actor.pipeline_parallel=2"),
+        ("algorithm.advantage=rloo", "use algorithm=rloo"),
+        ("algorithm.overlong_penalty=0.1", "add algorithm.overlong=penalize"),
+        ("data.train=[a.jsonl]", "add data=files"),
+        ("data=files", "add data.train=[FILE.jsonl]"),
+        ("data=files data.train=[/no/such.jsonl] trainer.eval_every=0", "names /no/such.jsonl, which does not exist"),
+        ("data.max_sum=3", "data.max_sum=3 is too small"),
+        ("reward=custom", "reward.function is empty"),
+        ("reward.function=len", "no import path"),
+        ("rollout=sglang", "sglang==0.5.17, and this version has no SGLang engine yet: use rollout=torch"),
+        ("cluster=8n8g", "cluster.nodes=8, but the only launcher, local"),
+        ("cluster.launcher=ray", "cluster.launcher=ray does not exist"),
+        ("model=70b", "Model 70b with 70.6 billion weights needs about"),
+        ("model.path=/no/such/model", "model.path=/no/such/model does not exist"),
+        ("name=a/b", "cannot name a directory"),
+        ("name=..", "cannot name a directory"),
+    ],
+)
+def test_combinations_that_cannot_run(overrides: str, words: str, out: str) -> None:
+    assert words in refusal(*overrides.split(), out)
+
+
+def test_a_large_model_without_weights_names_where_they_are(out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhfspec_mega.config.checks.host_memory", lambda: 10**16)
+    sentence = refusal("model=70b", out)
+    assert "names a shape only: download meta-llama/Llama-3.1-70B-Instruct" in sentence and "model.path=DIR" in sentence
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Make the checks believe in so many GPUs of 80 GiB."""
+
+    def pretend(count: int) -> None:
+        for module in ("checks", "hardware"):
+            monkeypatch.setattr(f"rlhfspec_mega.config.{module}.gpu_memory", lambda: (80 * 2**30,) * count)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("count", "overrides", "words"),
+    [
+        (0, "cluster=1n8g", "torch finds no NVIDIA GPU on this machine: use cluster=local"),
+        (1, "cluster=local", "this machine has 1 GPU: set cluster.devices_per_node=1"),
+        (4, "cluster=1n8g", "this machine has 4 GPUs"),
+        (8, "cluster=1n8g model=8b", "names a shape only: download meta-llama/Llama-3.1-8B-Instruct"),
+        (8, "cluster=1n8g model=70b", "GiB on each GPU and 72 GiB can be used"),
+    ],
+)
+def test_machines_with_gpus(count: int, overrides: str, words: str, out: str, gpus: Callable[[int], None]) -> None:
+    gpus(count)
+    with pytest.raises(UserError) as caught:
+        check_config(load_config([*overrides.split(), out]))
+    assert words in str(caught.value)
+
+
+def test_one_node_of_gpus_holds_four_copies_of_tiny(out: str, gpus: Callable[[int], None]) -> None:
+    gpus(8)
+    assert check_config(load_config(["cluster=1n8g", out])).data_parallel == 4
+
+
+def test_interleaved_schedule_without_the_traps_is_accepted(out: str) -> None:
+    assert check_config(load("experiment=pp2", "actor.virtual_pipeline=2", out)).actor_ranks == 2
+
+
+def test_every_number_has_bounds_and_every_bound_refuses(out: str) -> None:
+    tables = {
+        ranges.ABOVE_ZERO: 0,
+        ranges.FROM_ZERO: -1,
+        ranges.FROM_ONE: 0,
+        ranges.FROM_TWO: 1,
+        ranges.FRACTIONS: 1.5,
+    }
+    listed = [key for keys in tables for key in keys]
+    numbers = {
+        key for key, kind in option_types().items() if any(word in str(kind) for word in ("int", "float", "bool"))
+    }
+    numbers = {key for key in numbers if not any(word in str(option_types()[key]) for word in ("bool", "tuple"))}
+    assert sorted(listed) == sorted(numbers)
+    default = load(out)
+    for keys, bad in tables.items():
+        for key in keys:
+            config = deepcopy(default)
+            parent, _, name = key.rpartition(".")
+            setattr(attrgetter(parent)(config) if parent else config, name, bad)
+            with pytest.raises(UserError, match=f"^{key}={bad} is out of range"):
+                ranges.check_ranges(config)
+
+
+def test_vocabulary_of_models_made_here_is_the_byte_tokenizers(tmp_path: Path) -> None:
+    from rlhfspec_mega.data.tokenizer import make_byte_tokenizer
+
+    make_byte_tokenizer(tmp_path)
+    from tokenizers import Tokenizer
+
+    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab_size() == BYTE_VOCABULARY
+
+
+def test_slow_bf16_and_foreign_data_are_noted() -> None:
+    assert notes(load()) == []
+    config = load("actor.dtype=bfloat16", "data=gsm8k")
+    assert len(notes(config)) == (1 if cpu_has_fast_bf16() else 2)
+
+
+def test_output_directory_is_claimed_by_exactly_one(out: str) -> None:
+    config = load(out)
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(lambda _: _claims(config), range(16))) == 1
+
+
+def _claims(config: RunConfig) -> bool:
+    try:
+        claim_output_dir(config)
+    except UserError as error:
+        assert "exists already" in str(error)
+        return False
+    return True
+
+
+def test_a_name_is_refused_twice_and_resumed_with_a_checkpoint(out: str) -> None:
+    config = load(out, "seed=3")
+    directory = claim_output_dir(config, ["seed=3"])
+    assert (directory / "overrides.yaml").read_text() == "- seed=3\n"
+    assert "name=tiny2" in refusal(out)
+    assert "holds no checkpoint to resume from" in refusal(out, "seed=3", "trainer.resume=true")
+    (directory / CHECKPOINTS / "step_10").mkdir(parents=True)
+    sentence = refusal(out)
+    assert "trainer.resume=true" in sentence and "name=tiny2" in sentence
+    resumed = load(out, "seed=3", "trainer.resume=true", "experiment=one_process", "name=tiny")
+    assert claim_output_dir(resumed) == directory
+    assert "was started with seed=3, not 0" in refusal(out, "trainer.resume=true")
+    assert "model.num_heads=4, not 2" in refusal(out, "seed=3", "trainer.resume=true", "model.num_heads=2")
+    assert "There is no run" in refusal(out, "trainer.resume=true", "name=other")
+
+
+def test_a_run_that_failed_at_once_frees_its_name(out: str) -> None:
+    config = load(out)
+    release_output_dir(claim_output_dir(config))
+    assert not output_dir(config).exists()
+    directory = claim_output_dir(config)
+    (directory / "metrics.jsonl").touch()
+    release_output_dir(directory)
+    assert (directory / "config.yaml").exists()
+
+
+def test_sweeps_expand_in_order() -> None:
+    jobs = sweep_jobs(["seed=0,1", "model=tiny,small", "trainer.steps=2"])
+    assert jobs[1] == ["seed=0", "model=small", "trainer.steps=2"] and len(jobs) == 4
+
+
+def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, str(ROOT / "train.py"), *arguments]
+    return subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["modle=tiny"], ["model=70b", "cluster.device=cpu"], ["--multirun", "seed=0,1", "actor.dtype=x"]]
+)
+def test_the_command_ends_in_one_sentence(arguments: list[str], tmp_path: Path) -> None:
+    result = command(*arguments, cwd=tmp_path)
+    assert (result.returncode, result.stdout, len(result.stderr.splitlines())) == (2, "", 1), result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_and_cfg_name_groups_and_values(tmp_path: Path) -> None:
+    text = command("--help", cwd=tmp_path).stdout
+    assert all(f"{group}: {', '.join(names)}" in text for group, names in group_options().items())
+    text = command("--cfg", "job", "model=small", cwd=tmp_path).stdout
+    assert "hidden_size: 384" in text and "name: ${model.name}" in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_options_named_by_the_help_exist() -> None:
+    lines = (ROOT / "conf" / "config.yaml").read_text(encoding="utf-8").split("Most used options")[1].splitlines()
+    named = [line.split("=")[0].strip() for line in lines[1:] if "=" in line and line.split("=")[0].strip()]
+    assert len(named) > 15
+    assert [key for key in named if key not in option_types()] == []

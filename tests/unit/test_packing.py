@@ -1,0 +1,58 @@
+"""Packing as properties: every sequence once, budget, equal counts, balance."""
+
+from __future__ import annotations
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from rlhfspec_mega.algorithm.packing import micro_batches, padded_length, shard
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 300), max_size=60),
+    budget=st.integers(1, 700),
+    ranks=st.integers(1, 4),
+    length_multiple=st.sampled_from([1, 2, 8, 64]),
+    count_multiple=st.integers(1, 4),
+)
+@example(lengths=[], budget=8, ranks=2, length_multiple=1, count_multiple=4)
+@example(lengths=[5], budget=4, ranks=2, length_multiple=8, count_multiple=2)
+def test_plan(lengths, budget, ranks, length_multiple, count_multiple):
+    plan = micro_batches(lengths, budget, ranks, length_multiple, count_multiple)
+    assert plan == micro_batches(list(lengths), budget, ranks, length_multiple, count_multiple)
+    assert sorted(i for batches in plan for batch in batches for i in batch) == list(range(len(lengths)))
+    assert len(plan) == ranks
+    counts = {len(batches) for batches in plan}
+    assert len(counts) == 1 and counts.pop() % count_multiple == 0
+    for batches in plan:
+        for batch in batches:
+            if len(batch) > 1:
+                longest = max(lengths[i] for i in batch)
+                padded = next(n for n in range(longest, longest + length_multiple) if n % length_multiple == 0)
+                assert len(batch) * padded <= budget
+                assert padded_length([lengths[i] for i in batch], length_multiple) == padded
+        flat = [lengths[i] for batch in batches for i in batch]
+        assert flat == sorted(flat, reverse=True)  # neighbours in length share micro-batches
+        if any(not batch for batch in batches):
+            assert all(len(batch) <= 1 for batch in batches)  # empty only where nothing is left to halve
+            assert batches == sorted(batches, key=lambda batch: not batch)
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=60), ranks=st.integers(1, 5))
+def test_ranks_are_balanced_within_one_sequence(lengths, ranks):
+    tokens = [sum(lengths[i] for i in indices) for indices in shard(lengths, ranks)]
+    assert sum(tokens) == sum(lengths)
+    assert max(tokens) - min(tokens) <= max(lengths)
+
+
+def test_a_plan_by_hand():
+    plan = micro_batches([10, 3, 30, 4, 9, 2], budget=24, ranks=1, length_multiple=4)
+    assert plan == [[[2], [0, 4], [3, 1, 5]]]
+
+
+def test_micro_batches_are_halved_before_empty_ones_are_added():
+    assert micro_batches([4, 4, 4, 4], budget=16, ranks=1, count_multiple=2) == [[[0, 1], [2, 3]]]
+    assert micro_batches([4, 4, 4], budget=16, ranks=1, count_multiple=4) == [[[0], [1], [2], []]]
+    assert micro_batches([9, 1], budget=4, ranks=2) == [[[0]], [[1]]]

@@ -1,0 +1,84 @@
+"""Derived sizes against hand-counted examples and the relations that must hold between them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhfspec_mega.config.model_shape import model_shape
+from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.sizes import derive_sizes, size_rows
+from rlhfspec_mega.errors import UserError
+
+
+def sizes_of(config: RunConfig):  # type: ignore[no-untyped-def]
+    return derive_sizes(config, model_shape(config.model))
+
+
+def test_default_run_by_hand() -> None:
+    sizes = sizes_of(RunConfig())
+    assert (sizes.devices, sizes.actor_ranks, sizes.data_parallel, sizes.engines) == (2, 2, 1, 2)
+    assert (sizes.samples_per_step, sizes.samples_per_update, sizes.updates_per_step) == (128, 128, 1)
+    assert (sizes.max_sequence, sizes.total_updates) == (576, 60)
+
+
+@pytest.mark.parametrize(
+    ("mode", "devices", "engines", "expected"),
+    [
+        ("colocated", 8, None, (8, 4, 8)),  # four copies of TP2, an engine on every device
+        ("colocated", 7, None, (6, 3, 7)),  # one device has an engine only
+        ("colocated", 8, 3, (8, 4, 3)),
+        ("separate", 8, None, (4, 2, 4)),  # half and half
+        ("separate", 8, 2, (6, 3, 2)),  # what the engines leave
+        ("separate", 3, None, (2, 1, 1)),
+    ],
+)
+def test_worlds(mode: str, devices: int, engines: int | None, expected: tuple[int, int, int]) -> None:
+    config = RunConfig()
+    config.placement.mode, config.rollout.engines = mode, engines
+    config.cluster.devices_per_node = devices
+    config.trainer.prompts_per_step = 12
+    sizes = sizes_of(config)
+    assert (sizes.actor_ranks, sizes.data_parallel, sizes.engines) == expected
+
+
+@given(
+    prompts=st.integers(1, 64),
+    members=st.integers(2, 16),
+    update=st.one_of(st.none(), st.integers(1, 512)),
+    tensor=st.sampled_from([1, 2]),
+    pipeline=st.sampled_from([1, 2, 4]),
+    devices=st.integers(1, 16),
+)
+def test_sizes_add_up_or_are_refused(
+    prompts: int, members: int, update: int | None, tensor: int, pipeline: int, devices: int
+) -> None:
+    config = RunConfig()
+    config.trainer.prompts_per_step, config.trainer.samples_per_prompt = prompts, members
+    config.trainer.samples_per_update = update
+    config.actor.tensor_parallel, config.actor.pipeline_parallel = tensor, pipeline
+    config.cluster.devices_per_node = devices
+    copies = devices // (tensor * pipeline)
+    of_step = prompts * members
+    of_update = update or of_step
+    fits = copies >= 1 and of_step % of_update == 0 and of_update % copies == 0
+    if not fits:
+        with pytest.raises(UserError):
+            sizes_of(config)
+        return
+    sizes = sizes_of(config)
+    assert sizes.data_parallel == copies
+    assert sizes.updates_per_step * sizes.samples_per_rank * copies == of_step
+    assert sizes.total_updates * sizes.samples_per_update == config.trainer.steps * of_step
+
+
+def test_table_shows_every_figure() -> None:
+    config = RunConfig()
+    config.trainer.samples_per_update = 32
+    rows = {name: (value, why) for name, value, why in size_rows(config, sizes_of(config))}
+    assert rows["samples per step"] == ("128", "16 x 8")
+    assert rows["updates per step"] == ("4", "32 samples each")
+    assert rows["samples in waves"] == ("1", "128 decode at once")
+    assert rows["actor ranks"] == ("2", "tensor 2 x pipeline 1 x data 1")
+    assert rows["longest sequence"][0] == "576 tokens"

@@ -1,0 +1,102 @@
+"""The command: compose the configuration, refuse what cannot run, train. See `python train.py --help`."""
+
+# Worker processes import this file again, so everything heavy is imported where it is used.
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rlhfspec_mega.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from rlhfspec_mega.config.schema import RunConfig
+
+
+def main() -> None:
+    """Check names and values of every run first, then hand over to Hydra, which runs `job` once or once per sweep."""
+    import hydra
+
+    from rlhfspec_mega.config.compose import CONFIG_NAME
+    from rlhfspec_mega.config.names import CONF_DIR
+
+    with errors_in_one_sentence():
+        check_command_line()
+    hydra.main(config_path=str(CONF_DIR), config_name=CONFIG_NAME, version_base="1.3")(job)()
+
+
+def check_command_line() -> None:
+    """Raise UserError for a bad command line, of a sweep before its first run starts."""
+    from hydra._internal.utils import get_args_parser  # Hydra's own flags; it offers no public way to read them
+
+    from rlhfspec_mega.config.checks import check_config
+    from rlhfspec_mega.config.compose import load_config, sweep_jobs
+
+    arguments = get_args_parser().parse_args()
+    if arguments.help or arguments.hydra_help or arguments.shell_completion:
+        return
+    jobs = sweep_jobs(arguments.overrides) if arguments.multirun else [arguments.overrides]
+    for number, overrides in enumerate(jobs):
+        config = load_config(overrides)
+        if arguments.multirun:
+            config.name = numbered(config.name, number)
+        if not arguments.cfg and not arguments.info:
+            check_config(config)
+
+
+def job(composed: DictConfig) -> None:
+    """One run. Hydra calls it."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    from rlhfspec_mega.config.compose import to_run_config
+
+    with errors_in_one_sentence():
+        config = to_run_config(composed)
+        hydra_config = HydraConfig.get()
+        if hydra_config.mode == RunMode.MULTIRUN:
+            config.name = numbered(config.name, hydra_config.job.num)
+        train(config, list(hydra_config.overrides.task))
+
+
+def numbered(name: str, number: int) -> str:
+    """The name of one run of a sweep."""
+    return f"{name}_{number}"
+
+
+def train(config: RunConfig, overrides: list[str]) -> None:
+    """Claim the run's directory and train; a run that fails before its first step leaves no directory behind."""
+    from rlhfspec_mega.config.output_dir import claim_output_dir, release_output_dir
+
+    directory = claim_output_dir(config, overrides)
+    try:
+        from rlhfspec_mega import trainer
+
+        trainer.run(config)
+    finally:
+        release_output_dir(directory)
+
+
+@contextmanager
+def errors_in_one_sentence() -> Iterator[None]:
+    """End the process: status 2 for bad input, 1 for a run that cannot go on, 130 when interrupted."""
+    try:
+        yield
+    except UserError as error:
+        sys.exit(_say(error, 2))
+    except RunError as error:
+        sys.exit(_say(error, 1))
+    except KeyboardInterrupt:
+        sys.exit(_say("Interrupted.", 130))
+
+
+def _say(message: object, status: int) -> int:
+    print(message, file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    main()
