@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 
-class SampleState(str, Enum):
+class SampleState(StrEnum):
     """Where a sample is on its way from prompt to update."""
 
     PENDING = "pending"
@@ -16,7 +16,7 @@ class SampleState(str, Enum):
     TRAINED = "trained"
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why generation of a sample ended."""
 
     STOP = "stop"

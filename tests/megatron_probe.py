@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from rlhfspec_mega.actor.actor import Actor, on_megatron
-from rlhfspec_mega.actor.initialize import Rendezvous, shutdown
+from rlhfspec_mega.actor.initialize import shutdown
+from rlhfspec_mega.actor.rendezvous import Rendezvous
 from rlhfspec_mega.actor.step import accumulate_gradients
 from rlhfspec_mega.actor.weights import mapped_parameters, merge_parameter
 from rlhfspec_mega.algorithm.microbatch import MicroBatch
@@ -85,4 +86,6 @@ def start_probes(tmp_path: Path, world_size: int) -> tuple[LocalCluster, LocalGr
     specs = [
         WorkerSpec("tests.megatron_probe.Probe", arguments={"rank": rank, **arguments}) for rank in range(world_size)
     ]
-    return cluster, cluster.launch("probe", specs)
+    group = cluster.launch("probe", specs)
+    cluster.wait_started()
+    return cluster, group

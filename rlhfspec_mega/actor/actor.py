@@ -13,13 +13,14 @@ import torch
 
 from rlhfspec_mega.actor import checkpoint
 from rlhfspec_mega.actor.cuda_shim import cuda_means_cpu
-from rlhfspec_mega.actor.initialize import ParallelRanks, Rendezvous, initialize
+from rlhfspec_mega.actor.initialize import initialize
 from rlhfspec_mega.actor.model import build_model
 from rlhfspec_mega.actor.optimizer import build_optimizer, build_scheduler
 from rlhfspec_mega.actor.reference import ReferenceWeights
-from rlhfspec_mega.actor.step import LogitSettings, TokenLoss, accumulate_gradients, compute_logprobs, reduce_metrics
+from rlhfspec_mega.actor.rendezvous import ParallelRanks, Rendezvous
+from rlhfspec_mega.actor.step import LogitSettings, accumulate_gradients, compute_logprobs, reduce_metrics
 from rlhfspec_mega.actor.weights import load_parameters
-from rlhfspec_mega.algorithm.microbatch import MicroBatch
+from rlhfspec_mega.algorithm.microbatch import MicroBatch, TokenLoss
 from rlhfspec_mega.config.schema import ActorConfig
 from rlhfspec_mega.models.hf_directory import HfWeights
 from rlhfspec_mega.models.shape import ModelShape
@@ -114,4 +115,3 @@ class Actor:
     def load(self, directory: Path) -> None:
         """Read a distributed checkpoint written under any parallel sizes."""
         checkpoint.load(directory, self.chunks, self.optimizer, self.scheduler)
-

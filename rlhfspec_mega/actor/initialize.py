@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -11,27 +10,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from rlhfspec_mega.actor.cuda_shim import cuda_means_cpu
+from rlhfspec_mega.actor.rendezvous import ParallelRanks, Rendezvous
 from rlhfspec_mega.config.schema import ActorConfig
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where the ranks of one group meet. `init_method` is file://... on one host, tcp://host:port between hosts."""
-
-    init_method: str
-    rank: int
-    world_size: int
-    deadline_seconds: float
-
-
-@dataclass(frozen=True)
-class ParallelRanks:
-    """Coordinates of this rank in the TP x PP x DP grid."""
-
-    tp: int
-    pp: int
-    dp: int
-    last_stage: bool
 
 
 def initialize(rendezvous: Rendezvous, config: ActorConfig, device: torch.device, seed: int) -> ParallelRanks:
@@ -62,7 +42,6 @@ def initialize(rendezvous: Rendezvous, config: ActorConfig, device: torch.device
         tp=parallel_state.get_tensor_model_parallel_rank(),
         pp=parallel_state.get_pipeline_model_parallel_rank(),
         dp=parallel_state.get_data_parallel_rank(),
-        last_stage=parallel_state.get_pipeline_model_parallel_rank() == config.pipeline_parallel - 1,
     )
 
 

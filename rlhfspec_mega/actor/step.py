@@ -15,10 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rlhfspec_mega.actor.model import unwrap
 from rlhfspec_mega.actor.vocab_parallel import vocab_parallel_logprobs
-from rlhfspec_mega.algorithm.microbatch import MicroBatch, same_shape
-
-# (log-probs, entropy, micro-batch) -> (loss per token, metrics summed over loss tokens); all [rows, length] tensors
-TokenLoss = Callable[[torch.Tensor, torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+from rlhfspec_mega.algorithm.microbatch import MicroBatch, TokenLoss, same_shape
 
 
 @dataclass(frozen=True)

@@ -98,4 +98,4 @@ def vocab_parallel_logprobs(
     Returns:
         (log-probs, entropy), both [...] fp32 and equal on all ranks of the group; the entropy carries no gradient.
     """
-    return _VocabParallelLogProbs.apply(logits, targets, temperature, vocab_size, chunk, group)  # type: ignore[no-any-return]
+    return _VocabParallelLogProbs.apply(logits, targets, temperature, vocab_size, chunk, group)

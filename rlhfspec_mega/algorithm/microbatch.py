@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -109,3 +109,7 @@ def same_shape(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         tensors = {name: F.pad(value, margin) for name, value in values.items() if isinstance(value, torch.Tensor)}
         padded.append(MicroBatch(**(values | tensors)))
     return padded
+
+
+# (log-probs, entropy, micro-batch) -> (loss per token, metrics per token); all [rows, length] tensors
+TokenLoss = Callable[[torch.Tensor, torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]

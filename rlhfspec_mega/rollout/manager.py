@@ -60,7 +60,7 @@ class RolloutManager:
         """Decode all requests; results by sample id.
 
         Raises:
-            RunError: an engine failed or went silent (from the wait), or a sample came back twice, unasked or not at all.
+            RunError: an engine failed or went silent (from the wait), or a sample came back twice or unasked.
         """
         shares = assign(requests, self._engines.size)
         remaining = [len(share) for share in shares]

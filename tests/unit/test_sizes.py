@@ -79,6 +79,6 @@ def test_table_shows_every_figure() -> None:
     rows = {name: (value, why) for name, value, why in size_rows(config, sizes_of(config))}
     assert rows["samples per step"] == ("128", "16 x 8")
     assert rows["updates per step"] == ("4", "32 samples each")
-    assert rows["samples in waves"] == ("1", "128 decode at once")
+    assert rows["waves per step"] == ("1", "128 decode at once")
     assert rows["actor ranks"] == ("2", "tensor 2 x pipeline 1 x data 1")
     assert rows["longest sequence"][0] == "576 tokens"

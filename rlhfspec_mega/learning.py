@@ -1,0 +1,111 @@
+"""From scored samples to updates: log-probs, advantages, mini-batches. Used by the trainer and by replays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from rlhfspec_mega.algorithm.advantages import compute_advantages, learning_samples
+from rlhfspec_mega.algorithm.losses import kl_estimate
+from rlhfspec_mega.algorithm.microbatch import TrainSequence
+from rlhfspec_mega.algorithm.objectives import policy_metrics, policy_objective
+from rlhfspec_mega.algorithm.token_weights import token_weights
+from rlhfspec_mega.config.schema import AlgorithmConfig
+from rlhfspec_mega.types import Sample, SampleState
+from rlhfspec_mega.workers.actor_group import ActorGroup
+
+
+def _sequence(sample: Sample, weight: float = 1.0) -> TrainSequence:
+    return TrainSequence(
+        tokens=[*sample.prompt.tokens, *sample.response_tokens],
+        prompt_length=len(sample.prompt.tokens),
+        weight=weight,
+        advantage=sample.advantage,
+        old_logprobs=sample.old_logprobs,
+        engine_logprobs=sample.engine_logprobs,
+        reference_logprobs=sample.reference_logprobs,
+    )
+
+
+def add_reference_logprobs(actor: ActorGroup, samples: Sequence[Sample]) -> None:
+    """Fill `reference_logprobs` from the frozen reference."""
+    found, _ = actor.logprobs([_sequence(sample) for sample in samples], use_reference=True)
+    for sample, logprobs in zip(samples, found, strict=True):
+        sample.reference_logprobs = logprobs
+
+
+def add_old_logprobs(actor: ActorGroup, samples: Sequence[Sample]) -> dict[str, float]:
+    """Fill `old_logprobs` from the actor as it is before this step's updates.
+
+    Returns:
+        entropy per token, and how far the engine's log-probs of the same tokens lie from the actor's.
+    """
+    found, entropy = actor.logprobs([_sequence(sample) for sample in samples], use_reference=False)
+    for sample, logprobs in zip(samples, found, strict=True):
+        sample.old_logprobs = logprobs
+    differences = torch.tensor(
+        [abs(a - b) for sample in samples for a, b in zip(sample.old_logprobs, sample.engine_logprobs, strict=True)]
+        or [0.0]
+    )
+    return {
+        "policy_entropy": entropy,
+        "logprob_difference_mean": float(differences.mean()),
+        "logprob_difference_max": float(differences.max()),
+    }
+
+
+def assign_advantages(
+    samples: Sequence[Sample], members: int, config: AlgorithmConfig, generator: torch.Generator
+) -> None:
+    """Fill `advantage` from the rewards; samples lie in order of prompt, then member.
+
+    Args:
+        generator: of the shuffle control.
+    """
+
+    def by_group(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64).view(-1, members)
+
+    kl = None
+    if config.kl_in == "reward" and config.kl_coef > 0:
+        kl = by_group([_sample_kl(sample, config.kl_estimator) for sample in samples])
+    rewards = by_group([sample.reward for sample in samples])
+    truncated = by_group([float(sample.truncated) for sample in samples]).bool()
+    advantages = compute_advantages(rewards, truncated, kl, config, generator).flatten().tolist()
+    for sample, advantage in zip(samples, advantages, strict=True):
+        sample.advantage = advantage
+
+
+def _sample_kl(sample: Sample, estimator: str) -> float:
+    policy = torch.tensor(sample.old_logprobs, dtype=torch.float64)
+    reference = torch.tensor(sample.reference_logprobs, dtype=torch.float64)
+    return float(kl_estimate(policy, reference, estimator).sum())
+
+
+def update(
+    actor: ActorGroup, samples: Sequence[Sample], samples_per_update: int, config: AlgorithmConfig
+) -> dict[str, float]:
+    """Optimizer steps over all samples, each used exactly once, in mini-batches of whole groups' neighbours.
+
+    Returns:
+        The metrics of Actor.update, averaged over the mini-batches; "skipped" is their sum.
+    """
+    objective, names = partial(policy_objective, config=config), policy_metrics(config)
+    results = []
+    for batch in _mini_batches(samples, samples_per_update):
+        truncated = torch.tensor([sample.truncated for sample in batch])
+        lengths = torch.tensor([len(sample.response_tokens) for sample in batch])
+        weights, _ = token_weights(lengths, learning_samples(truncated, config), config.loss_average)
+        sequences = [_sequence(sample, weight) for sample, weight in zip(batch, weights.tolist(), strict=True)]
+        results.append(actor.update(sequences, objective, names))
+        for sample in batch:
+            sample.state = SampleState.TRAINED
+    metrics = {name: sum(result[name] for result in results) / len(results) for name in results[0]}
+    return metrics | {"skipped": sum(result["skipped"] for result in results)}
+
+
+def _mini_batches(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
+    for first in range(0, len(samples), size):
+        yield samples[first : first + size]

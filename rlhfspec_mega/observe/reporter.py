@@ -1,0 +1,83 @@
+"""One object that takes a step's results to every place they go: console, metrics.jsonl, rollouts.jsonl, summary."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.observe.console import Console
+from rlhfspec_mega.observe.json_lines import keep_steps_before, text_lines
+from rlhfspec_mega.observe.phases import PhaseTimer
+from rlhfspec_mega.observe.plot import plot_curves
+from rlhfspec_mega.observe.rollouts import ROLLOUTS_FILE, write_rollouts
+from rlhfspec_mega.observe.run_log import METRICS_FILE, RunLog
+from rlhfspec_mega.observe.summary import PHASE_PREFIX, summarize, summary_in_words, write_summary
+from rlhfspec_mega.types import Sample
+
+
+def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """What can be read off a set of scored samples."""
+    lengths = [len(sample.response_tokens) for sample in samples]
+    count = max(len(samples), 1)
+    return {
+        "reward": sum(sample.reward for sample in samples) / count,
+        "exact": sum(sample.exact for sample in samples) / count,
+        "response_length_mean": sum(lengths) / count,
+        "response_length_max": float(max(lengths, default=0)),
+        "truncation_rate": sum(sample.truncated for sample in samples) / count,
+    }
+
+
+class Reporter:
+    """Use as a context manager around the steps.
+
+    Args:
+        first_step: a resumed run drops what was recorded of this step and later.
+    """
+
+    def __init__(
+        self, directory: Path, config: RunConfig, console: Console, phases: PhaseTimer, first_step: int = 0
+    ) -> None:
+        self._directory, self._config, self._console, self._phases = directory, config, console, phases
+        self._log = RunLog(directory, config.logger, config.name, first_step)
+        keep_steps_before(directory / ROLLOUTS_FILE, first_step)
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._log.close()
+
+    def step(self, step: int, samples: Sequence[Sample], metrics: Mapping[str, float]) -> None:
+        """Record a finished step, counted from 0, with the seconds of its phases."""
+        seconds = self._phases.take_step()
+        tokens = float(sum(len(sample.response_tokens) for sample in samples))
+        row = sample_metrics(samples) | {
+            "generated_tokens": tokens,
+            "generation_tokens_per_second": tokens / max(seconds.get("generate", 0.0), 1e-9),
+            **metrics,
+            **{PHASE_PREFIX + name: value for name, value in seconds.items()},
+        }
+        self._log.log(step, row)
+        write_rollouts(self._directory / ROLLOUTS_FILE, samples, self._config.logger.rollouts_per_step)
+        self._console.step(step + 1, row)
+
+    def finish(self, step: int, metrics: Mapping[str, float], started: float) -> None:
+        """Record the last evaluation, write summary and plot, and say how the run went.
+
+        Args:
+            started: time.monotonic() at the start of the run.
+        """
+        seconds = self._phases.take_step()
+        self._log.log(step, dict(metrics) | {PHASE_PREFIX + name: value for name, value in seconds.items()})
+        self._log.close()
+        rows: list[dict[str, Any]] = [json.loads(line) for line in text_lines(self._directory / METRICS_FILE)]
+        summary = summarize(rows, time.monotonic() - started)
+        write_summary(self._directory, summary)
+        plot_curves(self._directory, rows)
+        self._console.note(summary_in_words(summary))
+        self._console.note(f"Everything is in {self._directory}: summary.json, curves, rollouts.jsonl and the model.")

@@ -1,0 +1,27 @@
+"""An engine's side of resharding: buckets arrive, are checked and written into the engine's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhfspec_mega.resharding.buckets import Bucket, checksum, unpack
+from rlhfspec_mega.resharding.transport import Receiver
+from rlhfspec_mega.rollout.protocol import RolloutEngine
+from rlhfspec_mega.types import TensorInfo
+
+
+def receive_weights(
+    engine: RolloutEngine, receiver: Receiver, version: int, tensors: Sequence[TensorInfo], buckets: Sequence[Bucket]
+) -> dict[int, int]:
+    """Load all buckets into an engine; the weights go live only with its `end_update`, after the sums were compared.
+
+    Returns:
+        {bucket id: checksum of what arrived}.
+    """
+    engine.begin_update(version, tensors)
+    sums: dict[int, int] = {}
+    for bucket in buckets:
+        data = receiver.receive(bucket)
+        sums[bucket.id] = checksum(data)
+        engine.update_weights(unpack(bucket, data))
+    return sums

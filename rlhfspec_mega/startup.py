@@ -1,0 +1,88 @@
+"""Everything a run needs, made in the order in which bad input is cheapest to refuse: data, reward, model, workers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlhfspec_mega.config.checks import notes
+from rlhfspec_mega.config.model_shape import model_shape
+from rlhfspec_mega.config.output_dir import output_dir
+from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.sizes import Sizes, derive_sizes, size_rows
+from rlhfspec_mega.data.prompts import PromptStream, make_prompts
+from rlhfspec_mega.data.tokenizer import load_tokenizer
+from rlhfspec_mega.generation import SampleGenerator, stop_tokens
+from rlhfspec_mega.observe.console import Console
+from rlhfspec_mega.observe.phases import PhaseTimer
+from rlhfspec_mega.reward.runner import RewardRunner
+from rlhfspec_mega.system import System
+from rlhfspec_mega.types import Prompt
+from rlhfspec_mega.warmup import tokenizer_directory, warm_model
+
+
+@dataclass
+class Run:
+    """The parts of a started run. `model` is the Hugging Face directory the actor and the reference start from."""
+
+    config: RunConfig
+    sizes: Sizes
+    directory: Path
+    model: Path
+    console: Console
+    phases: PhaseTimer
+    prompts: PromptStream
+    held_out: list[Prompt]
+    rewards: RewardRunner
+    system: System
+    generator: SampleGenerator
+    started: float = field(default_factory=time.monotonic)
+
+
+@contextmanager
+def started(config: RunConfig) -> Iterator[Run]:
+    """Start a run in its already claimed output directory; every process it started ends with it.
+
+    Raises:
+        UserError: bad data, reward function or model.
+        RunError: a worker did not start.
+    """
+    begin, directory = time.monotonic(), output_dir(config)
+    shape = model_shape(config.model)
+    sizes = derive_sizes(config, shape)
+    with Console(config.trainer.steps, config.logger.console) as console:
+        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        console.table("Sizes of this run", size_rows(config, sizes))
+        for note in notes(config):
+            console.note(note)
+        tokenizer = load_tokenizer(config.model.path or tokenizer_directory(config))
+        wanted = config.trainer.eval_prompts if config.trainer.eval_every else 0
+        prompts, held_out = make_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens, wanted, config.seed)
+        reward = config.reward
+        with RewardRunner(reward.function, reward.time_limit, reward.arguments) as rewards:
+            model = Path(config.model.path or warm_model(config, sizes, shape, directory, console))
+            console.phase("starting workers")
+            with System(config, sizes, shape, directory, total_updates=sizes.total_updates) as system:
+                system.actor.load_weights(model)
+                system.actor.freeze_reference()
+                stops = stop_tokens(tokenizer, model)
+                generator = SampleGenerator(system.rollout, tokenizer, stops, config.rollout, config.seed)
+                phases = PhaseTimer(entered=console.phase)
+                yield Run(
+                    config,
+                    sizes,
+                    directory,
+                    model,
+                    console,
+                    phases,
+                    prompts,
+                    held_out,
+                    rewards,
+                    system,
+                    generator,
+                    begin,
+                )

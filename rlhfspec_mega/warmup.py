@@ -1,0 +1,142 @@
+"""Makes the tiny and small models: supervised warm-up on the built-in task, until RL has something to learn."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlhfspec_mega.algorithm.microbatch import TrainSequence
+from rlhfspec_mega.algorithm.objectives import supervised_objective
+from rlhfspec_mega.config.schema import DataConfig, RunConfig
+from rlhfspec_mega.config.sizes import Sizes
+from rlhfspec_mega.data.prompts import PromptStream, make_prompts
+from rlhfspec_mega.data.tokenizer import load_tokenizer, make_byte_tokenizer
+from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.generation import SampleGenerator
+from rlhfspec_mega.models.hf_directory import write_directory
+from rlhfspec_mega.models.initialize import initial_tensors
+from rlhfspec_mega.models.mapping import mapping_for
+from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.observe.console import Console
+from rlhfspec_mega.system import System
+
+_RECIPE_VERSION = 1  # part of the cache key: raise it when the task or the recipe's code changes
+
+
+def cache_root(config: RunConfig) -> Path:
+    """Where models made here are kept."""
+    if config.model.cache_dir:
+        return Path(config.model.cache_dir)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rlhfspec_mega"
+
+
+def tokenizer_directory(config: RunConfig) -> Path:
+    """The byte-level tokenizer of models made here, written on first use."""
+    directory = cache_root(config) / "byte_tokenizer"
+    if not (directory / "tokenizer.json").exists():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        partial = directory.with_name(f"{directory.name}.{os.getpid()}")
+        make_byte_tokenizer(partial)
+        try:
+            os.replace(partial, directory)
+        except OSError:  # another run was quicker
+            shutil.rmtree(partial)
+    return directory
+
+
+def warm_model(config: RunConfig, sizes: Sizes, shape: ModelShape, run_dir: Path, console: Console) -> Path:
+    """The directory of the warmed-up model, from the cache or made now. The seed of the run plays no part in it."""
+    recipe = (_RECIPE_VERSION, asdict(shape), asdict(config.warmup), asdict(_task()))
+    key = hashlib.sha256(repr(recipe).encode()).hexdigest()[:10]
+    directory = cache_root(config) / f"{config.model.name}-{key}"
+    if not (directory / "config.json").exists():
+        console.note(f"Model {config.model.name} is made here on first use and kept in {directory}.")
+        _WarmUp(config, sizes, shape, run_dir, console).run(directory)
+    return directory
+
+
+def _task() -> DataConfig:
+    """The built-in task as it stands by default: a model's warm-up does not depend on the data of a run."""
+    return DataConfig()
+
+
+class _WarmUp:
+    """Supervised steps through the same actor, evaluated through the same engines as RL."""
+
+    def __init__(self, config: RunConfig, sizes: Sizes, shape: ModelShape, run_dir: Path, console: Console) -> None:
+        self._recipe = config.warmup
+        self._config = copy.deepcopy(config)
+        self._config.seed = 0
+        optimizer = self._config.actor.optimizer
+        optimizer.lr, optimizer.warmup_steps, optimizer.schedule = (
+            self._recipe.lr,
+            self._recipe.warmup_steps,
+            "constant",
+        )
+        optimizer.weight_decay, optimizer.clip_grad, optimizer.betas = 0.0, 1.0, (0.9, 0.95)
+        self._config.rollout.temperature = 1.0
+        self._sizes, self._shape, self._run_dir, self._console = sizes, shape, run_dir, console
+        self._source = tokenizer_directory(config)
+
+    def run(self, directory: Path) -> None:
+        tokenizer = load_tokenizer(self._source)
+        limit = self._config.rollout.max_prompt_tokens
+        stream, held_out = make_prompts(_task(), tokenizer, limit, self._recipe.eval_prompts, seed=0)
+        updates = self._recipe.max_steps
+        with System(self._config, self._sizes, self._shape, self._run_dir, total_updates=updates) as system:
+            system.actor.load_weights(self._initial_weights())
+            generator = SampleGenerator(
+                system.rollout, tokenizer, (tokenizer.eos_token_id,), self._config.rollout, seed=0
+            )
+            with self._console.bar("warm-up", self._recipe.max_steps) as advance:
+                self._steps(system, generator, tokenizer, stream, held_out, advance)
+            system.export(directory, self._source_model)
+
+    def _steps(
+        self,
+        system: System,
+        generator: SampleGenerator,
+        tokenizer: Any,
+        stream: PromptStream,
+        held_out: Any,
+        advance: Any,
+    ) -> None:
+        recipe = self._recipe
+        exact = 0.0
+        for step in range(1, recipe.max_steps + 1):
+            sequences = [
+                self._worked(prompt.tokens, prompt.answer, tokenizer)
+                for prompt in stream.next_batch(recipe.examples_per_step)
+            ]
+            metrics = system.actor.update(sequences, supervised_objective, [])
+            advance(1, f"loss {metrics['loss']:.3f}, held-out exact {exact:.2f} of {recipe.target_exact}")
+            if step % recipe.eval_every:
+                continue
+            system.reshard(step)
+            samples = generator.greedy(held_out, step)
+            exact = sum(sample.response == sample.prompt.answer for sample in samples) / len(samples)
+            if exact >= recipe.target_exact:
+                return
+        raise RunError(
+            f"Warm-up of {self._config.model.name} reached {exact:.2f} of {recipe.target_exact} held-out exact answers in "
+            f"{recipe.max_steps} steps: raise warmup.max_steps or change warmup.lr."
+        )
+
+    @staticmethod
+    def _worked(prompt: tuple[int, ...], answer: str, tokenizer: Any) -> TrainSequence:
+        response = [*tokenizer(answer, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+        return TrainSequence([*prompt, *response], len(prompt))
+
+    def _initial_weights(self) -> Path:
+        """Random weights as an ordinary model directory in the run's folder, loaded through the mapping like any."""
+        self._source_model = self._run_dir / "initial_model"
+        tensors = mapping_for(self._shape.architecture).hf_tensors(self._shape)
+        write_directory(self._source_model, self._shape, initial_tensors(tensors, self._shape.num_layers, seed=0))
+        for file in self._source.iterdir():
+            shutil.copy(file, self._source_model / file.name)
+        return self._source_model

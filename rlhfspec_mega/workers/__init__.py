@@ -1,0 +1,1 @@
+"""What runs inside worker processes: one class per role, built from lower layers."""

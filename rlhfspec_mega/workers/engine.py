@@ -1,0 +1,42 @@
+"""The worker of role engine: a torch engine and its side of resharding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rlhfspec_mega.config.schema import RolloutConfig
+from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.resharding.buckets import Bucket
+from rlhfspec_mega.resharding.receive import receive_weights
+from rlhfspec_mega.resharding.transport import Receiver
+from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
+from rlhfspec_mega.types import TensorInfo
+
+
+class TorchEngineWorker(TorchEngine):
+    """A TorchEngine that also receives weights."""
+
+    def __init__(self, shape: ModelShape, config: RolloutConfig, dtype: str, device: str) -> None:
+        super().__init__(
+            shape,
+            slots=config.slots,
+            max_positions=config.max_prompt_tokens + config.max_new_tokens,
+            prefill_chunk=config.prefill_chunk,
+            dtype=getattr(torch, dtype),
+            device=device,
+        )
+        self._receiver: Receiver | None = None
+
+    def connect(self, address: Any, index: int) -> None:
+        """Make the receiving end of a transport."""
+        self._receiver = address.receiver(index)
+
+    def receive_weights(self, version: int, tensors: Sequence[TensorInfo], buckets: Sequence[Bucket]) -> dict[int, int]:
+        """Load an update; {bucket id: checksum}. Not live before `end_update`."""
+        if self._receiver is None:
+            raise RunError("An engine was asked for weights before it was connected to a transport.")
+        return receive_weights(self, self._receiver, version, tensors, buckets)
