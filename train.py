@@ -73,9 +73,9 @@ def train(config: RunConfig, overrides: list[str]) -> None:
 
     directory = claim_output_dir(config, overrides)
     try:
-        from rlhfspec_mega import trainer
+        from rlhfspec_mega.trainer import run
 
-        trainer.run(config)
+        run(config)
     finally:
         release_output_dir(directory)
 

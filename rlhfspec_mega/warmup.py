@@ -123,8 +123,8 @@ class _WarmUp:
             if exact >= recipe.target_exact:
                 return
         raise RunError(
-            f"Warm-up of {self._config.model.name} reached {exact:.2f} of {recipe.target_exact} held-out exact answers in "
-            f"{recipe.max_steps} steps: raise warmup.max_steps or change warmup.lr."
+            f"Warm-up of {self._config.model.name} reached {exact:.2f} of {recipe.target_exact} held-out exact answers "
+            f"in {recipe.max_steps} steps: raise warmup.max_steps or change warmup.lr."
         )
 
     @staticmethod

@@ -19,13 +19,17 @@ OWNERS, RECEIVERS, UPDATES, SLOT, DEADLINE = 2, 3, 3, 4096, 60.0
 # Stage 0 holds 3 buckets, stage 1 holds 2: an odd number, so that buckets change slots from update to update.
 BUCKETS = plan_buckets([TensorInfo(f"t{i}", (700,), "float32") for i in range(5)], lambda name: int(name[1]) // 3, SLOT)
 
+# Not fork: this process has threads (gloo, the store), and a child forked while one holds a lock hangs.
+CONTEXT = mp.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "rlhfspec_mega.resharding.transport"])
+
 
 def content(update: int, bucket: Bucket) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * update + bucket.id)
     return torch.randint(0, 256, (bucket.bytes,), dtype=torch.uint8, generator=generator)
 
 
-def sender_main(address, owner, turns, results):
+def sender_main(address, owner, turns, stay):
     sender = address.sender(owner)
     try:
         for update in range(UPDATES):
@@ -33,7 +37,7 @@ def sender_main(address, owner, turns, results):
                 turns[owner].get(timeout=DEADLINE)  # stands for the controller, which has one bucket sent at a time
                 sender.send(bucket, content(update, bucket))
                 turns[BUCKETS[(bucket.id + 1) % len(BUCKETS)].owner].put(None)
-        results.get(timeout=DEADLINE)  # stay until the receivers are done
+        stay.get(timeout=DEADLINE)  # until the receivers are done
     finally:
         sender.close()
 
@@ -59,14 +63,13 @@ def receiver_main(address, index, results):
 
 @pytest.mark.parametrize("kind", ["shared_memory", "collective"])
 def test_buckets_of_every_owner_reach_every_receiver(kind):
-    context = mp.get_context("fork")
     if kind == "shared_memory":
         host = SharedMemoryHost(SLOT, RECEIVERS, DEADLINE)
     else:
         host = CollectiveHost("127.0.0.1", OWNERS, RECEIVERS, SLOT, DEADLINE)
-    results, stay, turns = context.Queue(), context.Queue(), [context.Queue() for _ in range(OWNERS)]
-    processes = [context.Process(target=receiver_main, args=(host.address, i, results)) for i in range(RECEIVERS)]
-    processes += [context.Process(target=sender_main, args=(host.address, i, turns, stay)) for i in range(OWNERS)]
+    results, stay, turns = CONTEXT.Queue(), CONTEXT.Queue(), [CONTEXT.Queue() for _ in range(OWNERS)]
+    processes = [CONTEXT.Process(target=receiver_main, args=(host.address, i, results)) for i in range(RECEIVERS)]
+    processes += [CONTEXT.Process(target=sender_main, args=(host.address, i, turns, stay)) for i in range(OWNERS)]
     for process in processes:
         process.start()
     turns[0].put(None)
@@ -120,9 +123,8 @@ def killed_host(addresses):
 
 def test_a_killed_host_leaves_nothing_and_open_ends_go_on():
     before = set(os.listdir("/dev/shm"))
-    context = mp.get_context("fork")
-    addresses = context.SimpleQueue()
-    process = context.Process(target=killed_host, args=(addresses,))
+    addresses = CONTEXT.SimpleQueue()
+    process = CONTEXT.Process(target=killed_host, args=(addresses,))
     process.start()
     address = addresses.get()
     sender, receiver = address.sender(0), address.receiver(0)
@@ -142,19 +144,21 @@ def test_memory_that_cannot_be_had_is_refused():
         SharedMemoryHost(SLOT, 10_000, 1.0)
 
 
-def silent_sender(address):
+def silent_sender(address, started):
+    started.put(None)
     sender = address.sender(0)
     signal.pause()
     sender.close()
 
 
 def test_collective_waits_until_the_deadline():
-    host = CollectiveHost("127.0.0.1", 1, 1, SLOT, 1.0)
-    context = mp.get_context("fork")
-    process = context.Process(target=silent_sender, args=(host.address,))
+    host = CollectiveHost("127.0.0.1", 1, 1, SLOT, 3.0)
+    started = CONTEXT.SimpleQueue()
+    process = CONTEXT.Process(target=silent_sender, args=(host.address, started))
     process.start()
+    started.get()
     receiver = host.address.receiver(0)
-    with pytest.raises(RunError, match="Bucket 0 of pipeline stage 0 was not broadcast within 1 s"):
+    with pytest.raises(RunError, match="Bucket 0 of pipeline stage 0 was not broadcast within 3 s"):
         receiver.receive(BUCKETS[0])
     process.kill()
     process.join()
