@@ -64,7 +64,7 @@ def started(config: RunConfig) -> Iterator[Run]:
         prompts, held_out = make_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens, wanted, config.seed)
         reward = config.reward
         with RewardRunner(reward.function, reward.time_limit, reward.arguments) as rewards:
-            model = Path(config.model.path or warm_model(config, sizes, shape, directory, console))
+            model = Path(config.model.path or warm_model(config, shape, directory, console))
             console.phase("starting workers")
             with System(config, sizes, shape, directory, total_updates=sizes.total_updates) as system:
                 system.actor.load_weights(model)

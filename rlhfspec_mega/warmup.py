@@ -12,8 +12,9 @@ from typing import Any
 
 from rlhfspec_mega.algorithm.microbatch import TrainSequence
 from rlhfspec_mega.algorithm.objectives import supervised_objective
-from rlhfspec_mega.config.schema import DataConfig, RunConfig
-from rlhfspec_mega.config.sizes import Sizes
+from rlhfspec_mega.config.schema import ActorConfig, DataConfig, RunConfig
+from rlhfspec_mega.config.sizes import derive_sizes
+from rlhfspec_mega.data.demonstrations import demonstration
 from rlhfspec_mega.data.prompts import PromptStream, make_prompts
 from rlhfspec_mega.data.tokenizer import load_tokenizer, make_byte_tokenizer
 from rlhfspec_mega.errors import RunError
@@ -24,6 +25,7 @@ from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.observe.console import Console
 from rlhfspec_mega.system import System
+from rlhfspec_mega.types import Prompt
 
 _RECIPE_VERSION = 1  # part of the cache key: raise it when the task or the recipe's code changes
 
@@ -49,14 +51,14 @@ def tokenizer_directory(config: RunConfig) -> Path:
     return directory
 
 
-def warm_model(config: RunConfig, sizes: Sizes, shape: ModelShape, run_dir: Path, console: Console) -> Path:
+def warm_model(config: RunConfig, shape: ModelShape, run_dir: Path, console: Console) -> Path:
     """The directory of the warmed-up model, from the cache or made now. The seed of the run plays no part in it."""
     recipe = (_RECIPE_VERSION, asdict(shape), asdict(config.warmup), asdict(_task()))
     key = hashlib.sha256(repr(recipe).encode()).hexdigest()[:10]
     directory = cache_root(config) / f"{config.model.name}-{key}"
     if not (directory / "config.json").exists():
         console.note(f"Model {config.model.name} is made here on first use and kept in {directory}.")
-        _WarmUp(config, sizes, shape, run_dir, console).run(directory)
+        _WarmUp(config, shape, run_dir, console).run(directory)
     return directory
 
 
@@ -68,19 +70,18 @@ def _task() -> DataConfig:
 class _WarmUp:
     """Supervised steps through the same actor, evaluated through the same engines as RL."""
 
-    def __init__(self, config: RunConfig, sizes: Sizes, shape: ModelShape, run_dir: Path, console: Console) -> None:
+    def __init__(self, config: RunConfig, shape: ModelShape, run_dir: Path, console: Console) -> None:
         self._recipe = config.warmup
         self._config = copy.deepcopy(config)
         self._config.seed = 0
-        optimizer = self._config.actor.optimizer
-        optimizer.lr, optimizer.warmup_steps, optimizer.schedule = (
-            self._recipe.lr,
-            self._recipe.warmup_steps,
-            "constant",
-        )
-        optimizer.weight_decay, optimizer.clip_grad, optimizer.betas = 0.0, 1.0, (0.9, 0.95)
+        # Every model made here fits one device many times over: pure data parallelism is the quickest layout.
+        actor = self._config.actor = ActorConfig(tensor_parallel=1, dtype=config.actor.dtype)
+        optimizer = actor.optimizer
+        optimizer.lr, optimizer.warmup_steps = self._recipe.lr, self._recipe.warmup_steps
+        optimizer.schedule, optimizer.min_lr_ratio = "linear", 0.0
         self._config.rollout.temperature = 1.0
-        self._sizes, self._shape, self._run_dir, self._console = sizes, shape, run_dir, console
+        self._sizes = derive_sizes(self._config, shape)
+        self._shape, self._run_dir, self._console = shape, run_dir, console
         self._source = tokenizer_directory(config)
 
     def run(self, directory: Path) -> None:
@@ -107,12 +108,9 @@ class _WarmUp:
         advance: Any,
     ) -> None:
         recipe = self._recipe
-        exact = 0.0
+        exact, began = 0.0, __import__("time").time()
         for step in range(1, recipe.max_steps + 1):
-            sequences = [
-                self._worked(prompt.tokens, prompt.answer, tokenizer)
-                for prompt in stream.next_batch(recipe.examples_per_step)
-            ]
+            sequences = [self._worked(prompt, tokenizer) for prompt in stream.next_batch(recipe.examples_per_step)]
             metrics = system.actor.update(sequences, supervised_objective, [])
             advance(1, f"loss {metrics['loss']:.3f}, held-out exact {exact:.2f} of {recipe.target_exact}")
             if step % recipe.eval_every:
@@ -120,6 +118,7 @@ class _WarmUp:
             system.reshard(step)
             samples = generator.greedy(held_out, step)
             exact = sum(sample.response == sample.prompt.answer for sample in samples) / len(samples)
+            self._console.note(f"DEBUG {step} {exact} {metrics} {__import__('time').time() - began:.1f}")
             if exact >= recipe.target_exact:
                 return
         raise RunError(
@@ -128,9 +127,10 @@ class _WarmUp:
         )
 
     @staticmethod
-    def _worked(prompt: tuple[int, ...], answer: str, tokenizer: Any) -> TrainSequence:
-        response = [*tokenizer(answer, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-        return TrainSequence([*prompt, *response], len(prompt))
+    def _worked(prompt: Prompt, tokenizer: Any) -> TrainSequence:
+        text = demonstration(prompt.text, prompt.index)
+        response = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+        return TrainSequence([*prompt.tokens, *response], len(prompt.tokens))
 
     def _initial_weights(self) -> Path:
         """Random weights as an ordinary model directory in the run's folder, loaded through the mapping like any."""

@@ -72,7 +72,7 @@ class Actor:
     @on_megatron
     def load_weights(self, path: Path) -> None:
         """Load a Hugging Face directory. Raises UserError when tensors are missing or the shape differs."""
-        load_parameters(self.chunks, self.shape, HfWeights(path).get, self.optimizer)
+        load_parameters(self.chunks, self.shape, HfWeights(path).lazy, self.optimizer)
 
     def freeze_reference(self) -> None:
         """Keep the weights of now, in host memory, as the reference."""

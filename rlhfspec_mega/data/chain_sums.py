@@ -1,6 +1,7 @@
 """The built-in task: sums and differences worked step by step, with a long tail of chain lengths.
 
-"7+5-8+3=" is answered "+5=12-8=4+3=7;7": each term with the partial sum it leads to, then the result.
+"7+5-8+3=" is answered "7+5=12-8=4+3=7;7": each term with the partial sum it leads to, then the result. Writing every
+term again makes the sum a matter of the last few characters, which a small model learns far sooner.
 """
 
 from __future__ import annotations
@@ -72,20 +73,18 @@ class ChainSums:
         return text + "="
 
 
-def worked_steps(prompt: str) -> tuple[list[str], int]:
-    """The steps ("+5=12", ...) of a chain and its result. Raises ValueError if the prompt is no chain."""
-    first, *rest = TERM.findall(prompt)
-    if "".join([first, *rest]) + "=" != prompt:
-        raise ValueError(f"{prompt!r} is no chain of sums")
-    total = int(first)
-    steps = []
-    for term in rest:
-        total += int(term)
-        steps.append(f"{term}={total}")
-    return steps, total
-
-
 def answer_text(prompt: str) -> str:
-    """The full worked solution: the target of supervised warm-up and of the exact reward."""
-    steps, total = worked_steps(prompt)
-    return f"{''.join(steps)};{total}"
+    """The full worked solution: the target of supervised warm-up and of the exact reward.
+
+    Raises:
+        ValueError: the prompt is no chain of sums.
+    """
+    terms = TERM.findall(prompt)
+    if not terms or "".join(terms) + "=" != prompt:
+        raise ValueError(f"{prompt!r} is no chain of sums")
+    total = int(terms[0])
+    working = terms[0]
+    for term in terms[1:]:
+        total += int(term)
+        working += f"{term}={total}"
+    return f"{working};{total}"

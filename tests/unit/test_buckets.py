@@ -39,7 +39,6 @@ def test_every_element_travels_exactly_once(specs, bucket_bytes):
         assert {owners[name] for name in bucket.names} == {bucket.owner}
         buffer.random_(0, 256)
         sent = pack(bucket, full.items(), buffer)
-        buffer.random_(0, 256) if sent.data_ptr() != buffer.data_ptr() else None
         assert sent.numel() == bucket.bytes
         for name, start, values in unpack(bucket, sent.clone()):
             target = arrived[name][start : start + values.numel()]
@@ -76,7 +75,7 @@ def test_missing_tensors_and_tiny_buckets_are_refused():
 
 def plain_checksum(data: bytes) -> int:
     """The checksum with Python integers, word by word."""
-    mask, chunk_words = (1 << 64) - 1, 1 << 20
+    mask, chunk_words = (1 << 64) - 1, 1 << 18
 
     def weight(position: int) -> int:
         z = (position + 1) * 0x9E3779B97F4A7C15 & mask
@@ -105,7 +104,7 @@ def test_checksum_equals_plain_arithmetic(data, start):
 
 def test_checksum_over_several_chunks():
     torch.manual_seed(0)
-    data = torch.randint(0, 256, (4 * (1 << 20) + 4099,), dtype=torch.uint8)
+    data = torch.randint(0, 256, (2 * 4 * (1 << 18) + 4099,), dtype=torch.uint8)
     assert checksum(data) == plain_checksum(bytes(data.tolist()))
 
 

@@ -18,7 +18,7 @@ TASK = ChainSums.from_config(DataConfig(), seed=3)
 
 
 def test_the_worked_solution_of_one_chain():
-    assert answer_text("7+5-8+3=") == "+5=12-8=4+3=7;7"
+    assert answer_text("7+5-8+3=") == "7+5=12-8=4+3=7;7"
     with pytest.raises(ValueError, match="no chain"):
         answer_text("7+x=")
 
@@ -30,7 +30,7 @@ def test_answers_agree_with_python(index, split):
     assert int(result) == eval(prompt[:-1])
     sums = [int(step.split("=")[1]) for step in working.replace("-", "+").split("+")[1:]]
     assert sums[-1] == int(result) and all(0 <= total <= TASK.max_sum for total in sums)
-    assert prompt[0] + _terms(working) + "=" == prompt
+    assert _terms(working) + "=" == prompt
 
 
 def _terms(working):
@@ -46,7 +46,7 @@ def test_lengths_have_a_long_tail():
     lengths = sorted(len(answer_text(TASK.prompt_text("train", index))) + 1 for index in range(4000))
     median, p99 = statistics.median(lengths), lengths[len(lengths) * 99 // 100]
     assert p99 > 6 * median
-    assert lengths[0] <= 8 and 200 < lengths[-1] <= 320
+    assert lengths[0] <= 9 and 200 < lengths[-1] <= 300
 
 
 def test_prompts_depend_on_seed_split_and_index_alone():
@@ -79,22 +79,32 @@ def test_smallest_allowed_sum_always_finds_a_term():
     assert all(task.prompt_text("train", i).endswith("=") for i in range(300))
 
 
-def test_reward_counts_correct_leading_steps():
-    answer = answer_text("7+5-8+3=")  # +5=12-8=4+3=7;7
-    assert reward("", answer, answer) == (1.0, True)
-    assert reward("", "+5=12-8=4+3=7;8", answer) == (0.5, False)
-    assert reward("", "+5=12-8=5+3=8;8", answer) == (pytest.approx(0.5 / 3), False)
-    assert reward("", "+5=123-8=4+3=7;7", answer) == (0.0, False)
-    assert reward("", "+5=12 -8=4+3=7;7", answer) == (pytest.approx(0.5 / 3), False)
-    assert reward("", "", answer) == (0.0, False)
-    assert reward("", answer + "7", answer) == (0.5, False)
-    assert reward("", "+5=12-8=4", answer, partial=0.9) == (pytest.approx(0.6), False)
+@pytest.mark.parametrize(
+    ("response", "share"),
+    [
+        ("7+5=12-8=4+3=7;8", 1),
+        ("7+5=12-8=4+3=7;77", 1),
+        ("7+5=12-8=4", 2 / 3),
+        ("7+5=12-8=5+3=8;8", 1 / 3),
+        ("7+5=12 -8=4+3=7;7", 1 / 3),
+        ("7+5=123-8=4+3=7;7", 0),
+        ("5+5=12-8=4+3=7;7", 0),
+        ("+5=12-8=4+3=7;7", 0),
+        ("7", 0),
+        ("", 0),
+    ],
+)
+def test_reward_counts_correct_leading_steps(response, share):
+    answer = answer_text("7+5-8+3=")  # 7+5=12-8=4+3=7;7
+    assert reward("", answer, answer, partial=0.5) == (1.0, True)
+    assert reward("", response, answer, partial=0.5) == (pytest.approx(0.5 * share), False)
+    assert reward("", response, answer) == (0.0, False)
 
 
 @given(st.integers(0, 10**6), st.data())
 def test_reward_never_falls_along_the_solution_and_is_exact_only_at_its_end(index, data):
     answer = answer_text(TASK.prompt_text("train", index))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(answer) - 1), min_size=2, max_size=5)))
-    scores = [reward("", answer[:cut], answer) for cut in cuts]
+    scores = [reward("", answer[:cut], answer, partial=0.5) for cut in cuts]
     assert [score.value for score in scores] == sorted(score.value for score in scores)
     assert not any(score.exact for score in scores) and all(score.value <= 0.5 for score in scores)

@@ -1,0 +1,50 @@
+"""A small random model on disk and a small run's options, shared by the end-to-end tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhfspec_mega.data.tokenizer import make_byte_tokenizer
+from rlhfspec_mega.models.hf_directory import write_directory
+from rlhfspec_mega.models.initialize import initial_tensors
+from rlhfspec_mega.models.mapping import mapping_for
+from rlhfspec_mega.models.shape import ModelShape
+
+SHAPE = ModelShape("llama", 32, 4, 4, 2, 8, 64, 259, 128, 1e4, 1e-5, True)
+
+
+def make_model(directory: Path, shape: ModelShape = SHAPE) -> Path:
+    """Random weights with a byte-level tokenizer, as an ordinary Hugging Face directory."""
+    tensors = mapping_for(shape.architecture).hf_tensors(shape)
+    write_directory(directory, shape, initial_tensors(tensors, shape.num_layers, seed=3))
+    make_byte_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "random")
+
+
+def small_run(model: Path, output: Path, name: str, *more: str) -> list[str]:
+    """Options of a run of a few seconds after start-up."""
+    return [
+        f"model.path={model}",
+        f"output_dir={output}",
+        f"name={name}",
+        "trainer.prompts_per_step=3",
+        "trainer.samples_per_prompt=2",
+        "trainer.eval_every=2",
+        "trainer.eval_prompts=5",
+        "trainer.steps=4",
+        "rollout.max_new_tokens=24",
+        "rollout.max_prompt_tokens=40",
+        "rollout.slots=4",
+        "data.max_terms=8",
+        "trainer.max_tokens_per_microbatch=128",
+        "reward.function=tests.e2e.rewards.evenness",
+        "logger.tensorboard=false",
+        *more,
+    ]

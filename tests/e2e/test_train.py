@@ -1,0 +1,144 @@
+"""Whole runs through the command line: two actors, two engines, real processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from tests.e2e.conftest import small_run
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def train(*options: str, seconds: float = 200) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "train.py", *options], cwd=REPOSITORY, capture_output=True, text=True, timeout=seconds
+    )
+
+
+def rows(directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with a checkpoint after two."""
+    output = tmp_path_factory.mktemp("runs")
+    result = train(*small_run(model, output, "whole", "trainer.checkpoint_every=2"))
+    assert result.returncode == 0, result.stderr
+    assert "4 steps" in result.stdout
+    return output / "whole"
+
+
+def test_summary_and_files(finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary["steps"] == 4
+    for name in ("reward_first", "reward_last", "eval_exact_first", "eval_exact_last", "generation_tokens_per_second"):
+        assert summary[name] is not None, name
+    assert {"generate", "score", "reference", "logprobs", "update", "reshard", "evaluate"} <= set(
+        summary["phase_seconds"]
+    )
+    assert 0 < summary["logprob_difference_mean"] < 1e-4
+    assert (finished / "config.yaml").is_file() and (finished / "curves.png").stat().st_size > 1000
+
+
+def test_every_sample_is_trained_once_and_recorded(finished: Path) -> None:
+    samples = [json.loads(line) for line in (finished / "rollouts.jsonl").read_text().splitlines()]
+    assert len(samples) == len({sample["sample_id"] for sample in samples}) == 4 * 3 * 2
+    assert {sample["state"] for sample in samples} == {"trained"}
+    for sample in samples:
+        # Synchronous: a sample of step s was sampled by the policy after s updates.
+        assert set(sample["policy_versions"]) == {sample["step"]}
+        assert len(sample["old_logprobs"]) == len(sample["reference_logprobs"]) == len(sample["response_tokens"])
+
+
+def test_exported_model_is_the_trained_one(finished: Path, model: Path) -> None:
+    before, after = load_file(model / "model.safetensors"), load_file(finished / "model" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(finished / "model", dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(finished / "model")
+    assert exported(**tokenizer("1+2=", return_tensors="pt")).logits.isfinite().all()
+
+
+def test_resume_gives_the_same_run(finished: Path, model: Path) -> None:
+    """A run of the same name stopped after two steps and resumed ends with the metrics of the undisturbed one."""
+    output = finished.parent
+    options = small_run(model, output, "halves", "trainer.checkpoint_every=2")
+    assert train(*options, "trainer.steps=2").returncode == 0
+    refused = train(*options)
+    assert refused.returncode == 2 and "trainer.resume=true" in refused.stderr
+    resumed = train(*options, "trainer.resume=true")
+    assert resumed.returncode == 0, resumed.stderr
+    whole, halves = rows(finished), rows(output / "halves")
+    for name in ("reward", "loss", "gradient_norm", "kl", "policy_entropy", "response_length_mean"):
+        # Batches of the engines depend on the clock, so the last bits may differ (the near-tie rule).
+        assert halves[2][name] == pytest.approx(whole[2][name], rel=1e-4, abs=1e-6), name
+
+
+def test_two_runs_at_once_and_nothing_left_behind(model: Path, tmp_path: Path) -> None:
+    options = [small_run(model, tmp_path, name, "trainer.steps=1", "trainer.export=false") for name in ("a", "b")]
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "train.py", *option], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for option in options
+    ]
+    for process in runs:
+        _, errors = process.communicate(timeout=250)
+        assert process.returncode == 0, errors.decode()
+    left = [p.cmdline() for p in psutil.process_iter() if str(tmp_path) in " ".join(p.cmdline() or [])]
+    assert left == []
+
+
+def test_a_killed_driver_takes_its_workers_with_it(model: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *small_run(model, tmp_path, "killed", "trainer.steps=1000")],
+        cwd=REPOSITORY,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    deadline = 120.0
+    while not metrics.exists() and deadline > 0:
+        deadline -= 0.5
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 4
+    process.kill()
+    process.wait()
+    gone, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
+
+
+def test_a_killed_engine_ends_the_run_with_a_sentence(model: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *small_run(model, tmp_path, "engine", "trainer.steps=1000")],
+        cwd=REPOSITORY,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = tmp_path / "engine" / "metrics.jsonl"
+    deadline = 120.0
+    while not metrics.exists() and deadline > 0:
+        deadline -= 0.5
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+    workers = [
+        p for p in psutil.Process(process.pid).children(recursive=True) if "cluster.child" in " ".join(p.cmdline())
+    ]
+    workers[-1].kill()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "engine rank 1 died" in errors and "Traceback" not in errors
+    assert not any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers)

@@ -1,0 +1,75 @@
+"""Replay a saved rollout through the trainer alone: no engines, no sampling; the same samples, another parallel layout.
+
+    python -m tools.replay outputs/tiny/rollouts.jsonl --step 0 --out replay_pp2 \\
+        actor.tensor_parallel=1 actor.pipeline_parallel=2 model.path=outputs/tiny/start
+
+Writes OUT/replay.json (per-token log-probs of every sample, the update's metrics) and OUT/model (the weights after it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rlhfspec_mega.errors import RunError, UserError
+
+
+def replay(rollouts: Path, step: int, out: Path, overrides: list[str]) -> dict[str, Any]:
+    """Recompute log-probs and make the step's updates from the weights of model.path; returns what replay.json holds.
+
+    Raises:
+        UserError: bad configuration, rollouts or model.
+        RunError: a worker failed.
+    """
+    from rlhfspec_mega import learning
+    from rlhfspec_mega.config.checks import check_config
+    from rlhfspec_mega.config.compose import load_config
+    from rlhfspec_mega.config.model_shape import model_shape
+    from rlhfspec_mega.observe.rollouts import read_rollouts
+    from rlhfspec_mega.system import System
+    from rlhfspec_mega.trainer import shuffle_generator
+
+    config = load_config([*overrides, f"output_dir={out.parent}", f"name={out.name}"])
+    sizes = check_config(config)
+    if config.model.path is None:
+        raise UserError("A replay starts from weights on disk: give model.path=DIR, the model the rollout began with.")
+    samples = read_rollouts(rollouts, step)
+    members = len({sample.member for sample in samples})
+    out.mkdir(parents=True)
+    shape = model_shape(config.model)
+    with System(config, sizes, shape, out, total_updates=sizes.total_updates, with_engines=False) as system:
+        model = Path(config.model.path)
+        system.actor.load_weights(model)
+        system.actor.freeze_reference()
+        if config.algorithm.kl_coef > 0:
+            learning.add_reference_logprobs(system.actor, samples)
+        metrics = learning.add_old_logprobs(system.actor, samples)
+        learning.assign_advantages(samples, members, config.algorithm, shuffle_generator(config, step))
+        metrics |= learning.update(system.actor, samples, min(sizes.samples_per_update, len(samples)), config.algorithm)
+        system.export(out / "model", model)
+    result = {"metrics": metrics, "logprobs": {sample.sample_id: sample.old_logprobs for sample in samples}}
+    (out / "replay.json").write_text(json.dumps(result), encoding="utf-8")
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rollouts", type=Path, help="rollouts.jsonl of a run that logged all its samples")
+    parser.add_argument("--step", type=int, default=0, help="which step of it (default 0)")
+    parser.add_argument("--out", type=Path, required=True, help="a new directory")
+    parser.add_argument("overrides", nargs="*", help="option=value, as for train.py")
+    arguments = parser.parse_intermixed_args()
+    try:
+        result = replay(arguments.rollouts, arguments.step, arguments.out, arguments.overrides)
+    except (UserError, RunError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(2 if isinstance(error, UserError) else 1)
+    for name, value in result["metrics"].items():
+        print(f"{name:28} {value:.6g}")
+
+
+if __name__ == "__main__":
+    main()
