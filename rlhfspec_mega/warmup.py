@@ -6,13 +6,14 @@ import copy
 import hashlib
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rlhfspec_mega.algorithm.microbatch import TrainSequence
 from rlhfspec_mega.algorithm.objectives import supervised_objective
-from rlhfspec_mega.config.schema import ActorConfig, DataConfig, RunConfig
+from rlhfspec_mega.config.schema import ActorConfig, DataConfig, RolloutConfig, RunConfig, TrainerConfig
 from rlhfspec_mega.config.sizes import derive_sizes
 from rlhfspec_mega.data.demonstrations import demonstration
 from rlhfspec_mega.data.prompts import PromptStream, make_prompts
@@ -78,8 +79,10 @@ class _WarmUp:
         actor = self._config.actor = ActorConfig(tensor_parallel=1, dtype=config.actor.dtype)
         optimizer = actor.optimizer
         optimizer.lr, optimizer.warmup_steps = self._recipe.lr, self._recipe.warmup_steps
-        optimizer.schedule, optimizer.min_lr_ratio = "linear", 0.0
-        self._config.rollout.temperature = 1.0
+        optimizer.schedule, optimizer.min_lr_ratio, optimizer.betas = "linear", 0.0, (0.9, 0.95)
+        # The model must not depend on the run that happens to make it.
+        self._config.rollout = RolloutConfig(engines=config.rollout.engines)
+        self._config.trainer = TrainerConfig()
         self._sizes = derive_sizes(self._config, shape)
         self._shape, self._run_dir, self._console = shape, run_dir, console
         self._source = tokenizer_directory(config)
@@ -104,27 +107,27 @@ class _WarmUp:
         generator: SampleGenerator,
         tokenizer: Any,
         stream: PromptStream,
-        held_out: Any,
-        advance: Any,
+        held_out: Sequence[Prompt],
+        advance: Callable[[int, str], None],
     ) -> None:
-        recipe = self._recipe
-        exact, began = 0.0, __import__("time").time()
+        """Supervised steps until the held-out exact reward reaches the target or the learning rate zero."""
+        recipe, exact = self._recipe, 0.0
         for step in range(1, recipe.max_steps + 1):
             sequences = [self._worked(prompt, tokenizer) for prompt in stream.next_batch(recipe.examples_per_step)]
             metrics = system.actor.update(sequences, supervised_objective, [])
-            advance(1, f"loss {metrics['loss']:.3f}, held-out exact {exact:.2f} of {recipe.target_exact}")
-            if step % recipe.eval_every:
-                continue
-            system.reshard(step)
-            samples = generator.greedy(held_out, step)
-            exact = sum(sample.response == sample.prompt.answer for sample in samples) / len(samples)
-            self._console.note(f"DEBUG {step} {exact} {metrics} {__import__('time').time() - began:.1f}")
-            if exact >= recipe.target_exact:
-                return
-        raise RunError(
-            f"Warm-up of {self._config.model.name} reached {exact:.2f} of {recipe.target_exact} held-out exact answers "
-            f"in {recipe.max_steps} steps: raise warmup.max_steps or change warmup.lr."
-        )
+            advance(1, f"loss {metrics['loss']:.3f}, held-out exact {exact:.2f}, target {recipe.target_exact}")
+            if step % recipe.eval_every == 0:
+                system.reshard(step)
+                samples = generator.greedy(held_out, step)
+                exact = sum(sample.response == sample.prompt.answer for sample in samples) / len(samples)
+                if exact >= recipe.target_exact:
+                    break
+        if exact < recipe.least_exact:
+            raise RunError(
+                f"Warm-up of {self._config.model.name} reached {exact:.2f} of held-out exact answers in "
+                f"{recipe.max_steps} steps, less than {recipe.least_exact}: raise warmup.max_steps or change warmup.lr."
+            )
+        self._console.note(f"Warm-up ended after {step} steps with {exact:.2f} of held-out answers exact.")
 
     @staticmethod
     def _worked(prompt: Prompt, tokenizer: Any) -> TrainSequence:

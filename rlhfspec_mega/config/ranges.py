@@ -97,7 +97,7 @@ FROM_ONE = (
     "warmup.eval_prompts",
 )
 FROM_TWO = ("data.max_terms",)  # a sum has at least two terms
-FRACTIONS = ("actor.optimizer.min_lr_ratio", "warmup.target_exact")
+FRACTIONS = ("actor.optimizer.min_lr_ratio", "warmup.target_exact", "warmup.least_exact")
 
 
 def check_ranges(config: RunConfig) -> None:

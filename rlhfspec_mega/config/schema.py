@@ -34,7 +34,7 @@ class OptimizerConfig:
     schedule: str = "constant"  # constant | linear | cosine
     warmup_steps: int = 0  # optimizer steps
     min_lr_ratio: float = 0.1  # of lr, at the end of linear and cosine
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.9, 0.99)
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip_grad: float = 1.0  # global norm
@@ -178,6 +178,7 @@ class WarmupConfig:
     eval_every: int = 25
     eval_prompts: int = 200
     target_exact: float = 0.4  # stop at or above this held-out greedy exact reward
+    least_exact: float = 0.3  # below this at the end, the warm-up has failed
 
 
 @dataclass
