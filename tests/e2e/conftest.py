@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from rlhfspec_mega.models.initialize import initial_tensors
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 SHAPE = ModelShape("llama", 32, 4, 4, 2, 8, 64, 259, 128, 1e4, 1e-5, True)
 
 
@@ -48,3 +51,19 @@ def small_run(model: Path, output: Path, name: str, *more: str) -> list[str]:
         "logger.tensorboard=false",
         *more,
     ]
+
+
+def train(*options: str, seconds: float = 200) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "train.py", *options], cwd=REPOSITORY, capture_output=True, text=True, timeout=seconds
+    )
+
+
+@pytest.fixture(scope="session")
+def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with a checkpoint after two."""
+    output = tmp_path_factory.mktemp("runs")
+    result = train(*small_run(model, output, "whole", "trainer.checkpoint_every=2"))
+    assert result.returncode == 0, result.stderr
+    assert "4 steps" in result.stdout
+    return output / "whole"

@@ -13,29 +13,11 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.e2e.conftest import small_run
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def train(*options: str, seconds: float = 200) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "train.py", *options], cwd=REPOSITORY, capture_output=True, text=True, timeout=seconds
-    )
+from tests.e2e.conftest import REPOSITORY, small_run, train
 
 
 def rows(directory: Path) -> list[dict]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps with a checkpoint after two."""
-    output = tmp_path_factory.mktemp("runs")
-    result = train(*small_run(model, output, "whole", "trainer.checkpoint_every=2"))
-    assert result.returncode == 0, result.stderr
-    assert "4 steps" in result.stdout
-    return output / "whole"
 
 
 def test_summary_and_files(finished: Path) -> None:
@@ -116,7 +98,7 @@ def test_a_killed_driver_takes_its_workers_with_it(model: Path, tmp_path: Path) 
     assert len(children) >= 4
     process.kill()
     process.wait()
-    gone, alive = psutil.wait_procs(children, timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=20)
     assert not alive
 
 

@@ -30,8 +30,13 @@ LAYERS = {
     "resharding": 3,
     "cluster": 3,
     "workers": 4,
-    "warmup": 4,
-    "trainer": 4,
+    "system": 5,
+    "generation": 5,
+    "learning": 5,
+    "checkpoints": 5,
+    "warmup": 5,
+    "startup": 5,
+    "trainer": 5,
 }
 # These see only themselves and layer 0 or what is named.
 SECLUDED = {

@@ -1,0 +1,92 @@
+"""Bad input through the command line: one sentence, exit status 2, nothing left running."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import REPOSITORY, small_run
+
+
+def refused(*options: str) -> str:
+    """The one line on stderr of a refused run; its directory, if any, is named after the test's."""
+    before = set(psutil.pids())
+    result = subprocess.run(
+        [sys.executable, "train.py", *options], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
+    workers = [p for p in psutil.process_iter() if p.pid not in before and "rlhfspec_mega" in " ".join(_words(p))]
+    assert not workers
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["modle=tiny"], ["modle", "model"]),
+        (["actor.tensor_paralel=1"], ["actor.tensor_parallel"]),
+        (["model=huge"], ["huge", "tiny"]),
+        (["actor.tensor_parallel=3"], ["tensor_parallel=3", "1 or 2"]),
+        (["model=70b"], ["70b"]),
+        (["rollout=sglang"], ["rollout=torch"]),
+        (["data=files"], ["data.train"]),
+        (["data=files", "data.train=[nowhere.jsonl]", "trainer.eval_every=0"], ["nowhere.jsonl", "does not exist"]),
+        (["cluster=8n8g"], ["nodes"]),
+        (["trainer.resume=true", "name=never_started"], ["never_started"]),
+    ],
+)
+def test_options(options: list[str], words: list[str], tmp_path: Path) -> None:
+    sentence = refused(f"output_dir={tmp_path}", *options)
+    for word in words:
+        assert word in sentence
+    assert not list(tmp_path.iterdir()), "a refused run leaves nothing"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", ["train.jsonl", "no prompts"]),
+        ('{"question": "1+1=", "answer": "2"}\n{"question": 7, "answer": "2"}\n', ["train.jsonl", "line 2"]),
+        ('{"question": "1+1=", "answer": "2"}\nnot json\n', ["train.jsonl", "line 2"]),
+        ('{"frage": "1+1=", "answer": "2"}\n', ["question"]),
+    ],
+)
+def test_data_files(content: str, words: list[str], model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text(content)
+    options = small_run(model, tmp_path / "runs", "bad", "data=files", f"data.train=[{file}]", "trainer.eval_every=0")
+    sentence = refused(*[option for option in options if option not in ("data.max_terms=8", "trainer.eval_every=2")])
+    for word in words:
+        assert word in sentence
+
+
+def test_reward_that_does_not_exist(model: Path, tmp_path: Path) -> None:
+    sentence = refused(*small_run(model, tmp_path, "bad", "reward.function=tests.e2e.rewards.nothing"))
+    assert "tests.e2e.rewards.nothing" in sentence and "reward.function" in sentence
+
+
+def test_a_model_directory_with_a_missing_tensor(model: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in model.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(broken / "model.safetensors")
+    tensors.pop("model.norm.weight")
+    save_file(tensors, broken / "model.safetensors")
+    assert "model.norm.weight" in refused(*small_run(broken, tmp_path, "bad"))

@@ -1,0 +1,150 @@
+"""Weights from Megatron ranks to engines and back to disk, over both transports, with buckets smaller than tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhfspec_mega.actor.rendezvous import Rendezvous
+from rlhfspec_mega.cluster.interface import WorkerSpec
+from rlhfspec_mega.cluster.local import LocalCluster, LocalGroup
+from rlhfspec_mega.config.schema import ActorConfig, RolloutConfig
+from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
+from rlhfspec_mega.models.mapping import mapping_for
+from rlhfspec_mega.resharding.buckets import Bucket
+from rlhfspec_mega.resharding.controller import Resharder
+from rlhfspec_mega.workers.engine import TorchEngineWorker
+from tests.contract.test_megatron_parity import make_models
+
+LAYOUTS = {
+    "one": ActorConfig(tensor_parallel=1),
+    "tp2": ActorConfig(tensor_parallel=2),
+    "dp2": ActorConfig(tensor_parallel=1),
+    "pp2": ActorConfig(tensor_parallel=1, pipeline_parallel=2),
+    "pp2_interleaved": ActorConfig(tensor_parallel=1, pipeline_parallel=2, virtual_pipeline=2),
+    "tp2_pp2": ActorConfig(tensor_parallel=2, pipeline_parallel=2),
+}
+RANKS = {"one": 1, "tp2": 2, "dp2": 2, "pp2": 2, "pp2_interleaved": 2, "tp2_pp2": 4}
+
+
+class EngineUnderTest(TorchEngineWorker):
+    """An engine that shows its weights, and can be told to misread one bucket."""
+
+    flip_in: int | None = None
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self._model.hf_tensors().items()}
+
+    def misread(self, bucket_id: int | None) -> None:
+        self.flip_in = bucket_id
+
+    def connect(self, address: Any, index: int) -> None:
+        super().connect(address, index)
+        receive = self._receiver.receive
+
+        def flipping(bucket: Bucket) -> torch.Tensor:
+            data = receive(bucket)
+            if bucket.id == self.flip_in:
+                data = data.clone()
+                data[5] ^= 1
+            return data
+
+        self._receiver.receive = flipping
+
+
+def launch(cluster: LocalCluster, layout: str, model: Path, tmp_path: Path) -> tuple[LocalGroup, LocalGroup]:
+    shape = read_shape(model)
+    actor_specs = [
+        WorkerSpec(
+            "rlhfspec_mega.workers.actor.ActorWorker",
+            {
+                "shape": shape,
+                "config": LAYOUTS[layout],
+                "rendezvous": Rendezvous(f"file://{tmp_path}/meet", rank, RANKS[layout], 60),
+                "device": "cpu",
+                "seed": 0,
+                "temperature": 1.0,
+                "total_updates": 1,
+            },
+        )
+        for rank in range(RANKS[layout])
+    ]
+    rollout = RolloutConfig(max_prompt_tokens=16, max_new_tokens=16, slots=2)
+    engine = WorkerSpec(
+        "tests.e2e.test_resharding.EngineUnderTest",
+        {"shape": shape, "config": rollout, "dtype": "float32", "device": "cpu"},
+    )
+    actor, engines = cluster.launch("actor", actor_specs), cluster.launch("engine", [engine, engine])
+    cluster.wait_started()
+    return actor, engines
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
+    made = LocalCluster(tmp_path / "logs", threads=1, deadline_seconds=60, start_seconds=120, use_gpus=False)
+    yield made
+    made.close()
+
+
+def resharder(cluster: LocalCluster, actor: LocalGroup, model: Path, transport: str) -> Resharder:
+    shape = read_shape(model)
+    tensors = mapping_for(shape.architecture).hf_tensors(shape)
+    return Resharder(cluster, actor, tensors, transport=transport, bucket_bytes=5000, deadline_seconds=60, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("layout", "architecture", "transport"),
+    [
+        ("one", "llama_tied", "collective"),
+        ("tp2", "qwen3", "shared_memory"),
+        ("dp2", "llama", "shared_memory"),
+        ("pp2", "qwen2", "collective"),
+        ("pp2_interleaved", "llama_tied", "shared_memory"),
+        ("tp2_pp2", "llama_tied", "shared_memory"),
+    ],
+)
+def test_engines_and_disk_get_the_very_same_bits(
+    layout: str, architecture: str, transport: str, models: dict, cluster: LocalCluster, tmp_path: Path
+) -> None:
+    model = models[architecture]
+    weights = HfWeights(model)
+    actor, engines = launch(cluster, layout, model, tmp_path)
+    actor.call("load_weights", model, phase="load")
+    stream = resharder(cluster, actor, model, transport)
+    assert len(stream.buckets) > 5
+    stream.connect(engines)
+    for version in (0, 1):
+        stream.update(engines, version)
+        for held in engines.call("weights", phase="test"):
+            assert held.keys() == set(weights.names())
+            assert all(torch.equal(tensor, weights.get(name)) for name, tensor in held.items())
+        assert [load.policy_version for load in engines.call("load", phase="test")] == [version, version]
+    exported = {name: tensor.clone() for name, tensor in stream.stream()}
+    assert exported.keys() == set(weights.names())
+    assert all(torch.equal(tensor, weights.get(name)) for name, tensor in exported.items())
+    stream.close()
+
+
+def test_a_wrong_bit_stops_the_run_with_the_buckets_names(models: dict, cluster: LocalCluster, tmp_path: Path) -> None:
+    model = models["llama_tied"]
+    actor, engines = launch(cluster, "tp2", model, tmp_path)
+    actor.call("load_weights", model, phase="load")
+    stream = resharder(cluster, actor, model, "shared_memory")
+    stream.connect(engines)
+    stream.update(engines, 0)
+    bad = stream.buckets[3]
+    engines.call("misread", bad.id, phase="test", ranks=[1])
+    with pytest.raises(RunError, match=rf"engine 1 received differ.*bucket {bad.id} \(.*{bad.names[0]}"):
+        stream.update(engines, 1)
+    assert [load.policy_version for load in engines.call("load", phase="test")] == [0, 0], "version 1 went live"
+    stream.close()
