@@ -77,8 +77,9 @@ class Resharder:
         Every tensor is valid until the next is asked for.
         """
         address = self._open_host(1)
-        self._cluster.wait(self._connect_senders("export", address), "export")
-        receiver: Receiver = address.receiver(0)
+        calls = self._connect_senders("export", address)
+        receiver: Receiver = address.receiver(0)  # a collective's ends wait for each other
+        self._cluster.wait(calls, "export")
         try:
             for stage, buckets in self._by_stage():
                 calls = self._start_sending("export", stage, buckets)
