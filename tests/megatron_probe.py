@@ -29,9 +29,9 @@ def negative_logprob(
 class Probe:
     """Rebuilds an Actor per model, so that one set of processes serves many cases of the same parallel sizes."""
 
-    def __init__(self, rank: int, world_size: int, meeting_point: str) -> None:
+    def __init__(self, rank: int, world_size: int, meeting_point: str, device: str = "cpu") -> None:
         torch.set_num_threads(1)
-        self.rank, self.world_size, self.meeting_point = rank, world_size, meeting_point
+        self.rank, self.world_size, self.meeting_point, self.device = rank, world_size, meeting_point, device
         self.builds = 0
 
     def build(
@@ -41,7 +41,13 @@ class Probe:
         self.builds += 1
         rendezvous = Rendezvous(f"file://{self.meeting_point}.{self.builds}", self.rank, self.world_size, 60)
         self.actor = Actor(
-            read_shape(model), config, rendezvous, device="cpu", seed=0, temperature=temperature, total_updates=100
+            read_shape(model),
+            config,
+            rendezvous,
+            device=self.device,
+            seed=0,
+            temperature=temperature,
+            total_updates=100,
         )
         if load:
             self.actor.load_weights(model)
@@ -79,12 +85,14 @@ class Probe:
         return found or None
 
 
-def start_probes(tmp_path: Path, world_size: int) -> tuple[LocalCluster, LocalGroup]:
+def start_probes(tmp_path: Path, world_size: int, device: str = "cpu") -> tuple[LocalCluster, LocalGroup]:
     """A cluster with one group of Probes; the caller closes the cluster."""
-    cluster = LocalCluster(tmp_path / "logs", threads=1, deadline_seconds=120, start_seconds=120, use_gpus=False)
-    arguments = {"world_size": world_size, "meeting_point": str(tmp_path / "meet")}
+    gpus = device == "cuda"
+    cluster = LocalCluster(tmp_path / "logs", threads=1, deadline_seconds=120, start_seconds=120, use_gpus=gpus)
+    arguments = {"world_size": world_size, "meeting_point": str(tmp_path / "meet"), "device": device}
     specs = [
-        WorkerSpec("tests.megatron_probe.Probe", arguments={"rank": rank, **arguments}) for rank in range(world_size)
+        WorkerSpec("tests.megatron_probe.Probe", {"rank": rank, **arguments}, devices=(rank,))
+        for rank in range(world_size)
     ]
     group = cluster.launch("probe", specs)
     cluster.wait_started()

@@ -1,0 +1,113 @@
+"""On a GPU: Megatron with NCCL against transformers, one update against the CPU, engine tokens, and speed (printed)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhfspec_mega.config.compose import load_config
+from rlhfspec_mega.config.model_shape import model_shape
+from rlhfspec_mega.config.schema import ActorConfig, OptimizerConfig
+from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
+from rlhfspec_mega.models.initialize import initial_tensors
+from rlhfspec_mega.models.mapping import mapping_for
+from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
+from rlhfspec_mega.sampling.noise import sample_seed
+from rlhfspec_mega.types import GenerationRequest, GenerationResult
+from tests.contract.test_megatron_parity import TEMPERATURE, make_batches, make_models, make_sequences, reference
+from tests.contract.test_megatron_parity import relative_error as relative
+from tests.megatron_probe import start_probes
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+CONFIG = ActorConfig(tensor_parallel=1, optimizer=OptimizerConfig(lr=1e-3))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    cluster, group = start_probes(tmp_path_factory.mktemp("gpu"), 1, "cuda")
+    yield group
+    cluster.close()
+
+
+@pytest.mark.parametrize("architecture", ["llama_tied", "llama", "qwen2", "qwen3"])
+def test_megatron_on_nccl_agrees_with_transformers(architecture: str, models: dict, probe: Any) -> None:
+    sequences = make_sequences()
+    want_logprobs, want_gradients = reference(models[architecture], sequences)
+    probe.call("build", CONFIG, models[architecture], TEMPERATURE, phase="build")
+    found = probe.call("call", "logprobs", make_batches(sequences), False, phase="logprobs")[0]
+    for index, want in enumerate(want_logprobs):
+        assert torch.allclose(torch.tensor(found[index][0]), want, atol=1e-3, rtol=1e-3)
+    gradients = probe.call("gradients", make_batches(sequences), phase="gradients")[0]
+    for name, want in want_gradients.items():
+        assert relative(gradients[name].cpu(), want) < 1e-3, name
+
+
+def test_one_update_moves_the_weights(models: dict, probe: Any) -> None:
+    probe.call("build", CONFIG, models["llama"], phase="build")
+    before = probe.call("weights", phase="weights")[0]
+    metrics = probe.call("update", [make_batches(make_sequences())], phase="update")[0]
+    after = probe.call("weights", phase="weights")[0]
+    assert metrics["skipped"] == 0 and metrics["gradient_norm"] > 0
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def engine(shape: ModelShape, weights: dict[str, torch.Tensor], device: str, slots: int, dtype: str) -> TorchEngine:
+    made = TorchEngine(
+        shape, slots=slots, max_positions=600, prefill_chunk=256, dtype=getattr(torch, dtype), device=device
+    )
+    made.begin_update(0, mapping_for(shape.architecture).hf_tensors(shape))
+    made.update_weights([(name, 0, tensor.flatten()) for name, tensor in weights.items()])
+    made.end_update(0)
+    return made
+
+
+def requests(count: int, tokens: int, vocabulary: int) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            f"{i}", f"{i // 4}", (1 + i // 4 % (vocabulary - 1), 2, 3), sample_seed(0, 0, i // 4, i % 4), tokens
+        )
+        for i in range(count)
+    ]
+
+
+def finish(made: TorchEngine, wanted: list[GenerationRequest]) -> dict[str, GenerationResult]:
+    made.submit(wanted)
+    results: dict[str, GenerationResult] = {}
+    while len(results) < len(wanted):
+        results |= {result.sample_id: result for result in made.poll(1.0)}
+    return results
+
+
+def test_engine_gives_the_tokens_of_the_cpu(models: dict) -> None:
+    shape, reader = read_shape(models["llama"]), HfWeights(models["llama"])
+    weights = {name: reader.get(name) for name in reader.names()}
+    wanted = requests(16, 40, shape.vocab_size)
+    on_gpu, on_cpu = (finish(engine(shape, weights, device, 8, "float32"), wanted) for device in ("cuda", "cpu"))
+    same = sum(on_gpu[key].tokens == on_cpu[key].tokens for key in on_cpu)
+    assert same >= 15, "more than one of 16 samples diverged: that is no near-tie"
+
+
+def test_speed_of_the_small_model() -> None:
+    """No assertion on time: the figure is printed (pytest -s) for the record."""
+    shape = model_shape(load_config(["model=small"]).model)
+    weights = dict(initial_tensors(mapping_for("llama").hf_tensors(shape), shape.num_layers, seed=0))
+    for batch in (1, 16, 64, 256):
+        made = engine(shape, weights, "cuda", batch, "bfloat16")
+        finish(made, requests(batch, 32, shape.vocab_size))
+        begin = time.perf_counter()
+        results = finish(made, requests(batch, 256, shape.vocab_size))
+        torch.cuda.synchronize()
+        tokens = sum(len(result.tokens) for result in results.values())
+        assert tokens == batch * 256
+        print(f"small, bf16, batch {batch}: {tokens / (time.perf_counter() - begin):,.0f} tokens/s")
