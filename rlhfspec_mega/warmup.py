@@ -6,6 +6,7 @@ import copy
 import hashlib
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -92,14 +93,18 @@ class _WarmUp:
         limit = self._config.rollout.max_prompt_tokens
         stream, held_out = make_prompts(_task(), tokenizer, limit, self._recipe.eval_prompts, seed=0)
         updates = self._recipe.max_steps
-        with System(self._config, self._sizes, self._shape, self._run_dir, total_updates=updates) as system:
-            system.actor.load_weights(self._initial_weights())
+        with (
+            tempfile.TemporaryDirectory(prefix="rlhfspec_mega.") as temporary,
+            System(self._config, self._sizes, self._shape, self._run_dir, total_updates=updates) as system,
+        ):
+            start = self._initial_model(Path(temporary) / "initial")
+            system.actor.load_weights(start)
             generator = SampleGenerator(
                 system.rollout, tokenizer, (tokenizer.eos_token_id,), self._config.rollout, seed=0
             )
-            with self._console.bar("warm-up", self._recipe.max_steps) as advance:
+            with self._console.bar("warm-up", updates) as advance:
                 self._steps(system, generator, tokenizer, stream, held_out, advance)
-            system.export(directory, self._source_model)
+            system.export(directory, source=start)
 
     def _steps(
         self,
@@ -135,11 +140,10 @@ class _WarmUp:
         response = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
         return TrainSequence([*prompt.tokens, *response], len(prompt.tokens))
 
-    def _initial_weights(self) -> Path:
-        """Random weights as an ordinary model directory in the run's folder, loaded through the mapping like any."""
-        self._source_model = self._run_dir / "initial_model"
+    def _initial_model(self, directory: Path) -> Path:
+        """Random weights and the tokenizer as an ordinary model directory, loaded through the mapping like any."""
         tensors = mapping_for(self._shape.architecture).hf_tensors(self._shape)
-        write_directory(self._source_model, self._shape, initial_tensors(tensors, self._shape.num_layers, seed=0))
+        write_directory(directory, self._shape, initial_tensors(tensors, self._shape.num_layers, seed=0))
         for file in self._source.iterdir():
-            shutil.copy(file, self._source_model / file.name)
-        return self._source_model
+            shutil.copy(file, directory / file.name)
+        return directory

@@ -55,4 +55,7 @@ def build_scheduler(config: OptimizerConfig, optimizer: Any, total_updates: int)
         end_wd=config.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        # A resumed run keeps its place in the schedule, but the configuration of now says what the schedule is.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
 from pathlib import Path
+from uuid import uuid4
 
+import psutil
 import pytest
 
 from rlhfspec_mega.data.tokenizer import make_byte_tokenizer
@@ -14,6 +18,7 @@ from rlhfspec_mega.models.initialize import initial_tensors
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
 
+MARK = "RLHFSPEC_MEGA_TEST_RUN"
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHAPE = ModelShape("llama", 32, 4, 4, 2, 8, 64, 259, 128, 1e4, 1e-5, True)
 
@@ -53,10 +58,35 @@ def small_run(model: Path, output: Path, name: str, *more: str) -> list[str]:
     ]
 
 
-def train(*options: str, seconds: float = 200) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "train.py", *options], cwd=REPOSITORY, capture_output=True, text=True, timeout=seconds
+def start(*options: str, mark: str) -> subprocess.Popen[str]:
+    """A run through the command line; every process it starts inherits the mark in its environment."""
+    return subprocess.Popen(
+        [sys.executable, "train.py", *options],
+        cwd=REPOSITORY,
+        env=os.environ | {MARK: mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
+
+
+def marked(mark: str) -> list[int]:
+    """Processes, other than zombies, that carry the mark."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+def train(*options: str, seconds: float = 200) -> subprocess.CompletedProcess[str]:
+    """A whole run; nothing of it may be left when it ends."""
+    mark = uuid4().hex
+    process = start(*options, mark=mark)
+    output, errors = process.communicate(timeout=seconds)
+    assert marked(mark) == []
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 @pytest.fixture(scope="session")

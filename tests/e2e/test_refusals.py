@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.e2e.conftest import REPOSITORY, small_run
+from tests.e2e.conftest import small_run, train
 
 
 def refused(*options: str) -> str:
-    """The one line on stderr of a refused run; its directory, if any, is named after the test's."""
-    before = set(psutil.pids())
-    result = subprocess.run(
-        [sys.executable, "train.py", *options], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
-    )
-    workers = [p for p in psutil.process_iter() if p.pid not in before and "rlhfspec_mega" in " ".join(_words(p))]
-    assert not workers
+    """The one line on stderr of a refused run."""
+    result = train(*options, seconds=120)
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr
     lines = result.stderr.strip().splitlines()
     assert len(lines) == 1, result.stderr
     return lines[0]
-
-
-def _words(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
 
 
 @pytest.mark.parametrize(
@@ -59,7 +44,7 @@ def test_options(options: list[str], words: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", ["train.jsonl", "no prompts"]),
+        ("", ["train.jsonl is empty"]),
         ('{"question": "1+1=", "answer": "2"}\n{"question": 7, "answer": "2"}\n', ["train.jsonl", "line 2"]),
         ('{"question": "1+1=", "answer": "2"}\nnot json\n', ["train.jsonl", "line 2"]),
         ('{"frage": "1+1=", "answer": "2"}\n', ["question"]),

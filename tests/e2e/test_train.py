@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
-import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -13,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.e2e.conftest import REPOSITORY, small_run, train
+from tests.e2e.conftest import marked, small_run, start, train
 
 
 def rows(directory: Path) -> list[dict]:
@@ -66,61 +67,51 @@ def test_resume_gives_the_same_run(finished: Path, model: Path) -> None:
         assert halves[2][name] == pytest.approx(whole[2][name], rel=1e-4, abs=1e-6), name
 
 
-def test_two_runs_at_once_and_nothing_left_behind(model: Path, tmp_path: Path) -> None:
+def test_two_runs_at_once(model: Path, tmp_path: Path) -> None:
     options = [small_run(model, tmp_path, name, "trainer.steps=1", "trainer.export=false") for name in ("a", "b")]
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "train.py", *option], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for option in options
-    ]
+    runs = [start(*option, mark=f"{tmp_path}") for option in options]
     for process in runs:
         _, errors = process.communicate(timeout=250)
-        assert process.returncode == 0, errors.decode()
-    left = [p.cmdline() for p in psutil.process_iter() if str(tmp_path) in " ".join(p.cmdline() or [])]
-    assert left == []
+        assert process.returncode == 0, errors
+    assert marked(f"{tmp_path}") == []
+
+
+def after_first_step(model: Path, output: Path) -> subprocess.Popen[str]:
+    """A long run that has finished its first step."""
+    process = start(*small_run(model, output, "long", "trainer.steps=1000"), mark=f"{output}")
+    for _ in range(300):
+        if (output / "long" / "metrics.jsonl").exists():
+            break
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+    assert len(marked(f"{output}")) >= 5, "driver, two actor ranks, two engines"
+    return process
 
 
 def test_a_killed_driver_takes_its_workers_with_it(model: Path, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "train.py", *small_run(model, tmp_path, "killed", "trainer.steps=1000")],
-        cwd=REPOSITORY,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    metrics = tmp_path / "killed" / "metrics.jsonl"
-    deadline = 120.0
-    while not metrics.exists() and deadline > 0:
-        deadline -= 0.5
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.5)
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert len(children) >= 4
+    process = after_first_step(model, tmp_path)
     process.kill()
     process.wait()
-    _, alive = psutil.wait_procs(children, timeout=20)
-    assert not alive
+    for _ in range(100):
+        if not marked(f"{tmp_path}"):
+            break
+        time.sleep(0.2)
+    assert marked(f"{tmp_path}") == []
+
+
+def test_ctrl_c_ends_everything(model: Path, tmp_path: Path) -> None:
+    process = after_first_step(model, tmp_path)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in errors
+    assert marked(f"{tmp_path}") == []
 
 
 def test_a_killed_engine_ends_the_run_with_a_sentence(model: Path, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "train.py", *small_run(model, tmp_path, "engine", "trainer.steps=1000")],
-        cwd=REPOSITORY,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    metrics = tmp_path / "engine" / "metrics.jsonl"
-    deadline = 120.0
-    while not metrics.exists() and deadline > 0:
-        deadline -= 0.5
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.5)
-    workers = [
-        p for p in psutil.Process(process.pid).children(recursive=True) if "cluster.child" in " ".join(p.cmdline())
-    ]
+    process = after_first_step(model, tmp_path)
+    workers = [p for p in psutil.Process(process.pid).children() if "rlhfspec_mega.cluster.child" in p.cmdline()]
     workers[-1].kill()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "engine rank 1 died" in errors and "Traceback" not in errors
-    assert not any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers)
+    assert marked(f"{tmp_path}") == []
