@@ -9,7 +9,7 @@ setup(
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["rlhfspec_mega", "rlhfspec_mega.*"]),
     install_requires=[
-        # The range matters: a looser one makes pip resolve to CUDA builds of several gigabytes.
+        # What megatron-core 0.16 and sglang 0.5.17 were tried with.
         "torch>=2.11,<2.14",
         "megatron-core==0.16.1",
         "psutil",  # imported by megatron-core, not declared by it

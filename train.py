@@ -3,6 +3,7 @@
 # Worker processes import this file again, so everything heavy is imported where it is used.
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ def main() -> None:
     from rlhfspec_mega.config.compose import CONFIG_NAME
     from rlhfspec_mega.config.names import CONF_DIR
 
+    # Slurm and `timeout` end a run by SIGTERM: leave as on Ctrl-C, so that no process or temporary file stays.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_say("Terminated.", 143)))
     with errors_in_one_sentence():
         check_command_line()
     hydra.main(config_path=str(CONF_DIR), config_name=CONFIG_NAME, version_base="1.3")(job)()
@@ -68,7 +71,7 @@ def numbered(name: str, number: int) -> str:
 
 
 def train(config: RunConfig, overrides: list[str]) -> None:
-    """Claim the run's directory and train; a run that fails before its first step leaves no directory behind."""
+    """Claim the run's directory and train; a run refused before its workers start leaves no directory behind."""
     from rlhfspec_mega.config.output_dir import claim_output_dir, release_output_dir
 
     directory = claim_output_dir(config, overrides)

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from rlhfspec_mega.config.output_dir import CHECKPOINTS
+from rlhfspec_mega.config.output_dir import CHECKPOINTS, complete_checkpoints
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.workers.actor_group import ActorGroup
 
@@ -33,7 +33,7 @@ def save(run_dir: Path, step: int, actor: ActorGroup, state: dict[str, Any], kee
     if final.exists():
         shutil.rmtree(final)
     os.replace(partial, final)
-    for old in _complete(root)[:-keep]:
+    for old in complete_checkpoints(run_dir)[:-keep]:
         shutil.rmtree(old)
     return final
 
@@ -44,7 +44,7 @@ def load_latest(run_dir: Path, actor: ActorGroup) -> dict[str, Any]:
     Raises:
         UserError: there is none, or its state cannot be read.
     """
-    found = _complete(run_dir / CHECKPOINTS)
+    found = complete_checkpoints(run_dir)
     if not found:
         raise UserError(f"{run_dir} holds no complete checkpoint: remove the directory and start anew.")
     try:
@@ -53,9 +53,3 @@ def load_latest(run_dir: Path, actor: ActorGroup) -> dict[str, Any]:
         raise UserError(f"{found[-1]} has no readable {STATE_FILE} ({error}): remove that checkpoint.") from None
     actor.load(found[-1] / "actor")
     return state
-
-
-def _complete(root: Path) -> list[Path]:
-    """Finished checkpoints, oldest first."""
-    found = [path for path in root.glob("step_*") if path.suffix != _PARTIAL]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))

@@ -87,7 +87,7 @@ def _sample_kl(sample: Sample, estimator: str) -> float:
 def update(
     actor: ActorGroup, samples: Sequence[Sample], samples_per_update: int, config: AlgorithmConfig
 ) -> dict[str, float]:
-    """Optimizer steps over all samples, each used exactly once, in mini-batches of whole groups' neighbours.
+    """Optimizer steps over all samples, each used exactly once, in mini-batches in the order given.
 
     Returns:
         The metrics of Actor.update, averaged over the mini-batches; "skipped" is their sum.

@@ -90,7 +90,7 @@ class System:
             transport=config.resharding.transport,
             bucket_bytes=int(config.resharding.bucket_mib * 2**20),
             deadline_seconds=config.cluster.deadline_seconds,
-            device=self._device,
+            device=self._device if config.placement.mode == "separate" else "cpu",
         )
         if engines is not None:
             self._engines = engines

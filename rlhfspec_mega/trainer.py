@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from rlhfspec_mega import checkpoints, learning
 from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.observe.reporter import Reporter, sample_metrics
 from rlhfspec_mega.startup import Run, started
 from rlhfspec_mega.types import Sample, SampleState
@@ -36,7 +35,7 @@ def run(config: RunConfig) -> None:
             if config.trainer.export:
                 with run.phases.measure("export"):
                     run.system.export(run.directory / "model", run.model)
-            reporter.finish(config.trainer.steps, metrics, run.started)
+            reporter.finish(config.trainer.steps, metrics, run.started, str(run.model))
 
 
 def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
@@ -83,7 +82,7 @@ def shuffle_generator(config: RunConfig, step: int) -> torch.Generator:
 def save(run: Run, step: int) -> None:
     """A checkpoint from which the run goes on as if it had not stopped."""
     with run.phases.measure("checkpoint"):
-        state: dict[str, Any] = {"prompts": run.prompts.state_dict(), "policy_version": run.system.policy_version}
+        state = {"prompts": run.prompts.state_dict()}
         checkpoints.save(run.directory, step, run.system.actor, state, run.config.trainer.keep_checkpoints)
 
 
@@ -91,7 +90,10 @@ def resume(run: Run) -> int:
     """Load the newest checkpoint; the number of steps done."""
     state = checkpoints.load_latest(run.directory, run.system.actor)
     run.prompts.load_state_dict(state["prompts"])
-    return int(state["step"])
+    done = int(state["step"])
+    if done > run.config.trainer.steps:
+        raise UserError(f"{run.directory} has done {done} steps: resume it with trainer.steps={done} or more.")
+    return done
 
 
 def is_due(step: int, every: int) -> bool:

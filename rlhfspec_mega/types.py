@@ -123,7 +123,3 @@ class Sample:
     @property
     def truncated(self) -> bool:
         return self.finish_reason is FinishReason.LENGTH
-
-    @property
-    def total_tokens(self) -> int:
-        return len(self.prompt.tokens) + len(self.response_tokens)

@@ -19,7 +19,7 @@ from rlhfspec_mega.config.sizes import derive_sizes
 from rlhfspec_mega.data.demonstrations import demonstration
 from rlhfspec_mega.data.prompts import PromptStream, make_prompts
 from rlhfspec_mega.data.tokenizer import load_tokenizer, make_byte_tokenizer
-from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.generation import SampleGenerator
 from rlhfspec_mega.models.hf_directory import write_directory
 from rlhfspec_mega.models.initialize import initial_tensors
@@ -29,6 +29,7 @@ from rlhfspec_mega.observe.console import Console
 from rlhfspec_mega.system import System
 from rlhfspec_mega.types import Prompt
 
+WARMUP_SEED = -1  # no run has it: prompts of a run are never those of the warm-up
 _RECIPE_VERSION = 1  # part of the cache key: raise it when the task or the recipe's code changes
 
 
@@ -43,8 +44,11 @@ def tokenizer_directory(config: RunConfig) -> Path:
     """The byte-level tokenizer of models made here, written on first use."""
     directory = cache_root(config) / "byte_tokenizer"
     if not (directory / "tokenizer.json").exists():
-        directory.parent.mkdir(parents=True, exist_ok=True)
         partial = directory.with_name(f"{directory.name}.{os.getpid()}")
+        try:
+            partial.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"{partial} cannot be made ({error.strerror}): set model.cache_dir=DIR.") from None
         make_byte_tokenizer(partial)
         try:
             os.replace(partial, directory)
@@ -75,9 +79,9 @@ class _WarmUp:
     def __init__(self, config: RunConfig, shape: ModelShape, run_dir: Path, console: Console) -> None:
         self._recipe = config.warmup
         self._config = copy.deepcopy(config)
-        self._config.seed = 0
+        self._config.seed = WARMUP_SEED
         # Every model made here fits one device many times over: pure data parallelism is the quickest layout.
-        actor = self._config.actor = ActorConfig(tensor_parallel=1, dtype=config.actor.dtype)
+        actor = self._config.actor = ActorConfig(tensor_parallel=1)
         optimizer = actor.optimizer
         optimizer.lr, optimizer.warmup_steps = self._recipe.lr, self._recipe.warmup_steps
         optimizer.schedule, optimizer.min_lr_ratio, optimizer.betas = "linear", 0.0, (0.9, 0.95)
@@ -91,7 +95,7 @@ class _WarmUp:
     def run(self, directory: Path) -> None:
         tokenizer = load_tokenizer(self._source)
         limit = self._config.rollout.max_prompt_tokens
-        stream, held_out = make_prompts(_task(), tokenizer, limit, self._recipe.eval_prompts, seed=0)
+        stream, held_out = make_prompts(_task(), tokenizer, limit, self._recipe.eval_prompts, seed=WARMUP_SEED)
         updates = self._recipe.max_steps
         with (
             tempfile.TemporaryDirectory(prefix="rlhfspec_mega.") as temporary,
@@ -100,7 +104,7 @@ class _WarmUp:
             start = self._initial_model(Path(temporary) / "initial")
             system.actor.load_weights(start)
             generator = SampleGenerator(
-                system.rollout, tokenizer, (tokenizer.eos_token_id,), self._config.rollout, seed=0
+                system.rollout, tokenizer, (tokenizer.eos_token_id,), self._config.rollout, seed=WARMUP_SEED
             )
             with self._console.bar("warm-up", updates) as advance:
                 self._steps(system, generator, tokenizer, stream, held_out, advance)

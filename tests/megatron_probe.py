@@ -61,6 +61,9 @@ class Probe:
     ) -> dict[str, float]:
         return self.actor.update(shards[self.actor.ranks.dp], loss, metrics)
 
+    def betas(self) -> list[tuple[float, float]]:
+        return sorted({tuple(group["betas"]) for group in self.actor.optimizer.param_groups})
+
     @on_megatron
     def gradients(self, batches: list[MicroBatch]) -> dict[str, torch.Tensor] | None:
         """Averaged gradients by Hugging Face name (first TP rank of each stage); the weights are left as they were."""

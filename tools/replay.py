@@ -1,8 +1,9 @@
 """Replay a saved rollout through the trainer alone: no engines, no sampling; the same samples, another parallel layout.
 
     python -m tools.replay outputs/tiny/rollouts.jsonl --step 0 --out replay_pp2 \\
-        actor.tensor_parallel=1 actor.pipeline_parallel=2 model.path=outputs/tiny/start
+        actor.tensor_parallel=1 actor.pipeline_parallel=2 model.path=DIR
 
+DIR is the model the step began with: for step 0 `start_model` in the run's summary.json.
 Writes OUT/replay.json (per-token log-probs of every sample, the update's metrics) and OUT/model (the weights after it).
 """
 
@@ -38,6 +39,10 @@ def replay(rollouts: Path, step: int, out: Path, overrides: list[str]) -> dict[s
         raise UserError("A replay starts from weights on disk: give model.path=DIR, the model the rollout began with.")
     samples = read_rollouts(rollouts, step)
     members = len({sample.member for sample in samples})
+    if len(samples) % members:
+        raise UserError(
+            f"{rollouts} holds incomplete groups of step {step}: a replay needs logger.rollouts_per_step=0."
+        )
     out.mkdir(parents=True)
     shape = model_shape(config.model)
     with System(config, sizes, shape, out, total_updates=sizes.total_updates, with_engines=False) as system:

@@ -61,7 +61,7 @@ class Actor:
     ) -> None:
         logging.getLogger("megatron").setLevel(logging.ERROR)
         self.shape, self.config = shape, config
-        self.device = torch.device(device)
+        self.device = torch.device("cuda:0" if device == "cuda" else device)
         self.ranks: ParallelRanks = initialize(rendezvous, config, self.device, seed)
         self.chunks = build_model(shape, config, self.device)
         self.optimizer = build_optimizer(config.optimizer, self.chunks, config.dtype)

@@ -11,6 +11,8 @@ from megatron.core import dist_checkpointing
 from rlhfspec_mega.actor import adamw_fixes
 from rlhfspec_mega.actor.model import unwrap
 
+# Megatron saves these with the moments; a resumed run follows its configuration instead.
+_CONFIGURED = ("max_lr", "min_lr", "start_wd", "end_wd", "weight_decay", "betas", "eps")
 # The default (model-space) sharding of the optimizer fails in 0.16 and the DP one does not load in fp32.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
@@ -41,7 +43,10 @@ def load(directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any) -> 
         state = dist_checkpointing.load(_sharded_state(chunks, optimizer, scheduler, loading=True), str(directory))
     for index, chunk in enumerate(chunks):
         unwrap(chunk).load_state_dict(state["model" if len(chunks) == 1 else f"model{index}"])
+    configured = [{name: group[name] for name in _CONFIGURED if name in group} for group in optimizer.param_groups]
     optimizer.load_state_dict(state["optimizer"])
+    for group, values in zip(optimizer.param_groups, configured, strict=True):
+        group.update(values)
     scheduler.load_state_dict(state["scheduler"])
     if adamw_fixes.needs_fixes():
         adamw_fixes.unshare_steps(optimizer)

@@ -15,12 +15,12 @@ from rlhfspec_mega.config.schema import ActorConfig
 
 
 def initialize(rendezvous: Rendezvous, config: ActorConfig, device: torch.device, seed: int) -> ParallelRanks:
-    """Join the actor group: gloo on CPU, NCCL (with gloo beside it) on GPU.
+    """Join the actor group: gloo on CPU, NCCL on GPU.
 
     Raises torch.distributed.DistStoreError when the other ranks do not come within the deadline.
     """
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device.index or 0)  # the launcher shows each worker its own device only
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         init_method=rendezvous.init_method,

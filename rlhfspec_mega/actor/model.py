@@ -15,7 +15,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rlhfspec_mega.actor.layers import layer_spec
 from rlhfspec_mega.config.schema import ActorConfig
-from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.mapping.layouts import padded_vocab_size
 from rlhfspec_mega.models.shape import ModelShape
 
@@ -28,19 +27,6 @@ _FUSIONS = (
     "persist_layer_norm",
     "cross_entropy_loss_fusion",
 )
-# The constants Megatron hard-codes for Llama 3's rotary scaling; only the factor can be chosen.
-_MEGATRON_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192.0}
-
-
-def _rope_factor(shape: ModelShape) -> float | None:
-    if shape.rope_scaling is None:
-        return None
-    for key, value in _MEGATRON_ROPE.items():
-        if float(shape.rope_scaling.get(key, value)) != value:
-            raise UserError(
-                f"The model's rope scaling has {key}={shape.rope_scaling[key]}; Megatron-core supports only {value:g}."
-            )
-    return float(shape.rope_scaling["factor"])
 
 
 def transformer_config(shape: ModelShape, config: ActorConfig) -> TransformerConfig:
@@ -90,7 +76,8 @@ def _build_chunk(shape: ModelShape, config: TransformerConfig, chunk: int | None
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk)
     layers = get_num_layers_to_build(config, vp_stage=chunk)
-    factor = _rope_factor(shape)
+    # Megatron knows Llama 3's scaling with one free constant, the factor; the configuration's checks refuse others.
+    factor = shape.rope_scaling["factor"] if shape.rope_scaling else None
     return GPTModel(
         config=config,
         transformer_layer_spec=layer_spec(shape.qk_norm, layers),

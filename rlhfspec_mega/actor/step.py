@@ -46,7 +46,9 @@ def _forward(batches: Iterator[MicroBatch], model: Any, finish: Callable[..., An
     device = next(model.parameters()).device
     inputs = batch.inputs.to(device)
     positions = torch.arange(inputs.shape[1], device=device).expand_as(inputs)
-    output = model(input_ids=inputs, position_ids=positions, attention_mask=None)
+    # Float16Module would upcast all logits at once; the log-probs do it chunk by chunk.
+    keep = {"fp32_output": False} if unwrap(model).config.bf16 else {}
+    output = model(input_ids=inputs, position_ids=positions, attention_mask=None, **keep)
     return output, partial(finish, batch)
 
 

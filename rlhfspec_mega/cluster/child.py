@@ -10,10 +10,12 @@ import pickle
 import signal
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.errors import RunError, UserError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -32,13 +34,21 @@ def _build(import_path: str, arguments: dict[str, Any]) -> Any:
 
 
 def _execute(worker: Any, method: str, args: tuple[Any, ...]) -> tuple[str, Any]:
-    """(kind, payload): ("ok", result), ("user_error", sentence) or ("error", traceback)."""
+    return _answer(lambda: getattr(worker, method)(*args))
+
+
+def _answer(work: Callable[[], Any]) -> tuple[str, Any]:
+    """(kind, payload): ("ok", result), ("user_error", sentence) or ("error", what went wrong, in one line)."""
     try:
-        return "ok", getattr(worker, method)(*args)
+        return "ok", work()
     except UserError as error:
         return "user_error", str(error)
-    except Exception:
-        return "error", traceback.format_exc()
+    except RunError as error:
+        return "error", str(error)
+    except Exception as error:
+        traceback.print_exc()
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        return "error", f"{type(error).__name__}: {first_line}"
 
 
 def serve(connection: Connection) -> None:
@@ -50,17 +60,10 @@ def serve(connection: Connection) -> None:
         except EOFError:
             return
         if worker is None:
-            try:
-                worker = _build(*message)
-                answer: tuple[str, Any] = ("ok", None)
-            except UserError as error:
-                answer = ("user_error", str(error))
-            except Exception:
-                answer = ("error", traceback.format_exc())
+            kind, worker = _answer(partial(_build, *message))
+            answer: tuple[str, Any] = (kind, worker if kind != "ok" else None)
         else:
             answer = _execute(worker, *message)
-        if answer[0] == "error":
-            print(answer[1], file=sys.stderr, flush=True)
         connection.send_bytes(pickle.dumps(answer, protocol=pickle.HIGHEST_PROTOCOL))
 
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_readable
 from pathlib import Path
@@ -18,6 +18,13 @@ from typing import Any
 
 from rlhfspec_mega.cluster.interface import WorkerSpec, failure
 from rlhfspec_mega.errors import RunError, UserError
+
+
+def visible_devices(devices: Sequence[int], environment: Mapping[str, str]) -> str:
+    """CUDA_VISIBLE_DEVICES of a worker: its indices count among the devices that this process was given (by Slurm)."""
+    given = environment.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else None
+    return ",".join(names[index] if names else str(index) for index in devices)
 
 
 class LocalCall:
@@ -135,7 +142,7 @@ class LocalCluster:
             "TOKENIZERS_PARALLELISM": "false",
             "GLOO_SOCKET_IFNAME": "lo",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's order of communication and computation relies on it
-            "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)) if self._use_gpus else "",
+            "CUDA_VISIBLE_DEVICES": visible_devices(devices, os.environ) if self._use_gpus else "",
             "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
         }
 

@@ -8,7 +8,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from rlhfspec_mega.config.hardware import cpu_has_fast_bf16, device_type, gpu_memory, host_memory
-from rlhfspec_mega.config.model_shape import model_shape
+from rlhfspec_mega.config.model_shape import BYTE_VOCABULARY, model_shape
 from rlhfspec_mega.config.output_dir import check_output_dir
 from rlhfspec_mega.config.ranges import check_ranges
 from rlhfspec_mega.config.schema import RunConfig
@@ -19,6 +19,8 @@ from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.memory import GIB
 from rlhfspec_mega.planning.placement import place
 
+# The constants Megatron hard-codes for Llama 3's rotary scaling; only the factor can be chosen.
+MEGATRON_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192.0}
 PROCESS_BYTES = int(0.4 * GIB)  # an idle worker with torch and Megatron loaded: 0.35 GiB were measured
 
 
@@ -36,7 +38,7 @@ def check_config(config: RunConfig) -> Sizes:
     _check_data(config)
     check_output_dir(config)
     shape = model_shape(config.model)
-    _check_shape(shape)
+    _check_shape(config, shape)
     check_parallel(config, shape)
     _check_lengths(config, shape)
     sizes = derive_sizes(config, shape)
@@ -99,6 +101,14 @@ def _check_useless(config: RunConfig) -> None:
         "data.train": (built_in_data, "data=files"),
         "data.eval": (built_in_data, "data=files"),
         "data.chat_template": (built_in_data, "data=files"),
+        "algorithm.kl_in": (config.algorithm.kl_coef == 0, "algorithm.kl_coef=0.01"),
+        "algorithm.kl_estimator": (config.algorithm.kl_coef == 0, "algorithm.kl_coef=0.01"),
+        "data.max_terms": (not built_in_data, "data=chain_sums"),
+        "data.median_terms": (not built_in_data, "data=chain_sums"),
+        "data.sigma_terms": (not built_in_data, "data=chain_sums"),
+        "data.max_operand": (not built_in_data, "data=chain_sums"),
+        "data.max_sum": (not built_in_data, "data=chain_sums"),
+        "trainer.eval_prompts": (not config.trainer.eval_every, "trainer.eval_every=20"),
         "logger.wandb_project": (not config.logger.wandb, "logger=wandb"),
     }
     for key, (unused, remedy) in idle.items():
@@ -146,7 +156,18 @@ def _check_data(config: RunConfig) -> None:
                 raise UserError(f"{key} names {file}, which does not exist: put the file there or correct the path.")
 
 
-def _check_shape(shape: ModelShape) -> None:
+def _check_shape(config: RunConfig, shape: ModelShape) -> None:
+    if config.model.path is None and shape.vocab_size < BYTE_VOCABULARY:
+        raise UserError(
+            f"model.vocab_size={shape.vocab_size} is less than the {BYTE_VOCABULARY} byte tokens of models made here: "
+            "leave it null."
+        )
+    for key, value in MEGATRON_ROPE.items():
+        given = (shape.rope_scaling or {}).get(key, value)
+        if given != value:
+            raise UserError(f"The model's rope scaling has {key}={given:g}; Megatron-core supports only {value:g}.")
+    if shape.rope_theta != int(shape.rope_theta):
+        raise UserError(f"The model's rope_theta={shape.rope_theta} is no whole number, which Megatron-core needs.")
     if shape.num_heads % shape.num_kv_heads:
         raise UserError(
             f"model.num_heads={shape.num_heads} is no multiple of num_kv_heads={shape.num_kv_heads}: change one."

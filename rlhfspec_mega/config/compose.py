@@ -27,7 +27,7 @@ from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.errors import UserError
 
 CONFIG_NAME = "config"
-OPTIONAL_GROUPS = ("experiment", "actor/preset")
+OPTIONAL_GROUPS = ("experiment", "actor/preset", "warmup/preset")
 
 ConfigStore.instance().store(name="run_schema", node=RunConfig)
 

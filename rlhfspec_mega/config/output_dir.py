@@ -37,7 +37,7 @@ def check_output_dir(config: RunConfig) -> None:
         return
     if not directory.is_dir():
         raise UserError(f"There is no run {directory} to resume: leave out trainer.resume=true, or correct the name.")
-    if not _has_checkpoint(directory):
+    if not complete_checkpoints(directory):
         raise UserError(
             f"{directory} holds no checkpoint to resume from: remove it and leave out trainer.resume=true, or give "
             "another name=."
@@ -69,21 +69,22 @@ def claim_output_dir(config: RunConfig, overrides: Sequence[str] = ()) -> Path:
 
 
 def release_output_dir(directory: Path) -> None:
-    """Give the name free again if the run left nothing there but its configuration: it failed before its first step."""
+    """Give the name free again if the run left nothing there but its configuration: no worker was started."""
     if {entry.name for entry in directory.iterdir()} <= {CONFIG_FILE, OVERRIDES_FILE}:
         for name in (CONFIG_FILE, OVERRIDES_FILE):
             (directory / name).unlink(missing_ok=True)
         directory.rmdir()
 
 
-def _has_checkpoint(directory: Path) -> bool:
-    checkpoints = directory / CHECKPOINTS
-    return checkpoints.is_dir() and any(entry.is_dir() for entry in checkpoints.iterdir())
+def complete_checkpoints(directory: Path) -> list[Path]:
+    """Finished checkpoints of a run (step_<number>), oldest first; a directory being written has another name."""
+    found = [path for path in (directory / CHECKPOINTS).glob("step_*") if path.name.removeprefix("step_").isdecimal()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def _taken(directory: Path) -> UserError:
     other = f"start another run with name={directory.name}2"
-    if _has_checkpoint(directory):
+    if complete_checkpoints(directory):
         return UserError(f"{directory} exists already: go on with that run by trainer.resume=true, or {other}.")
     return UserError(f"{directory} exists already and holds no checkpoint to resume from: {other}, or remove it.")
 

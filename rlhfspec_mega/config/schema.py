@@ -32,7 +32,7 @@ class ModelConfig:
 class OptimizerConfig:
     lr: float = 1e-4
     schedule: str = "constant"  # constant | linear | cosine
-    warmup_steps: int = 0  # optimizer steps
+    warmup_steps: int = 5  # optimizer steps
     min_lr_ratio: float = 0.1  # of lr, at the end of linear and cosine
     betas: tuple[float, float] = (0.9, 0.99)
     eps: float = 1e-8
@@ -67,7 +67,7 @@ class TrainerConfig:
     max_tokens_per_microbatch: int = 1024
     steps: int = 60
     eval_every: int = 20  # 0: never
-    eval_prompts: int = 128
+    eval_prompts: int = 256
     checkpoint_every: int = 0  # 0: only at the end
     keep_checkpoints: int = 2
     resume: bool = False
@@ -144,7 +144,7 @@ class DataConfig:
 @dataclass
 class ClusterConfig:
     launcher: str = "local"  # local
-    device: str = "auto"  # auto | cpu | cuda
+    device: str = "cpu"  # auto | cpu | cuda
     nodes: int = 1
     devices_per_node: int = 2
     threads_per_worker: int = 1

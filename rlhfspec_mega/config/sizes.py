@@ -24,7 +24,7 @@ class Sizes:
 
     Attributes:
         max_sequence: tokens of the longest prompt and answer together.
-        samples_per_rank: samples of one update on one data-parallel rank.
+        samples_per_rank: samples of one update on one data-parallel rank, at most; packing balances them by tokens.
         total_updates: optimizer steps of the whole run.
         weights_per_rank: weights on the actor rank that holds most.
     """
@@ -58,7 +58,7 @@ def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
     separate = config.placement.mode == "separate"
     samples = trainer.prompts_per_step * trainer.samples_per_prompt
     update = trainer.samples_per_update or samples
-    _check_divides(update, samples, data_parallel)
+    _check_divides(update, samples)
     max_sequence = rollout.max_prompt_tokens + rollout.max_new_tokens
     return Sizes(
         devices=devices,
@@ -68,7 +68,7 @@ def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
         samples_per_step=samples,
         samples_per_update=update,
         updates_per_step=samples // update,
-        samples_per_rank=update // data_parallel,
+        samples_per_rank=-(-update // data_parallel),
         total_updates=trainer.steps * (samples // update),
         max_sequence=max_sequence,
         parameters=shape.parameters,
@@ -98,17 +98,12 @@ def _data_parallel(config: RunConfig, devices: int) -> int:
     return max(devices // copy, 1)
 
 
-def _check_divides(update: int, samples: int, data_parallel: int) -> None:
+def _check_divides(update: int, samples: int) -> None:
     if samples % update:
         near = min((n for n in range(1, samples + 1) if samples % n == 0), key=lambda n: abs(n - update))
         raise UserError(
             f"trainer.samples_per_update={update} does not divide the {samples} samples of a step "
             f"(prompts_per_step x samples_per_prompt): use e.g. {near}."
-        )
-    if update % data_parallel:
-        raise UserError(
-            f"An update of {update} samples does not split evenly over {data_parallel} data-parallel ranks: change "
-            f"trainer.samples_per_update (or prompts_per_step) to a multiple of {data_parallel}."
         )
 
 

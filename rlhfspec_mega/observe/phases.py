@@ -1,4 +1,4 @@
-"""Where a run's time goes: seconds per phase of a step and in total, and the name of the phase that failed."""
+"""Where a run's time goes: seconds per phase of a step and in total."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ class PhaseTimer:
         self.totals: dict[str, float] = defaultdict(float)
         self._step: dict[str, float] = defaultdict(float)
         self._open: list[str] = []
-        self._failed: str | None = None
         self._entered = entered
         self._clock = clock
         self._mark = 0.0
@@ -30,23 +29,13 @@ class PhaseTimer:
         """Charge the time inside to phase `name`."""
         self._charge()
         self._open.append(name)
-        self._failed = None
         if self._entered:
             self._entered(name)
         try:
             yield
-        except BaseException:
-            # The innermost phase is left first and is the one to name.
-            self._failed = self._failed or name
-            raise
         finally:
             self._charge()
             self._open.pop()
-
-    @property
-    def current(self) -> str | None:
-        """The phase that is open, or after an exception the one in which it was raised; None between phases."""
-        return self._failed or (self._open[-1] if self._open else None)
 
     def take_step(self) -> dict[str, float]:
         """Seconds per phase since the last call, and begin to count anew."""

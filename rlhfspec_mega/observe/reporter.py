@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.observe.console import Console
-from rlhfspec_mega.observe.json_lines import keep_steps_before, text_lines
+from rlhfspec_mega.observe.json_lines import keep_steps_before, read_lines
 from rlhfspec_mega.observe.phases import PhaseTimer
 from rlhfspec_mega.observe.plot import plot_curves
 from rlhfspec_mega.observe.rollouts import ROLLOUTS_FILE, write_rollouts
@@ -66,17 +64,18 @@ class Reporter:
         write_rollouts(self._directory / ROLLOUTS_FILE, samples, self._config.logger.rollouts_per_step)
         self._console.step(step + 1, row)
 
-    def finish(self, step: int, metrics: Mapping[str, float], started: float) -> None:
+    def finish(self, step: int, metrics: Mapping[str, float], started: float, start_model: str) -> None:
         """Record the last evaluation, write summary and plot, and say how the run went.
 
         Args:
             started: time.monotonic() at the start of the run.
+            start_model: the directory the run began with; a replay of its first step needs it.
         """
         seconds = self._phases.take_step()
         self._log.log(step, dict(metrics) | {PHASE_PREFIX + name: value for name, value in seconds.items()})
         self._log.close()
-        rows: list[dict[str, Any]] = [json.loads(line) for line in text_lines(self._directory / METRICS_FILE)]
-        summary = summarize(rows, time.monotonic() - started)
+        rows = read_lines(self._directory / METRICS_FILE)
+        summary = {"start_model": start_model} | summarize(rows, time.monotonic() - started)
         write_summary(self._directory, summary)
         plot_curves(self._directory, rows)
         self._console.note(summary_in_words(summary))

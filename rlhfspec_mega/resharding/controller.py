@@ -22,6 +22,7 @@ class Resharder:
         tensors: every Hugging Face tensor of the model, in model order, with the dtype to send.
         transport: "shared_memory" (one host) or "collective" (between hosts).
         bucket_bytes: bound of a bucket.
+        device: where a collective's buffers lie; "cuda" (NCCL) only if no engine shares a GPU with the actor.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class Resharder:
         transport: str,
         bucket_bytes: int,
         deadline_seconds: float,
-        device: str,
+        device: str = "cpu",
     ) -> None:
         self._cluster, self._actor, self._tensors = cluster, actor, list(tensors)
         self._transport, self._deadline, self._device = transport, deadline_seconds, device
@@ -53,7 +54,7 @@ class Resharder:
 
     def connect(self, engines: WorkerGroup) -> None:
         """Open the transport between all senders and these engines; once, before the first `update`."""
-        address = self._open_host(engines.size)
+        address = self._open_host(engines.size, self._device)
         calls = [engines.start(rank, "connect", address, rank) for rank in range(engines.size)]
         self._cluster.wait([*calls, *self._connect_senders("engines", address)], "resharding connect")
 
@@ -76,7 +77,7 @@ class Resharder:
 
         Every tensor is valid until the next is asked for.
         """
-        address = self._open_host(1)
+        address = self._open_host(1, "cpu")
         calls = self._connect_senders("export", address)
         receiver: Receiver = address.receiver(0)  # a collective's ends wait for each other
         self._cluster.wait(calls, "export")
@@ -94,15 +95,13 @@ class Resharder:
         for host in self._hosts:
             host.close()
 
-    def _open_host(self, receivers: int) -> Any:
+    def _open_host(self, receivers: int, device: str) -> Any:
         size = max(bucket.bytes for bucket in self.buckets)
         host: SharedMemoryHost | CollectiveHost
         if self._transport == "shared_memory":
             host = SharedMemoryHost(size, receivers, self._deadline)
         else:
-            host = CollectiveHost(
-                "127.0.0.1", max(self._stage_ranks) + 1, receivers, size, self._deadline, self._device
-            )
+            host = CollectiveHost("127.0.0.1", max(self._stage_ranks) + 1, receivers, size, self._deadline, device)
         self._hosts.append(host)
         return host.address
 

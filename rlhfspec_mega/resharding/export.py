@@ -27,6 +27,9 @@ class WeightExporter:
             for name in mapped.hf_names
         }
 
+        self._last: dict[str, torch.Tensor] = {}
+        self._last_names: list[str] = []
+
     def names(self) -> list[str]:
         """Hugging Face names of the tensors that this pipeline stage holds."""
         return list(self._by_name)
@@ -40,6 +43,7 @@ class WeightExporter:
         Returns:
             {bucket id: checksum} on the first rank, empty on the others.
         """
+        self._last_names = []  # weights have changed since the last update
         sums: dict[int, int] = {}
         size = max(bucket.bytes for bucket in buckets)
         buffer = torch.empty(size if sender else 0, dtype=torch.uint8, device=self._actor.device)
@@ -52,15 +56,20 @@ class WeightExporter:
             flat = pack(bucket, merged, buffer)
             sums[bucket.id] = checksum(flat)
             sender.send(bucket, flat)
+        self._last.clear()
         return sums
 
     def _merged(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full tensors in the bucket's order (nothing on ranks but the first); each parameter is gathered once, so Q,
-        K and V of one `linear_qkv` come together."""
-        done: set[str] = set()
+        """Full tensors in the bucket's order (nothing on ranks but the first).
+
+        A parameter is gathered once, also when its tensors (Q, K and V of one `linear_qkv`) or the parts of a large one
+        fall into several buckets: the last one gathered is kept. Every rank of the group follows the same order.
+        """
         for name in bucket.names:
-            if name in done:
-                continue
-            mapped = self._by_name[name]
-            done.update(mapped.hf_names)
-            yield from (merge_parameter(mapped, self._actor.shape) or {}).items()
+            if name not in self._last_names:
+                mapped = self._by_name[name]
+                self._last.clear()
+                self._last.update(merge_parameter(mapped, self._actor.shape) or {})
+                self._last_names = mapped.hf_names
+            if name in self._last:
+                yield name, self._last[name]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rlhfspec_mega.errors import RunError
-from rlhfspec_mega.types import GenerationRequest, GenerationResult
+from rlhfspec_mega.types import EngineLoad, GenerationRequest, GenerationResult
 
 Progress = Callable[[int, int], None]
 
@@ -73,9 +73,12 @@ class RolloutManager:
             finished = self._wait(polls, phase, first=True)
             polls = [call for call in polls if call not in finished]
             for call in finished:
-                for result in call.result():
+                finished_now = call.result()
+                for result in finished_now:
                     self._account(result, expected, results)
                     remaining[call.rank] -= 1
+                if remaining[call.rank] and not finished_now:
+                    self._check_busy(call.rank, shares[call.rank], results, phase)
                 if remaining[call.rank]:
                     polls.append(self._poll(call.rank))
             if progress:
@@ -84,6 +87,21 @@ class RolloutManager:
 
     def _poll(self, rank: int) -> Any:
         return self._engines.start(rank, "poll", self._poll_seconds)
+
+    def _check_busy(
+        self,
+        rank: int,
+        share: Sequence[GenerationRequest],
+        results: Mapping[str, GenerationResult],
+        phase: str,
+    ) -> None:
+        """Raise RunError when an engine has nothing left to do but owes samples: polling it would never end."""
+        call = self._engines.start(rank, "load")
+        self._wait([call], phase)
+        load: EngineLoad = call.result()
+        if not load.running and not load.waiting:
+            lost = [request.sample_id for request in share if request.sample_id not in results]
+            raise RunError(f"In phase '{phase}', engine {rank} lost samples: {', '.join(lost[:5])}.")
 
     @staticmethod
     def _account(result: GenerationResult, expected: set[str], results: dict[str, GenerationResult]) -> None:

@@ -114,3 +114,16 @@ def test_resume_is_bitwise(probes: dict, model: Path, undisturbed: tuple, tmp_pa
     group.call("call", "load", tmp_path, phase="load")
     train(group, "one", 3)
     assert largest_difference(full_weights(group), undisturbed[1]) == 0.0
+
+
+def test_a_resumed_run_follows_its_own_configuration(probes: dict, model: Path, tmp_path: Path) -> None:
+    """The checkpoint brings moments and the place in the schedule; learning rate and betas are those of now."""
+    group = probes["one"]
+    group.call("build", LAYOUTS["one"], model, phase="build")
+    train(group, "one", 2)
+    group.call("call", "save", tmp_path, phase="save")
+    now = ActorConfig(tensor_parallel=1, optimizer=OptimizerConfig(lr=3e-4, betas=(0.5, 0.6), warmup_steps=0))
+    group.call("build", now, model, phase="build")
+    group.call("call", "load", tmp_path, phase="load")
+    assert train(group, "one", 1)["learning_rate"] == pytest.approx(3e-4)
+    assert group.call("betas", phase="test")[0] == [(0.5, 0.6)]

@@ -61,6 +61,8 @@ def test_resume_gives_the_same_run(finished: Path, model: Path) -> None:
     assert refused.returncode == 2 and "trainer.resume=true" in refused.stderr
     resumed = train(*options, "trainer.resume=true")
     assert resumed.returncode == 0, resumed.stderr
+    fewer = train(*options, "trainer.resume=true", "trainer.steps=3")
+    assert fewer.returncode == 2 and "trainer.steps=4 or more" in fewer.stderr
     whole, halves = rows(finished), rows(output / "halves")
     for name in ("reward", "loss", "gradient_norm", "kl", "policy_entropy", "response_length_mean"):
         # Batches of the engines depend on the clock, so the last bits may differ (the near-tie rule).
@@ -99,11 +101,12 @@ def test_a_killed_driver_takes_its_workers_with_it(model: Path, tmp_path: Path) 
     assert marked(f"{tmp_path}") == []
 
 
-def test_ctrl_c_ends_everything(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_everything(number: int, status: int, model: Path, tmp_path: Path) -> None:
     process = after_first_step(model, tmp_path)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in errors
+    assert process.returncode == status and "Traceback" not in errors
     assert marked(f"{tmp_path}") == []
 
 

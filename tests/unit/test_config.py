@@ -30,7 +30,7 @@ from rlhfspec_mega.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 # Presets name the model and cluster they are for and are applied by themselves.
-OPTIONS = [(group, name) for group, names in group_options().items() if group != "actor/preset" for name in names]
+OPTIONS = [(group, name) for group, names in group_options().items() if not group.endswith("/preset") for name in names]
 # Options that need something this test does not have: GPUs, several nodes, weights, files, packages, a function.
 NEED_MORE = {
     "model=8b",
@@ -178,7 +178,8 @@ def test_bad_names_and_types(override: str, words: str) -> None:
         ("placement=separate", "cluster.devices_per_node=3"),
         ("actor.tensor_parallel=1 actor.sequence_parallel=true", "needs actor.tensor_parallel above 1"),
         ("trainer.samples_per_update=48", "does not divide the 128 samples of a step"),
-        ("experiment=dp2 trainer.prompts_per_step=3 trainer.samples_per_prompt=3", "2 data-parallel ranks"),
+        ("model.vocab_size=100", "259 byte tokens"),
+        ("algorithm.kl_coef=0 algorithm.kl_in=reward", "no effect here"),
         ("rollout.max_new_tokens=1000", "more than the 1024 positions of model tiny"),
         ("trainer.max_tokens_per_microbatch=500", "does not fit trainer.max_tokens_per_microbatch=500"),
         ("trainer.samples_per_prompt=1", "use at least 2"),
@@ -369,3 +370,18 @@ def test_options_named_by_the_help_exist() -> None:
     named = [line.split("=")[0].strip() for line in lines[1:] if "=" in line and line.split("=")[0].strip()]
     assert len(named) > 15
     assert [key for key in named if key not in option_types()] == []
+
+
+def test_the_readmes_gsm8k_command_is_accepted(out: str, tmp_path: Path) -> None:
+    """Given a model and files, nothing else is missing."""
+    from rlhfspec_mega.models.hf_directory import write_directory
+    from rlhfspec_mega.models.initialize import initial_tensors
+    from rlhfspec_mega.models.mapping import mapping_for
+    from rlhfspec_mega.models.shape import ModelShape
+
+    shape = ModelShape("llama", 16, 1, 2, 2, 8, 16, 300, 4096, 1e4, 1e-5, True)
+    write_directory(tmp_path / "model", shape, initial_tensors(mapping_for("llama").hf_tensors(shape), 1, seed=0))
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+    options = [f"model.path={tmp_path}/model", f"data.train=[{file}]", f"data.eval=[{file}]"]
+    assert check_config(load("experiment=gsm8k", *options, out)).engines == 2

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rlhfspec_mega.cluster.interface import WorkerSpec
-from rlhfspec_mega.cluster.local import LocalCluster, LocalGroup
+from rlhfspec_mega.cluster.local import LocalCluster, LocalGroup, visible_devices
 from rlhfspec_mega.errors import RunError, UserError
 
 
@@ -37,6 +37,9 @@ class Echo:
 
     def complain(self) -> None:
         raise UserError("Wrong input: correct it.")
+
+    def stop(self) -> None:
+        raise RunError("The bucket is wrong.")
 
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -125,3 +128,17 @@ def test_close_leaves_no_process(cluster: LocalCluster, group: LocalGroup) -> No
     cluster.close()
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
     cluster.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "devices", "seen"),
+    [(None, (2,), "2"), ("4,5", (1,), "5"), ("GPU-a,GPU-b,GPU-c", (0, 2), "GPU-a,GPU-c"), ("", (0,), "0")],
+)
+def test_devices_count_among_those_the_driver_was_given(given: str | None, devices: tuple[int, ...], seen: str) -> None:
+    environment = {} if given is None else {"CUDA_VISIBLE_DEVICES": given}
+    assert visible_devices(devices, environment) == seen
+
+
+def test_a_workers_own_sentence_is_passed_on(group: LocalGroup) -> None:
+    with pytest.raises(RunError, match="rank 0 failed with The bucket is wrong"):
+        group.call("stop", phase="test", ranks=[0])

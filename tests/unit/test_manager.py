@@ -16,7 +16,7 @@ from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.rollout.manager import RolloutManager, assign
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
-from rlhfspec_mega.types import FinishReason, GenerationRequest, GenerationResult
+from rlhfspec_mega.types import EngineLoad, FinishReason, GenerationRequest, GenerationResult
 
 SHAPE = ModelShape("llama", 16, 1, 2, 1, 8, 32, 31, 64, 1e4, 1e-5, True)
 TENSORS = mapping_for("llama").hf_tensors(SHAPE)
@@ -88,7 +88,7 @@ def test_assignment_keeps_groups_together_and_balances(groups: list[int], engine
 
 
 class Misbehaving:
-    """An engine at the process boundary that returns given ids."""
+    """An engine at the process boundary that returns given ids and then has nothing left to do."""
 
     def __init__(self, ids: list[str]) -> None:
         self._ids = ids
@@ -97,11 +97,17 @@ class Misbehaving:
         pass
 
     def poll(self, seconds: float) -> list[GenerationResult]:
-        return [GenerationResult(i, [1], [0.0], [0], FinishReason.STOP) for i in self._ids]
+        ids, self._ids = self._ids, []
+        return [GenerationResult(i, [1], [0.0], [0], FinishReason.STOP) for i in ids]
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(0, 0, 0, 3, 0, 0, 0)
 
 
-@pytest.mark.parametrize(("ids", "words"), [(["0.0", "0.0"], "twice"), (["9.9"], "did not ask for")])
-def test_a_doubled_or_foreign_sample_stops_the_run(ids: list[str], words: str) -> None:
+@pytest.mark.parametrize(
+    ("ids", "words"), [(["0.0", "0.0"], "twice"), (["9.9"], "did not ask for"), (["0.0"], "engine 0 lost samples: 0.1")]
+)
+def test_a_doubled_foreign_or_lost_sample_stops_the_run(ids: list[str], words: str) -> None:
     manager = RolloutManager(InProcessEngines([Misbehaving(ids)]), wait, poll_seconds=0.0)
     with pytest.raises(RunError, match=words):
         manager.generate([request(0, 0), request(0, 1)], "generate")
