@@ -236,7 +236,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     ("count", "overrides", "words"),
     [
         (0, "cluster=1n8g", "torch finds no NVIDIA GPU on this machine: use cluster=local"),
-        (1, "cluster=local", "this machine has 1 GPU: set cluster.devices_per_node=1"),
+        (1, "cluster=local cluster.device=auto", "this machine has 1 GPU: set cluster.devices_per_node=1"),
         (4, "cluster=1n8g", "this machine has 4 GPUs"),
         (8, "cluster=1n8g model=8b", "names a shape only: download meta-llama/Llama-3.1-8B-Instruct"),
         (8, "cluster=1n8g model=70b", "GiB on each GPU and 72 GiB can be used"),

@@ -105,7 +105,12 @@ class Misbehaving:
 
 
 @pytest.mark.parametrize(
-    ("ids", "words"), [(["0.0", "0.0"], "twice"), (["9.9"], "did not ask for"), (["0.0"], "engine 0 lost samples: 0.1")]
+    ("ids", "words"),
+    [
+        (["0.0", "0.0"], "twice"),
+        (["9.9"], "did not ask for"),
+        (["0.0"], "engine 0 lost samples: 0.1"),
+    ],
 )
 def test_a_doubled_foreign_or_lost_sample_stops_the_run(ids: list[str], words: str) -> None:
     manager = RolloutManager(InProcessEngines([Misbehaving(ids)]), wait, poll_seconds=0.0)

@@ -62,14 +62,15 @@ def test_sizes_add_up_or_are_refused(
     copies = devices // (tensor * pipeline)
     of_step = prompts * members
     of_update = update or of_step
-    fits = copies >= 1 and of_step % of_update == 0 and of_update % copies == 0
+    fits = copies >= 1 and of_step % of_update == 0
     if not fits:
         with pytest.raises(UserError):
             sizes_of(config)
         return
     sizes = sizes_of(config)
     assert sizes.data_parallel == copies
-    assert sizes.updates_per_step * sizes.samples_per_rank * copies == of_step
+    assert sizes.updates_per_step * sizes.samples_per_update == of_step
+    assert 0 <= sizes.samples_per_rank * copies - sizes.samples_per_update < copies
     assert sizes.total_updates * sizes.samples_per_update == config.trainer.steps * of_step
 
 
