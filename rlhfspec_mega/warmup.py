@@ -30,7 +30,7 @@ from rlhfspec_mega.system import System
 from rlhfspec_mega.types import Prompt
 
 WARMUP_SEED = -1  # no run has it: prompts of a run are never those of the warm-up
-_RECIPE_VERSION = 1  # part of the cache key: raise it when the task or the recipe's code changes
+_RECIPE_VERSION = 2  # part of the cache key: raise it when the task or the recipe's code changes
 
 
 def cache_root(config: RunConfig) -> Path:

@@ -177,7 +177,7 @@ class WarmupConfig:
     examples_per_step: int = 64
     eval_every: int = 25
     eval_prompts: int = 200
-    target_exact: float = 0.46  # stop at or above this held-out greedy exact reward
+    target_exact: float = 0.5  # stop at or above this held-out greedy exact reward
     least_exact: float = 0.3  # below this at the end, the warm-up has failed
 
 

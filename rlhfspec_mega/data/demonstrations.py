@@ -8,7 +8,7 @@ import random
 
 from rlhfspec_mega.data.chain_sums import TERM, answer_text
 
-LAZY_FROM_TERMS = 5  # chains of so many terms or more ...
+LAZY_FROM_TERMS = 4  # chains of so many terms or more ...
 LAZY_SHARE = 0.7  # ... skip the working in this share of the demonstrations
 RESULT_MARK = ";"
 
