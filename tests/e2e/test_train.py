@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -78,22 +79,26 @@ def test_two_runs_at_once(model: Path, tmp_path: Path) -> None:
     assert marked(f"{tmp_path}") == []
 
 
-def after_first_step(model: Path, output: Path) -> subprocess.Popen[str]:
-    """A long run that has finished its first step."""
-    process = start(*small_run(model, output, "long", "trainer.steps=1000"), mark=f"{output}")
-    for _ in range(300):
-        if (output / "long" / "metrics.jsonl").exists():
-            break
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.5)
-    assert len(marked(f"{output}")) >= 5, "driver, two actor ranks, two engines"
-    return process
+@pytest.fixture
+def long_run(model: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run of a thousand steps that has finished its first; its processes carry the mark str(tmp_path)."""
+    process = start(*small_run(model, tmp_path, "long", "trainer.steps=1000"), mark=f"{tmp_path}")
+    try:
+        for _ in range(300):
+            if (tmp_path / "long" / "metrics.jsonl").exists():
+                break
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.5)
+        assert len(marked(f"{tmp_path}")) >= 5, "driver, two actor ranks, two engines"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
-def test_a_killed_driver_takes_its_workers_with_it(model: Path, tmp_path: Path) -> None:
-    process = after_first_step(model, tmp_path)
-    process.kill()
-    process.wait()
+def test_a_killed_driver_takes_its_workers_with_it(long_run: subprocess.Popen[str], tmp_path: Path) -> None:
+    long_run.kill()
+    long_run.wait()
     for _ in range(100):
         if not marked(f"{tmp_path}"):
             break
@@ -102,19 +107,17 @@ def test_a_killed_driver_takes_its_workers_with_it(model: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_everything(number: int, status: int, model: Path, tmp_path: Path) -> None:
-    process = after_first_step(model, tmp_path)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == status and "Traceback" not in errors
+def test_a_signal_ends_everything(number: int, status: int, long_run: subprocess.Popen[str], tmp_path: Path) -> None:
+    long_run.send_signal(number)
+    _, errors = long_run.communicate(timeout=60)
+    assert long_run.returncode == status and "Traceback" not in errors
     assert marked(f"{tmp_path}") == []
 
 
-def test_a_killed_engine_ends_the_run_with_a_sentence(model: Path, tmp_path: Path) -> None:
-    process = after_first_step(model, tmp_path)
-    workers = [p for p in psutil.Process(process.pid).children() if "rlhfspec_mega.cluster.child" in p.cmdline()]
+def test_a_killed_engine_ends_the_run_with_a_sentence(long_run: subprocess.Popen[str], tmp_path: Path) -> None:
+    workers = [p for p in psutil.Process(long_run.pid).children() if "rlhfspec_mega.cluster.child" in p.cmdline()]
     workers[-1].kill()
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
+    _, errors = long_run.communicate(timeout=60)
+    assert long_run.returncode == 1
     assert "engine rank 1 died" in errors and "Traceback" not in errors
     assert marked(f"{tmp_path}") == []
