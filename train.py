@@ -3,13 +3,15 @@
 # Worker processes import this file again, so everything heavy is imported where it is used.
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rlhfspec_mega.errors import RunError, UserError
+from rlhfspec_mega.errors import RunError, Stopped, UserError
+from rlhfspec_mega.stop import RESUME_STATUS
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -24,8 +26,9 @@ def main() -> None:
     from rlhfspec_mega.config.compose import CONFIG_NAME
     from rlhfspec_mega.config.names import CONF_DIR
 
-    # Slurm and `timeout` end a run by SIGTERM: leave as on Ctrl-C, so that no process or temporary file stays.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_say("Terminated.", 143)))
+    # Before the first step there is nothing to save: leave at once, so that no process or temporary file stays.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: sys.exit(_say("Terminated.", 128 + number)))
     with errors_in_one_sentence():
         check_command_line()
     hydra.main(config_path=str(CONF_DIR), config_name=CONFIG_NAME, version_base="1.3")(job)()
@@ -85,13 +88,20 @@ def train(config: RunConfig, overrides: list[str]) -> None:
 
 @contextmanager
 def errors_in_one_sentence() -> Iterator[None]:
-    """End the process: status 2 for bad input, 1 for a run that cannot go on, 130 when interrupted."""
+    """End the process: status 2 for bad input, 1 for a run that cannot go on, 75 for one to resume, 130 on Ctrl-C."""
     try:
         yield
     except UserError as error:
         sys.exit(_say(error, 2))
     except RunError as error:
         sys.exit(_say(error, 1))
+    except Stopped as stopped:
+        sys.exit(_say(stopped, RESUME_STATUS))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = error.filename or "a file of the run"
+        sys.exit(_say(f"{error.strerror} while writing {where}: free some, then go on with trainer.resume=true.", 1))
     except KeyboardInterrupt:
         sys.exit(_say("Interrupted.", 130))
 

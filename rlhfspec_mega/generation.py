@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec_mega.config.schema import RolloutConfig
+from rlhfspec_mega.ledger import Ledger, Purpose
 from rlhfspec_mega.rollout.manager import Progress, RolloutManager
 from rlhfspec_mega.sampling.noise import sample_seed
-from rlhfspec_mega.types import GenerationRequest, Prompt, Sample, SampleState
+from rlhfspec_mega.types import GenerationRequest, Prompt, Sample
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -29,13 +30,20 @@ class SampleGenerator:
     """Generates groups of samples through the rollout manager.
 
     Args:
+        ledger: every sample made here is entered in it.
         stops: tokens that end a response; they belong to it but not to its text.
     """
 
     def __init__(
-        self, rollout: RolloutManager, tokenizer: Any, stops: tuple[int, ...], config: RolloutConfig, seed: int
+        self,
+        rollout: RolloutManager,
+        ledger: Ledger,
+        tokenizer: Any,
+        stops: tuple[int, ...],
+        config: RolloutConfig,
+        seed: int,
     ) -> None:
-        self._rollout, self._tokenizer, self._stops = rollout, tokenizer, stops
+        self._rollout, self._ledger, self._tokenizer, self._stops = rollout, ledger, tokenizer, stops
         self._config, self._seed = config, seed
 
     def sample(
@@ -47,36 +55,35 @@ class SampleGenerator:
             for prompt in prompts
             for member in range(members)
         ]
+        self._ledger.open(samples, Purpose.TRAIN)
         return self._generate(samples, self._config.temperature, "generate", progress)
 
     def greedy(self, prompts: Sequence[Prompt], step: int) -> list[Sample]:
         """The most probable response to each prompt, for evaluation."""
         samples = [Sample(f"eval{step}.{prompt.index}", step, prompt, 0) for prompt in prompts]
+        self._ledger.open(samples, Purpose.EVALUATE)
         return self._generate(samples, 0.0, "evaluate", None)
 
     def _generate(
         self, samples: list[Sample], temperature: float, phase: str, progress: Progress | None
     ) -> list[Sample]:
-        requests = []
-        for sample in samples:
-            sample.state = SampleState.GENERATING
-            requests.append(
-                GenerationRequest(
-                    sample_id=sample.sample_id,
-                    group_id=sample.group_id,
-                    prompt_tokens=sample.prompt.tokens,
-                    seed=sample_seed(self._seed, sample.step, sample.prompt.index, sample.member),
-                    max_new_tokens=self._config.max_new_tokens,
-                    temperature=temperature,
-                    stop_tokens=self._stops,
-                )
+        requests = [
+            GenerationRequest(
+                sample_id=sample.sample_id,
+                group_id=sample.group_id,
+                prompt_tokens=sample.prompt.tokens,
+                seed=sample_seed(self._seed, sample.step, sample.prompt.index, sample.member),
+                max_new_tokens=self._config.max_new_tokens,
+                temperature=temperature,
+                stop_tokens=self._stops,
             )
-        results = self._rollout.generate(requests, phase, progress)
+            for sample in samples
+        ]
+        results = self._rollout.generate(requests, self._ledger, phase, progress)
         for sample in samples:
             result = results[sample.sample_id]
             sample.response_tokens, sample.engine_logprobs = result.tokens, result.logprobs
             sample.policy_versions, sample.finish_reason = result.versions, result.finish_reason
             text_tokens = [token for token in result.tokens if token not in self._stops]
             sample.response = self._tokenizer.decode(text_tokens, skip_special_tokens=True)
-            sample.state = SampleState.FINISHED
         return samples

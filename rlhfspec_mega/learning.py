@@ -13,7 +13,7 @@ from rlhfspec_mega.algorithm.microbatch import TrainSequence
 from rlhfspec_mega.algorithm.objectives import policy_metrics, policy_objective
 from rlhfspec_mega.algorithm.token_weights import token_weights
 from rlhfspec_mega.config.schema import AlgorithmConfig
-from rlhfspec_mega.types import Sample, SampleState
+from rlhfspec_mega.types import Sample
 from rlhfspec_mega.workers.actor_group import ActorGroup
 
 
@@ -100,8 +100,6 @@ def update(
         weights, _ = token_weights(lengths, learning_samples(truncated, config), config.loss_average)
         sequences = [_sequence(sample, weight) for sample, weight in zip(batch, weights.tolist(), strict=True)]
         results.append(actor.update(sequences, objective, names))
-        for sample in batch:
-            sample.state = SampleState.TRAINED
     metrics = {name: sum(result[name] for result in results) / len(results) for name in results[0]}
     return metrics | {"skipped": sum(result["skipped"] for result in results)}
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rlhfspec_mega.config.checks import notes
 from rlhfspec_mega.config.model_shape import model_shape
@@ -17,6 +18,7 @@ from rlhfspec_mega.config.sizes import Sizes, derive_sizes, size_rows
 from rlhfspec_mega.data.prompts import PromptStream, make_prompts
 from rlhfspec_mega.data.tokenizer import load_tokenizer
 from rlhfspec_mega.generation import SampleGenerator, stop_tokens
+from rlhfspec_mega.ledger import Ledger
 from rlhfspec_mega.observe.console import Console
 from rlhfspec_mega.observe.phases import PhaseTimer
 from rlhfspec_mega.reward.runner import RewardRunner
@@ -27,7 +29,12 @@ from rlhfspec_mega.warmup import tokenizer_directory, warm_model
 
 @dataclass
 class Run:
-    """The parts of a started run. `model` is the Hugging Face directory the actor and the reference start from."""
+    """The parts of a started run.
+
+    Attributes:
+        model: the Hugging Face directory the actor and the reference start from.
+        beginning: state of prompts and ledger before the first step.
+    """
 
     config: RunConfig
     sizes: Sizes
@@ -39,8 +46,13 @@ class Run:
     held_out: list[Prompt]
     rewards: RewardRunner
     system: System
+    ledger: Ledger
     generator: SampleGenerator
     started: float = field(default_factory=time.monotonic)
+    beginning: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.beginning = {"prompts": self.prompts.state_dict(), "ledger": self.ledger.state_dict()}
 
 
 @contextmanager
@@ -67,10 +79,9 @@ def started(config: RunConfig) -> Iterator[Run]:
             model = Path(config.model.path or warm_model(config, shape, directory, console))
             console.phase("starting workers")
             with System(config, sizes, shape, directory, total_updates=sizes.total_updates) as system:
-                system.actor.load_weights(model)
-                system.actor.freeze_reference()
-                stops = stop_tokens(tokenizer, model)
-                generator = SampleGenerator(system.rollout, tokenizer, stops, config.rollout, config.seed)
+                load_start(system, model)
+                ledger, stops = Ledger(), stop_tokens(tokenizer, model)
+                generator = SampleGenerator(system.rollout, ledger, tokenizer, stops, config.rollout, config.seed)
                 phases = PhaseTimer(entered=console.phase)
                 yield Run(
                     config,
@@ -83,6 +94,13 @@ def started(config: RunConfig) -> Iterator[Run]:
                     held_out,
                     rewards,
                     system,
+                    ledger,
                     generator,
                     begin,
                 )
+
+
+def load_start(system: System, model: Path) -> None:
+    """Give a fresh actor the start weights, and keep them as the reference."""
+    system.actor.load_weights(model)
+    system.actor.freeze_reference()

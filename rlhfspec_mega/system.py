@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import tempfile
+import time
 from pathlib import Path
 from types import TracebackType
-from uuid import uuid4
 
 from rlhfspec_mega.actor.rendezvous import Rendezvous
 from rlhfspec_mega.cluster.interface import WorkerSpec
-from rlhfspec_mega.cluster.local import LocalCluster
+from rlhfspec_mega.cluster.launchers import make_cluster, transport
+from rlhfspec_mega.cluster.liveness import WorkerState
+from rlhfspec_mega.cluster.meeting_point import MeetingPoint
 from rlhfspec_mega.config.hardware import device_type
+from rlhfspec_mega.config.reach import weight_transport
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.config.sizes import Sizes
+from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.models.hf_directory import write_directory
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
@@ -20,6 +23,9 @@ from rlhfspec_mega.planning.placement import ACTOR, ENGINE, place
 from rlhfspec_mega.resharding.controller import Resharder
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.workers.actor_group import ActorGroup
+
+SETTLE_SECONDS = 10.0  # how long an engine may take to come back from a call when the actor has died
+_PAUSE_SECONDS = 0.1
 
 
 class System:
@@ -53,15 +59,10 @@ class System:
         self._total_updates, self._with_engines = total_updates, with_engines
         self._device = device_type(config.cluster)
         self._places = place(config.placement.mode, sizes.devices, sizes.actor_ranks, sizes.engines)
-        self._cluster = LocalCluster(
-            run_dir / "logs",
-            threads=config.cluster.threads_per_worker,
-            deadline_seconds=config.cluster.deadline_seconds,
-            start_seconds=config.cluster.start_seconds,
-            use_gpus=self._device == "cuda",
-        )
-        self._temporary = tempfile.TemporaryDirectory(prefix="rlhfspec_mega.")
+        self._cluster = make_cluster(config.cluster, run_dir / "logs", self._places, use_gpus=self._device == "cuda")
+        self._meeting_point: MeetingPoint | None = None
         self._resharder: Resharder | None = None
+        self._steps_done = 0
         self.policy_version = -1
 
     def __enter__(self) -> System:
@@ -78,27 +79,34 @@ class System:
         self._close()
 
     def _start(self) -> None:
+        if self._with_engines:
+            self._engines = self._cluster.launch(ENGINE, self._engine_specs(), replaceable=True)
+        self._start_actor()
+        if self._with_engines:
+            self.rollout = RolloutManager(
+                self._engines,
+                self._cluster.wait,
+                revive=self._revive,
+                poll_seconds=self._config.rollout.poll_seconds,
+                deterministic=self._config.trainer.deterministic,
+            )
+
+    def _start_actor(self) -> None:
         config = self._config
-        actor = self._cluster.launch(ACTOR, self._actor_specs())
-        engines = self._cluster.launch(ENGINE, self._engine_specs()) if self._with_engines else None
+        self._meeting_point = MeetingPoint(self._cluster.host_address, config.cluster.deadline_seconds)
+        actor = self._cluster.launch(ACTOR, self._actor_specs(self._meeting_point.address))
         self._cluster.wait_started()
         self.actor = ActorGroup(actor, config.actor, config.trainer.max_tokens_per_microbatch)
         self._resharder = Resharder(
             self._cluster,
             actor,
             mapping_for(self._shape.architecture).hf_tensors(self._shape, config.actor.dtype),
-            transport=config.resharding.transport,
+            open_host=transport(weight_transport(config), self._cluster, config.cluster.deadline_seconds),
             bucket_bytes=int(config.resharding.bucket_mib * 2**20),
-            deadline_seconds=config.cluster.deadline_seconds,
             device=self._device if config.placement.mode == "separate" else "cpu",
         )
-        if engines is not None:
-            self._engines = engines
-            self._resharder.connect(engines)
-            self.rollout = RolloutManager(engines, self._cluster.wait, config.rollout.poll_seconds)
 
-    def _actor_specs(self) -> list[WorkerSpec]:
-        meeting_point = f"file://{self._temporary.name}/actor-{uuid4().hex}"
+    def _actor_specs(self, meeting_point: str) -> list[WorkerSpec]:
         return [
             WorkerSpec(
                 "rlhfspec_mega.workers.actor.ActorWorker",
@@ -112,6 +120,7 @@ class System:
                     "seed": self._config.seed,
                     "temperature": self._config.rollout.temperature,
                     "total_updates": self._total_updates,
+                    "deterministic": self._config.trainer.deterministic,
                 },
                 devices=(device,),
             )
@@ -124,6 +133,7 @@ class System:
             "config": self._config.rollout,
             "dtype": self._config.rollout.dtype or self._config.actor.dtype,
             "device": self._device,
+            "deterministic": self._config.trainer.deterministic,
         }
         return [
             WorkerSpec("rlhfspec_mega.workers.engine.TorchEngineWorker", arguments, devices=(device,))
@@ -131,18 +141,64 @@ class System:
         ]
 
     def reshard(self, version: int) -> None:
-        """Give every engine the actor's weights as policy `version`."""
+        """Give every engine that runs the actor's weights as policy `version`; restarted ones join with it.
+
+        Raises RunError when no engine is left.
+        """
         assert self._resharder is not None
-        self._resharder.update(self._engines, version)
+        self._cluster.publish(version)
         self.policy_version = version
+        while not self._resharder.update(self._engines, self._ready_engines(), version):
+            pass
+
+    def _ready_engines(self) -> list[int]:
+        ready = (WorkerState.REJOINING, WorkerState.SERVING)
+        while not (ranks := self._engines.ranks(*ready)):
+            if not self._engines.ranks(WorkerState.STARTING, WorkerState.SUSPECT):
+                raise RunError(
+                    f"No engine is left: each died more than cluster.max_restarts={self._config.cluster.max_restarts} "
+                    f"times in one step; see {self._cluster.log_dir}."
+                )
+            self._cluster.wait_started()
+            time.sleep(_PAUSE_SECONDS)  # a suspect one comes back or is given up
+        return ranks
+
+    def _revive(self) -> None:
+        """Bring engines back in the middle of a rollout, when none is left to finish it."""
+        self.reshard(self.policy_version)
+
+    def may_restart_actor(self) -> bool:
+        """Count a restart of the actor; False when there were too many without progress."""
+        return self._cluster.may_restart(ACTOR)
+
+    def restart_actor(self) -> None:
+        """Start the actor's ranks anew after one has died; they begin without weights.
+
+        Engines go on running, but forget the samples they held.
+        """
+        self._cluster.end(ACTOR)
+        self._close_connections()
+        self._cluster.settle(ENGINE, SETTLE_SECONDS)
+        self._start_actor()
+        self._engines.call("clear", phase="restart actor", ranks=self._engines.alive())
+
+    def step_done(self, steps: int) -> None:
+        """Tell that so many steps are done: beyond any before, it is the progress that allows new restarts."""
+        if steps > self._steps_done:
+            self._steps_done = steps
+            self._cluster.progressed()
 
     def export(self, path: Path, source: Path) -> None:
         """Write the actor's weights as a Hugging Face directory, with the tokenizer of `source`."""
         assert self._resharder is not None
         write_directory(path, self._shape, self._resharder.stream(), source)
 
-    def _close(self) -> None:
-        self._cluster.close()
+    def _close_connections(self) -> None:
         if self._resharder is not None:
             self._resharder.close()
-        self._temporary.cleanup()
+        if self._meeting_point is not None:
+            self._meeting_point.close()
+
+    def _close(self) -> None:
+        self._cluster.close()
+        self._close_connections()

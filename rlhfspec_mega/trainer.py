@@ -6,9 +6,12 @@ import torch
 
 from rlhfspec_mega import checkpoints, learning
 from rlhfspec_mega.config.schema import RunConfig
-from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.errors import CheckpointError, Stopped, WorkerDied
+from rlhfspec_mega.ledger import Purpose
 from rlhfspec_mega.observe.reporter import Reporter, sample_metrics
+from rlhfspec_mega.recovery import driver_state, recover, resume
 from rlhfspec_mega.startup import Run, started
+from rlhfspec_mega.stop import StopSignals
 from rlhfspec_mega.types import Sample, SampleState
 
 
@@ -17,25 +20,41 @@ def run(config: RunConfig) -> None:
 
     Raises:
         UserError: bad data, reward function or model, found before training.
-        RunError: a worker died, went silent or returned something inconsistent.
+        RunError: a worker went silent or returned something inconsistent, or died too often.
+        Stopped: a signal asked for it; the run can be resumed.
     """
-    with started(config) as run:
-        first = resume(run) if config.trainer.resume else 0
-        with Reporter(run.directory, config, run.console, run.phases, first_step=first) as reporter:
-            with run.phases.measure("reshard"):
-                run.system.reshard(first)
-            for step in range(first, config.trainer.steps):
-                metrics = evaluate(run, step) if is_due(step, config.trainer.eval_every) else {}
-                samples, learnt = train_step(run, step)
-                reporter.step(step, samples, metrics | learnt)
-                if is_due(step + 1, config.trainer.checkpoint_every) and step + 1 < config.trainer.steps:
-                    save(run, step + 1)
-            metrics = evaluate(run, config.trainer.steps) if config.trainer.eval_every else {}
-            save(run, config.trainer.steps)
-            if config.trainer.export:
-                with run.phases.measure("export"):
-                    run.system.export(run.directory / "model", run.model)
-            reporter.finish(config.trainer.steps, metrics, run.started, str(run.model))
+    with started(config) as run, StopSignals(run.console.note) as signals:
+        step = resume(run) if config.trainer.resume else 0
+        with Reporter(run.directory, config, run.console, run.phases, first_step=step) as reporter:
+            while True:
+                try:
+                    train(run, reporter, step, signals)
+                    finish(run, reporter)
+                    break
+                except WorkerDied as death:
+                    step = recover(run, reporter, death)
+
+
+def train(run: Run, reporter: Reporter, first: int, signals: StopSignals) -> None:
+    """Steps `first` to the last; after each a checkpoint where one is due or a signal asks for it."""
+    trainer = run.config.trainer
+    with run.phases.measure("reshard"):
+        run.system.reshard(first)
+    for step in range(first, trainer.steps):
+        metrics = evaluate(run, step) if is_due(step, trainer.eval_every) else {}
+        samples, learnt = train_step(run, step)
+        reporter.step(step, samples, metrics | learnt)
+        run.system.step_done(step + 1)
+        if step + 1 == trainer.steps:
+            return
+        if signals.received:
+            save(run, step + 1)
+            raise Stopped(step + 1, signals.received)
+        if is_due(step + 1, trainer.checkpoint_every):
+            try:
+                save(run, step + 1)
+            except CheckpointError as error:
+                run.console.note(f"{error} The run goes on; the next checkpoint is tried when it is due.")
 
 
 def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
@@ -54,6 +73,8 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
     with phases.measure("update"):
         learning.assign_advantages(samples, trainer.samples_per_prompt, algorithm, shuffle_generator(run.config, step))
         metrics |= learning.update(actor, samples, run.sizes.samples_per_update, algorithm)
+    run.ledger.advance([sample.sample_id for sample in samples], SampleState.TRAINED)
+    run.ledger.settle(step, Purpose.TRAIN)
     with phases.measure("reshard"):
         run.system.reshard(step + 1)
     return samples, metrics
@@ -63,7 +84,7 @@ def score(run: Run, samples: list[Sample]) -> None:
     """Fill reward and exactness."""
     for sample, result in zip(samples, run.rewards.score(samples), strict=True):
         sample.reward, sample.exact = result.value, result.exact
-        sample.state = SampleState.SCORED
+    run.ledger.advance([sample.sample_id for sample in samples], SampleState.SCORED)
 
 
 def evaluate(run: Run, step: int) -> dict[str, float]:
@@ -71,7 +92,19 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
     with run.phases.measure("evaluate"):
         samples = run.generator.greedy(run.held_out, step)
         score(run, samples)
+        run.ledger.settle(step, Purpose.EVALUATE)
     return {f"eval_{name}": value for name, value in sample_metrics(samples).items()}
+
+
+def finish(run: Run, reporter: Reporter) -> None:
+    """The last checkpoint, evaluation, export and summary."""
+    trainer = run.config.trainer
+    save(run, trainer.steps)
+    metrics = evaluate(run, trainer.steps) if trainer.eval_every else {}
+    if trainer.export:
+        with run.phases.measure("export"):
+            run.system.export(run.directory / "model", run.model)
+    reporter.finish(trainer.steps, metrics, run.started, str(run.model))
 
 
 def shuffle_generator(config: RunConfig, step: int) -> torch.Generator:
@@ -80,20 +113,10 @@ def shuffle_generator(config: RunConfig, step: int) -> torch.Generator:
 
 
 def save(run: Run, step: int) -> None:
-    """A checkpoint from which the run goes on as if it had not stopped."""
+    """A checkpoint from which the run goes on as if it had not stopped. Raises CheckpointError."""
     with run.phases.measure("checkpoint"):
-        state = {"prompts": run.prompts.state_dict()}
-        checkpoints.save(run.directory, step, run.system.actor, state, run.config.trainer.keep_checkpoints)
-
-
-def resume(run: Run) -> int:
-    """Load the newest checkpoint; the number of steps done."""
-    state = checkpoints.load_latest(run.directory, run.system.actor)
-    run.prompts.load_state_dict(state["prompts"])
-    done = int(state["step"])
-    if done > run.config.trainer.steps:
-        raise UserError(f"{run.directory} has done {done} steps: resume it with trainer.steps={done} or more.")
-    return done
+        keep = run.config.trainer.keep_checkpoints
+        checkpoints.save(run.directory, step, run.system.actor, driver_state(run), keep)
 
 
 def is_due(step: int, every: int) -> bool:

@@ -74,6 +74,29 @@ class GenerationResult:
     finish_reason: FinishReason
 
 
+@dataclass
+class SampleProgress:
+    """What an unfinished sample has gained since it was last reported; the lists have equal length."""
+
+    sample_id: str
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+
+
+@dataclass
+class EngineReport:
+    """What an engine answers after decoding for a while.
+
+    Attributes:
+        unfinished: samples that it still holds.
+    """
+
+    finished: list[GenerationResult]
+    progress: list[SampleProgress]
+    unfinished: int
+
+
 @dataclass(frozen=True)
 class EngineLoad:
     """Load figures of one engine, the manager's input for decisions."""

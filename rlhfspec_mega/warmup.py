@@ -21,6 +21,7 @@ from rlhfspec_mega.data.prompts import PromptStream, make_prompts
 from rlhfspec_mega.data.tokenizer import load_tokenizer, make_byte_tokenizer
 from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.generation import SampleGenerator
+from rlhfspec_mega.ledger import Ledger
 from rlhfspec_mega.models.hf_directory import write_directory
 from rlhfspec_mega.models.initialize import initial_tensors
 from rlhfspec_mega.models.mapping import mapping_for
@@ -104,7 +105,12 @@ class _WarmUp:
             start = self._initial_model(Path(temporary) / "initial")
             system.actor.load_weights(start)
             generator = SampleGenerator(
-                system.rollout, tokenizer, (tokenizer.eos_token_id,), self._config.rollout, seed=WARMUP_SEED
+                system.rollout,
+                Ledger(),
+                tokenizer,
+                (tokenizer.eos_token_id,),
+                self._config.rollout,
+                seed=WARMUP_SEED,
             )
             with self._console.bar("warm-up", updates) as advance:
                 self._steps(system, generator, tokenizer, stream, held_out, advance)

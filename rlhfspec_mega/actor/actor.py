@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from rlhfspec_mega.actor import checkpoint
+from rlhfspec_mega.actor.checkpoint_files import FileSum, SavedPart, first_damage
+from rlhfspec_mega.actor.checkpoint_writer import WriteFailed
 from rlhfspec_mega.actor.cuda_shim import cuda_means_cpu
 from rlhfspec_mega.actor.initialize import initialize
 from rlhfspec_mega.actor.model import build_model
 from rlhfspec_mega.actor.optimizer import build_optimizer, build_scheduler
+from rlhfspec_mega.actor.random_state import seed_generators
 from rlhfspec_mega.actor.reference import ReferenceWeights
 from rlhfspec_mega.actor.rendezvous import ParallelRanks, Rendezvous
 from rlhfspec_mega.actor.step import LogitSettings, accumulate_gradients, compute_logprobs, reduce_metrics
@@ -63,6 +67,7 @@ class Actor:
         self.shape, self.config = shape, config
         self.device = torch.device("cuda:0" if device == "cuda" else device)
         self.ranks: ParallelRanks = initialize(rendezvous, config, self.device, seed)
+        seed_generators(seed, self.ranks)
         self.chunks = build_model(shape, config, self.device)
         self.optimizer = build_optimizer(config.optimizer, self.chunks, config.dtype)
         self.scheduler = build_scheduler(config.optimizer, self.optimizer, total_updates)
@@ -106,12 +111,27 @@ class Actor:
             "skipped": 0.0 if succeeded else 1.0,
         }
 
-    @on_megatron
-    def save(self, directory: Path) -> None:
-        """Write this rank's part of a distributed checkpoint into an existing empty directory."""
-        checkpoint.save(directory, self.chunks, self.optimizer, self.scheduler)
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must have in common with this actor to be loaded: precision and the model's shape."""
+        return {"dtype": self.config.dtype} | asdict(self.shape)
 
     @on_megatron
-    def load(self, directory: Path) -> None:
-        """Read a distributed checkpoint written under any parallel sizes."""
-        checkpoint.load(directory, self.chunks, self.optimizer, self.scheduler)
+    def save(self, directory: Path) -> SavedPart:
+        """Write this rank's part of a distributed checkpoint into an existing empty directory.
+
+        A failure to write is returned, the same on all ranks, which stay as they were: it need not end the run.
+        """
+        arguments = (directory, self.chunks, self.optimizer, self.scheduler, self.ranks)
+        try:
+            return SavedPart(checkpoint.save(*arguments), None)
+        except WriteFailed as error:
+            return SavedPart({}, str(error))
+
+    def verify(self, directory: Path, files: Mapping[str, FileSum]) -> str | None:
+        """What is wrong with the first of these files that is damaged; None when all are as they were written."""
+        return first_damage(directory, files)
+
+    @on_megatron
+    def load(self, directory: Path) -> bool:
+        """Read a distributed checkpoint written under any parallel sizes; whether the random state came with it."""
+        return checkpoint.load(directory, self.chunks, self.optimizer, self.scheduler, self.ranks)

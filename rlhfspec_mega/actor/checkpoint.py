@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 
-from rlhfspec_mega.actor import adamw_fixes
+from rlhfspec_mega.actor import adamw_fixes, random_state
+from rlhfspec_mega.actor.checkpoint_files import FileSum
+from rlhfspec_mega.actor.checkpoint_writer import write
 from rlhfspec_mega.actor.model import unwrap
+from rlhfspec_mega.actor.rendezvous import ParallelRanks
 
 # Megatron saves these with the moments; a resumed run follows its configuration instead.
 _CONFIGURED = ("max_lr", "min_lr", "start_wd", "end_wd", "weight_decay", "betas", "eps")
@@ -28,19 +31,33 @@ def _sharded_state(chunks: list[Any], optimizer: Any, scheduler: Any, loading: b
     return state
 
 
-def save(directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
-    """Write model, optimizer and schedule into an existing empty directory; collective over all ranks."""
+def save(
+    directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any, ranks: ParallelRanks
+) -> dict[str, FileSum]:
+    """Write model, optimizer, schedule and random state into an existing empty directory; collective over all ranks.
+
+    Returns this rank's files by name.
+
+    Raises:
+        WriteFailed: on every rank, when one of them could not write.
+    """
     state = _sharded_state(chunks, optimizer, scheduler, loading=False)
-    dist_checkpointing.save(state, str(directory), content_metadata=dict(_METADATA))
+    state |= {"random_state": random_state.sharded_random_state(ranks), "grid": random_state.grid()}
+    return write(state | {"content_metadata": dict(_METADATA)}, directory)
 
 
-def load(directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
+def load(directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any, ranks: ParallelRanks) -> bool:
     """Read what `save` wrote, under the parallel sizes of now; collective over all ranks.
 
+    Returns whether the random state came back: it belongs to ranks, so only under the layout it was saved with.
     Raises megatron's CheckpointingException when the directory is not such a checkpoint.
     """
+    wanted = _sharded_state(chunks, optimizer, scheduler, loading=True)
+    same_grid = dist_checkpointing.load_common_state_dict(str(directory))["grid"] == random_state.grid()
+    if same_grid:
+        wanted["random_state"] = random_state.sharded_random_state(ranks)
     with torch.no_grad():
-        state = dist_checkpointing.load(_sharded_state(chunks, optimizer, scheduler, loading=True), str(directory))
+        state = dist_checkpointing.load(wanted, str(directory))
     for index, chunk in enumerate(chunks):
         unwrap(chunk).load_state_dict(state["model" if len(chunks) == 1 else f"model{index}"])
     configured = [{name: group[name] for name in _CONFIGURED if name in group} for group in optimizer.param_groups]
@@ -50,3 +67,6 @@ def load(directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any) -> 
     scheduler.load_state_dict(state["scheduler"])
     if adamw_fixes.needs_fixes():
         adamw_fixes.unshare_steps(optimizer)
+    if same_grid:
+        random_state.restore_random_state(state["random_state"])
+    return same_grid

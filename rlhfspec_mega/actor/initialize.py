@@ -12,22 +12,17 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from rlhfspec_mega.actor.cuda_shim import cuda_means_cpu
 from rlhfspec_mega.actor.rendezvous import ParallelRanks, Rendezvous
 from rlhfspec_mega.config.schema import ActorConfig
+from rlhfspec_mega.errors import RunError
 
 
 def initialize(rendezvous: Rendezvous, config: ActorConfig, device: torch.device, seed: int) -> ParallelRanks:
     """Join the actor group: gloo on CPU, NCCL on GPU.
 
-    Raises torch.distributed.DistStoreError when the other ranks do not come within the deadline.
+    Raises RunError when the other ranks do not come within the deadline.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)  # the launcher shows each worker its own device only
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=rendezvous.init_method,
-        rank=rendezvous.rank,
-        world_size=rendezvous.world_size,
-        timeout=timedelta(seconds=rendezvous.deadline_seconds),
-    )
+    _meet(rendezvous, "nccl" if device.type == "cuda" else "gloo")
     with cuda_means_cpu():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_parallel,
@@ -43,6 +38,23 @@ def initialize(rendezvous: Rendezvous, config: ActorConfig, device: torch.device
         pp=parallel_state.get_pipeline_model_parallel_rank(),
         dp=parallel_state.get_data_parallel_rank(),
     )
+
+
+def _meet(rendezvous: Rendezvous, backend: str) -> None:
+    try:
+        dist.init_process_group(
+            backend,
+            rank=rendezvous.rank,
+            world_size=rendezvous.world_size,
+            timeout=timedelta(seconds=rendezvous.deadline_seconds),
+            **rendezvous.arguments(),
+        )
+    except dist.DistError as error:
+        raise RunError(
+            f"Actor rank {rendezvous.rank} did not meet the other {rendezvous.world_size - 1} ranks at "
+            f"{rendezvous.init_method} within {rendezvous.deadline_seconds:g} s ({str(error).splitlines()[0].rstrip('.')}): "
+            "look into their logs, and whether every node reaches that address."
+        ) from None
 
 
 def shutdown() -> None:

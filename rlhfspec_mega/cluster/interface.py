@@ -6,14 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.cluster.liveness import WorkerState
+from rlhfspec_mega.errors import RunError, UserError, WorkerDied
+
+# What a worker answers: ("ok", result), ("user_error", sentence), ("error", one line); or what became of it: ("dead",
+# how it ended).
+Answer = tuple[str, Any]
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
     """One worker to start: `import_path` names a class, `arguments` are its keyword arguments.
 
-    `devices` are the device indices it may see (CUDA_VISIBLE_DEVICES on GPUs, nothing on CPUs).
+    `devices` are the device indices of the cluster it may use (CUDA_VISIBLE_DEVICES on GPUs, a place on CPUs).
     """
 
     import_path: str
@@ -21,18 +26,50 @@ class WorkerSpec:
     devices: tuple[int, ...] = ()
 
 
-class Call(Protocol):
-    """A method call in flight on one worker."""
+@dataclass(eq=False)
+class Call:
+    """A method call on one worker; `sent` in seconds of time.monotonic()."""
 
     role: str
     rank: int
     method: str
+    sent: float
+    log: str
+    phase: str = ""
+    answer: Answer | None = None
 
     @property
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        return self.answer is not None
+
+    @property
+    def dead(self) -> bool:
+        """Whether the worker ended, or was given up, before it answered."""
+        return self.answer is not None and self.answer[0] == "dead"
+
+    @property
+    def error(self) -> UserError | RunError | None:
+        """What a finished call failed with."""
+        if self.answer is None or self.answer[0] == "ok":
+            return None
+        kind, payload = self.answer
+        if kind == "user_error":
+            return UserError(payload)
+        if kind == "dead":
+            return WorkerDied(self._sentence(f"died with {payload}"))
+        return RunError(self._sentence(f"failed with {payload.strip().splitlines()[-1]}"))
 
     def result(self) -> Any:
-        """The method's return value; call only when done."""
+        """The method's return value; raises the call's error. Only when done."""
+        if self.answer is None:
+            raise RuntimeError(f"{self.method} on {self.role} rank {self.rank} has not answered yet")
+        if error := self.error:
+            raise error
+        return self.answer[1]
+
+    def _sentence(self, what: str) -> str:
+        where = f"In phase '{self.phase}', " if self.phase else ""
+        return f"{where}{self.role} rank {self.rank} {what} (during {self.method}); its log is {self.log}."
 
 
 class WorkerGroup(Protocol):
@@ -42,7 +79,7 @@ class WorkerGroup(Protocol):
     size: int
 
     def start(self, rank: int, method: str, *args: Any) -> Call:
-        """Begin a call on one worker. Raises RunError when the worker is dead or still busy."""
+        """Begin a call on one worker. Raises RunError when it is still busy; a dead one answers that it is."""
 
     def call(self, method: str, *args: Any, phase: str, ranks: Sequence[int] | None = None) -> list[Any]:
         """The same call on all (or these) workers; results in rank order."""
@@ -50,31 +87,73 @@ class WorkerGroup(Protocol):
     def scatter(self, method: str, arguments: Sequence[tuple[Any, ...]], phase: str) -> list[Any]:
         """One call per worker, each with its own arguments; results in rank order."""
 
+    def ranks(self, *states: WorkerState) -> list[int]:
+        """Ranks in one of these states now."""
+
+    def serving(self) -> list[int]:
+        """Ranks that may be given work."""
+
+    def alive(self) -> list[int]:
+        """Ranks that hold what they were given, a suspect one included."""
+
+    def launches(self, rank: int) -> int:
+        """How often a process was started for this rank: tells a restarted worker from the one before it."""
+
+    def confirm(self, rank: int, version: int) -> None:
+        """Record that a worker holds the weights of this policy version."""
+
 
 class Cluster(Protocol):
-    """Starts worker groups and waits for them."""
+    """Starts worker groups, watches them and waits for them."""
 
-    def launch(self, role: str, workers: Sequence[WorkerSpec]) -> WorkerGroup:
-        """Begin to start a group, beside others; `wait_started` must follow before its first call."""
+    def launch(self, role: str, workers: Sequence[WorkerSpec], *, replaceable: bool = False) -> WorkerGroup:
+        """Begin to start a group, beside others; `wait_started` must follow before its first call.
+
+        Args:
+            replaceable: a worker that dies is started again by the cluster and rejoins with current weights; the death
+                of any other worker ends whatever is waited for.
+        """
 
     def wait_started(self) -> None:
         """Wait until every worker has built its object. Raises UserError or RunError."""
 
     def wait(
-        self, calls: Sequence[Call], phase: str, *, first: bool = False, seconds: float | None = None
+        self,
+        calls: Sequence[Call],
+        phase: str,
+        *,
+        first: bool = False,
+        seconds: float | None = None,
+        check: bool = True,
     ) -> list[Call]:
         """Wait for all calls (or the first); the finished ones.
 
+        Args:
+            seconds: default: the cluster's deadline.
+            check: raise what a call failed with; otherwise failures stay in the calls, and a replaceable worker that
+                passes the deadline is given up.
+
         Raises:
             UserError: a worker raised one.
-            RunError: a worker failed, died, or did not answer in `seconds` (default: the cluster's deadline); the
-                message names phase, role and ranks.
+            WorkerDied: a worker of these calls died, or any that is not replaceable.
+            RunError: a worker failed, went silent or did not answer in time; phase, role, ranks and the last thing
+                each did are named, and the Python stacks of all workers are in a file.
         """
+
+    def publish(self, version: int) -> None:
+        """Say which policy version is current: workers that need weights serve again once they confirmed it."""
+
+    def settle(self, role: str, seconds: float) -> None:
+        """Wait until no worker of a role is busy; end those that are not idle in time."""
+
+    def end(self, role: str) -> None:
+        """End all workers of a role, so that it can be launched anew."""
+
+    def progressed(self) -> None:
+        """A step was finished: every worker may be restarted anew."""
+
+    def may_restart(self, role: str) -> bool:
+        """Count a restart of a whole role; whether there may be one more."""
 
     def close(self) -> None:
         """End every worker; safe to call twice."""
-
-
-def failure(phase: str, role: str, rank: int, method: str, what: str, log: str) -> RunError:
-    """The error of one worker as a sentence."""
-    return RunError(f"In phase '{phase}', {role} rank {rank} {what} (during {method}); its log is {log}.")

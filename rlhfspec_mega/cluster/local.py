@@ -9,15 +9,17 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_readable
 from pathlib import Path
 from typing import Any
 
-from rlhfspec_mega.cluster.interface import WorkerSpec, failure
-from rlhfspec_mega.errors import RunError, UserError
+from rlhfspec_mega.cluster.board import Board
+from rlhfspec_mega.cluster.environment import worker_environment
+from rlhfspec_mega.cluster.interface import WorkerSpec
+from rlhfspec_mega.cluster.process import WorkerProcess
+from rlhfspec_mega.cluster.supervised import SupervisedCluster
 
 
 def visible_devices(devices: Sequence[int], environment: Mapping[str, str]) -> str:
@@ -27,35 +29,18 @@ def visible_devices(devices: Sequence[int], environment: Mapping[str, str]) -> s
     return ",".join(names[index] if names else str(index) for index in devices)
 
 
-class LocalCall:
-    """A call in flight; its worker fills in the answer."""
-
-    def __init__(self, worker: _Process, method: str) -> None:
-        self.role, self.rank, self.method = worker.role, worker.rank, method
-        self.worker = worker
-        self.answer: tuple[str, Any] | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.answer is not None
-
-    def result(self) -> Any:
-        if self.answer is None:
-            raise RuntimeError(f"{self.method} on {self.role} rank {self.rank} has not answered yet")
-        return self.answer[1]
-
-
-class _Process:
+class _LocalProcess(WorkerProcess):
     """One worker process and the driver's end of its socket."""
 
-    def __init__(self, role: str, rank: int, spec: WorkerSpec, environment: dict[str, str], log: Path) -> None:
-        self.role, self.rank, self.log = role, rank, log
-        self.pending: LocalCall | None = None
+    def __init__(self, role: str, rank: int, spec: WorkerSpec, log: Path, environment: Mapping[str, str]) -> None:
+        super().__init__(role, rank, spec, log)
+        self._board = Board()
         ours, theirs = socket.socketpair()
+        passed = [theirs.fileno(), self._board.descriptor]
         with log.open("ab") as output, theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "rlhfspec_mega.cluster.child", str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rlhfspec_mega.cluster.child", str(passed[0]), str(os.getpid()), str(passed[1])],
+                pass_fds=passed,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -63,154 +48,69 @@ class _Process:
                 start_new_session=True,
             )
         self.connection = Connection(ours.detach())
-        self.send((spec.import_path, spec.arguments), "start")
 
-    def send(self, message: tuple[Any, ...], method: str) -> LocalCall:
-        if self.pending is not None:
-            raise RunError(
-                f"{self.role} rank {self.rank} is still busy with {self.pending.method}, asked for {method}."
-            )
-        self.pending = LocalCall(self, method)
-        # A broken pipe is a dead worker: the wait that follows reports it with its phase.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+    def post(self, message: tuple[Any, ...]) -> None:
+        # A closed or broken socket is a dead worker: whoever waits for the answer finds its exit status.
+        with contextlib.suppress(OSError):
             self.connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
-        return self.pending
 
-    def receive(self) -> None:
-        """Read one answer; a closed socket becomes the answer ("dead", exit status)."""
+    def read(self) -> None:
+        """File one answer; a closed socket means that the process ends."""
         try:
-            answer = pickle.loads(self.connection.recv_bytes())
+            self.answered(pickle.loads(self.connection.recv_bytes()))
         except (EOFError, ConnectionResetError):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(5)
-            answer = ("dead", self.process.poll())
-        if self.pending is not None:
-            self.pending.answer = answer
-            if answer[0] != "dead":
-                self.pending = None
+                self._process.wait(5)
+            self.answered(("dead", self.exit_reason() or "a closed connection"))
 
-    def end(self) -> None:
-        """Kill the process with its children (checkpoint writers) and reap it."""
+    def last_beat(self) -> float:
+        return self._board.last_beat()
+
+    def exit_reason(self) -> str | None:
+        status = self._process.poll()
+        return None if status is None else f"exit status {status}"
+
+    def ask_stacks(self) -> None:
+        self._board.expect_stacks()
+        for number in (signal.SIGUSR1, signal.SIGCONT):
+            self._process.send_signal(number)  # Popen sends none to a process it has reaped
+
+    def stacks(self) -> str:
+        return self._board.stacks()
+
+    def kill(self) -> None:
+        """With its children (checkpoint writers), and reap it."""
+        if self.connection.closed:
+            return
         self.connection.close()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._board.close()
 
 
-class LocalGroup:
-    """The processes of one role."""
-
-    def __init__(self, cluster: LocalCluster, role: str, workers: list[_Process]) -> None:
-        self.role, self.size = role, len(workers)
-        self._cluster, self._workers = cluster, workers
-
-    def start(self, rank: int, method: str, *args: Any) -> LocalCall:
-        return self._workers[rank].send((method, args), method)
-
-    def call(self, method: str, *args: Any, phase: str, ranks: Sequence[int] | None = None) -> list[Any]:
-        calls = [self.start(rank, method, *args) for rank in (range(self.size) if ranks is None else ranks)]
-        self._cluster.wait(calls, phase)
-        return [call.result() for call in calls]
-
-    def scatter(self, method: str, arguments: Sequence[tuple[Any, ...]], phase: str) -> list[Any]:
-        calls = [self.start(rank, method, *args) for rank, args in enumerate(arguments)]
-        self._cluster.wait(calls, phase)
-        return [call.result() for call in calls]
-
-
-class LocalCluster:
-    """Starts processes, waits for them with a deadline, and ends every one of them.
+class LocalCluster(SupervisedCluster):
+    """Starts processes and ends every one of them.
 
     Args:
-        log_dir: one log file per worker.
+        threads: of a worker's computation.
         use_gpus: workers see the devices of their spec through CUDA_VISIBLE_DEVICES; otherwise none.
+        supervision: log_dir, deadlines and limits; see SupervisedCluster.
     """
 
-    def __init__(
-        self, log_dir: Path, *, threads: int, deadline_seconds: float, start_seconds: float, use_gpus: bool
-    ) -> None:
-        self._log_dir, self._threads, self._use_gpus = log_dir, threads, use_gpus
-        self._deadline, self._start_seconds = deadline_seconds, start_seconds
-        self._workers: list[_Process] = []
-        log_dir.mkdir(parents=True, exist_ok=True)
+    def __init__(self, log_dir: Path, *, threads: int, use_gpus: bool, **supervision: Any) -> None:
+        super().__init__(log_dir, **supervision)
+        self._threads, self._use_gpus = threads, use_gpus
 
-    def _environment(self, devices: tuple[int, ...]) -> dict[str, str]:
-        return os.environ | {
-            "OMP_NUM_THREADS": str(self._threads),
-            "MKL_NUM_THREADS": str(self._threads),
-            "OMP_WAIT_POLICY": "passive",  # busy waits of idle workers would take the core from the others
-            "TOKENIZERS_PARALLELISM": "false",
+    def spawn(self, role: str, rank: int, spec: WorkerSpec, log: Path) -> WorkerProcess:
+        devices = visible_devices(spec.devices, os.environ) if self._use_gpus else ""
+        environment = worker_environment(self._threads) | {
             "GLOO_SOCKET_IFNAME": "lo",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's order of communication and computation relies on it
-            "CUDA_VISIBLE_DEVICES": visible_devices(devices, os.environ) if self._use_gpus else "",
-            "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+            "CUDA_VISIBLE_DEVICES": devices,
         }
+        return _LocalProcess(role, rank, spec, log, os.environ | environment)
 
-    def launch(self, role: str, workers: Sequence[WorkerSpec]) -> LocalGroup:
-        started = []
-        for rank, spec in enumerate(workers):
-            log = self._log_dir / f"{role}-{rank}.log"
-            started.append(_Process(role, rank, spec, self._environment(spec.devices), log))
-            self._workers.append(started[-1])
-        return LocalGroup(self, role, started)
-
-    def wait_started(self) -> None:
-        calls = [worker.pending for worker in self._workers if worker.pending is not None]
-        self.wait(calls, "start", seconds=self._start_seconds)
-
-    def wait(self, calls: Sequence[Any], phase: str, *, first: bool = False, seconds: float | None = None) -> list[Any]:
-        limit = self._deadline if seconds is None else seconds
-        deadline = time.monotonic() + limit
-        while True:
-            finished = [call for call in calls if call.done]
-            self._raise_failures(finished, calls, phase)
-            waiting = [call for call in calls if not call.done]
-            if not waiting or (first and finished):
-                return finished
-            self._receive(waiting, deadline - time.monotonic())
-            if time.monotonic() >= deadline and not all(call.done for call in waiting):
-                self._raise_deadline([call for call in waiting if not call.done], phase, limit)
-
-    @staticmethod
-    def _receive(waiting: Sequence[LocalCall], seconds: float) -> None:
-        by_connection = {call.worker.connection: call.worker for call in waiting}
+    def receive(self, processes: Sequence[WorkerProcess], seconds: float) -> None:
+        by_connection = {p.connection: p for p in processes if isinstance(p, _LocalProcess) and not p.connection.closed}
         for connection in wait_readable(list(by_connection), max(0.0, seconds)):
-            by_connection[connection].receive()  # type: ignore[index]
-
-    def _raise_failures(self, finished: Sequence[LocalCall], calls: Sequence[LocalCall], phase: str) -> None:
-        """Raise the root cause: peers of a dead rank fail too, a moment earlier or later, with less telling errors."""
-        if all(call.answer is not None and call.answer[0] == "ok" for call in finished):
-            return
-        grace = time.monotonic() + 2.0
-        while (waiting := [call for call in calls if not call.done]) and time.monotonic() < grace:
-            self._receive(waiting, grace - time.monotonic())
-        for kind in ("dead", "user_error", "error"):
-            for call in calls:
-                if call.answer is not None and call.answer[0] == kind:
-                    self._raise(call, kind, call.answer[1], phase)
-
-    @staticmethod
-    def _raise(call: LocalCall, kind: str, payload: Any, phase: str) -> None:
-        if kind == "user_error":
-            raise UserError(payload)
-        what = (
-            f"died with exit status {payload}" if kind == "dead" else f"failed with {payload.strip().splitlines()[-1]}"
-        )
-        raise failure(phase, call.role, call.rank, call.method, what, str(call.worker.log))
-
-    def _raise_deadline(self, silent: Sequence[LocalCall], phase: str, limit: float) -> None:
-        """Name the ranks that did not answer, after asking every worker for its stacks."""
-        for worker in self._workers:
-            with contextlib.suppress(ProcessLookupError):
-                worker.process.send_signal(signal.SIGUSR1)
-        time.sleep(0.5)
-        who = ", ".join(f"{call.role} rank {call.rank} ({call.method})" for call in silent)
-        raise RunError(
-            f"In phase '{phase}', no answer within {limit:g} s from {who}; the Python stacks of all workers are in "
-            f"{self._log_dir}. Raise cluster.deadline_seconds if the work is just slow."
-        )
-
-    def close(self) -> None:
-        for worker in self._workers:
-            worker.end()
-        self._workers.clear()
+            by_connection[connection].read()  # type: ignore[index]

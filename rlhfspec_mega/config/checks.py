@@ -11,6 +11,7 @@ from rlhfspec_mega.config.hardware import cpu_has_fast_bf16, device_type, gpu_me
 from rlhfspec_mega.config.model_shape import BYTE_VOCABULARY, model_shape
 from rlhfspec_mega.config.output_dir import check_output_dir
 from rlhfspec_mega.config.ranges import check_ranges
+from rlhfspec_mega.config.reach import ray_address
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.config.sizes import Sizes, derive_sizes
 from rlhfspec_mega.data.chain_sums import ChainSums
@@ -72,13 +73,33 @@ def _check_available(config: RunConfig) -> None:
             "rollout=sglang needs an NVIDIA GPU and the package sglang==0.5.17, and this version has no SGLang engine "
             "yet: use rollout=torch."
         )
-    if config.cluster.nodes > 1:
-        raise UserError(
-            f"cluster.nodes={config.cluster.nodes}, but the only launcher, local, starts processes on one machine: "
-            "use cluster=1n8g or cluster=local."
-        )
+    _check_launcher(config)
     if config.logger.wandb and importlib.util.find_spec("wandb") is None:
         raise UserError("logger.wandb=true needs the package wandb: pip install wandb, or use logger=default.")
+
+
+def _check_launcher(config: RunConfig) -> None:
+    cluster, transport = config.cluster, config.resharding.transport
+    if cluster.launcher == "local":
+        if cluster.nodes > 1:
+            raise UserError(
+                f"cluster.nodes={cluster.nodes}, but launcher=local starts processes on one machine: add "
+                "cluster.launcher=ray, or set cluster.nodes=1."
+            )
+        if transport == "object_store":
+            raise UserError("resharding.transport=object_store is Ray's: add cluster=ray, or use transport=auto.")
+        return
+    if importlib.util.find_spec("ray") is None:
+        raise UserError(
+            "cluster.launcher=ray needs the package ray: pip install 'rlhfspec-mega[ray]', or use cluster=local."
+        )
+    if cluster.nodes > 1 and ray_address(cluster) is None:
+        raise UserError(
+            f"cluster.nodes={cluster.nodes} needs a running Ray cluster: `ray start --head` on one node, `ray start "
+            "--address=HEAD:6379` on the others, then add cluster.address=auto."
+        )
+    if cluster.nodes > 1 and transport == "shared_memory":
+        raise UserError("resharding.transport=shared_memory ends at one machine: use resharding.transport=auto.")
 
 
 def _check_useless(config: RunConfig) -> None:
@@ -109,6 +130,7 @@ def _check_useless(config: RunConfig) -> None:
         "data.max_operand": (not built_in_data, "data=chain_sums"),
         "data.max_sum": (not built_in_data, "data=chain_sums"),
         "trainer.eval_prompts": (not config.trainer.eval_every, "trainer.eval_every=20"),
+        "cluster.address": (config.cluster.launcher == "local", "cluster.launcher=ray"),
         "logger.wandb_project": (not config.logger.wandb, "logger=wandb"),
     }
     for key, (unused, remedy) in idle.items():
@@ -239,6 +261,8 @@ def _check_lengths(config: RunConfig, shape: ModelShape) -> None:
 def _check_devices(config: RunConfig) -> None:
     if device_type(config.cluster) == "cpu":
         return
+    if config.cluster.launcher == "ray" and ray_address(config.cluster):
+        return  # the GPUs are elsewhere: Ray is asked for them before any worker starts
     wanted, there = config.cluster.devices_per_node, len(gpu_memory())
     if there == 0:
         raise UserError("cluster.device=cuda, but torch finds no NVIDIA GPU on this machine: use cluster=local.")
@@ -265,8 +289,10 @@ def _check_memory(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
     if device_type(config.cluster) == "cpu":
         workers = sizes.actor_ranks + sizes.engines
         need = sizes.actor_ranks * (actor.total + 2 * actor.weights) + sizes.engines * engine.total
-        need, have = need + workers * PROCESS_BYTES, host_memory()
+        need, have = (need + workers * PROCESS_BYTES) // config.cluster.nodes, host_memory()
         where, hint = "this machine", "choose a smaller model or a machine with GPUs"
+    elif not gpu_memory():
+        return  # the GPUs of a Ray cluster, seen from a machine without
     else:
         shared = config.placement.mode == "colocated"
         need = actor.total + engine.total if shared else max(actor.total, engine.total)

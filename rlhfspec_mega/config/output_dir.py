@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,8 +27,10 @@ def output_dir(config: RunConfig) -> Path:
 def check_output_dir(config: RunConfig) -> None:
     """Refuse a directory that this run may not use; creates nothing.
 
+    A run may resume without a checkpoint: it died before the first one and begins again.
+
     Raises:
-        UserError: the directory exists and the run does not resume, or it resumes and there is no checkpoint, or the
+        UserError: the directory exists and the run does not resume, or it resumes and there is no such run, or the
             saved seed, model or data differ.
     """
     directory = output_dir(config)
@@ -37,11 +40,6 @@ def check_output_dir(config: RunConfig) -> None:
         return
     if not directory.is_dir():
         raise UserError(f"There is no run {directory} to resume: leave out trainer.resume=true, or correct the name.")
-    if not complete_checkpoints(directory):
-        raise UserError(
-            f"{directory} holds no checkpoint to resume from: remove it and leave out trainer.resume=true, or give "
-            "another name=."
-        )
     _check_same(directory, config)
 
 
@@ -59,8 +57,8 @@ def claim_output_dir(config: RunConfig, overrides: Sequence[str] = ()) -> Path:
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(exist_ok=config.trainer.resume)
-        (directory / CONFIG_FILE).write_text(yaml.safe_dump(_plain(config), sort_keys=False), encoding="utf-8")
-        (directory / OVERRIDES_FILE).write_text(yaml.safe_dump(list(overrides)), encoding="utf-8")
+        _replace(directory / OVERRIDES_FILE, yaml.safe_dump(list(overrides)))
+        _replace(directory / CONFIG_FILE, yaml.safe_dump(_plain(config), sort_keys=False))
     except FileExistsError:
         raise _taken(directory) from None
     except OSError as error:
@@ -76,17 +74,18 @@ def release_output_dir(directory: Path) -> None:
         directory.rmdir()
 
 
-def complete_checkpoints(directory: Path) -> list[Path]:
-    """Finished checkpoints of a run (step_<number>), oldest first; a directory being written has another name."""
-    found = [path for path in (directory / CHECKPOINTS).glob("step_*") if path.name.removeprefix("step_").isdecimal()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+def _replace(file: Path, text: str) -> None:
+    """Write a file at once: a run killed while it resumes must find its configuration the next time."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, file)
 
 
 def _taken(directory: Path) -> UserError:
     other = f"start another run with name={directory.name}2"
-    if complete_checkpoints(directory):
+    if (directory / CONFIG_FILE).exists():
         return UserError(f"{directory} exists already: go on with that run by trainer.resume=true, or {other}.")
-    return UserError(f"{directory} exists already and holds no checkpoint to resume from: {other}, or remove it.")
+    return UserError(f"{directory} exists already and holds no run: {other}, or remove it.")
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:

@@ -26,9 +26,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "reallocation.policy": ("off",),
     "placement.mode": ("colocated", "separate"),
     "data.kind": ("chain_sums", "files"),
-    "cluster.launcher": ("local",),
+    "cluster.launcher": ("local", "ray"),
     "cluster.device": ("auto", "cpu", "cuda"),
-    "resharding.transport": ("shared_memory", "collective"),
+    "resharding.transport": ("auto", "shared_memory", "collective", "object_store"),
 }
 ABOVE_ZERO = (
     "model.rope_theta",
@@ -44,6 +44,7 @@ ABOVE_ZERO = (
     "data.median_terms",
     "cluster.deadline_seconds",
     "cluster.start_seconds",
+    "cluster.silence_seconds",
     "resharding.bucket_mib",
     "warmup.lr",
 )
@@ -56,6 +57,7 @@ FROM_ZERO = (
     "algorithm.kl_coef",
     "algorithm.overlong_penalty",
     "rollout.temperature",
+    "cluster.max_restarts",
     "data.sigma_terms",
     "logger.rollouts_per_step",
     "warmup.warmup_steps",

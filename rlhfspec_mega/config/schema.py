@@ -71,6 +71,7 @@ class TrainerConfig:
     checkpoint_every: int = 0  # 0: only at the end
     keep_checkpoints: int = 2
     resume: bool = False
+    deterministic: bool = False  # the same bits again, whatever the clock does or an engine dies of
     export: bool = True  # final weights as a Hugging Face directory
 
 
@@ -143,18 +144,21 @@ class DataConfig:
 
 @dataclass
 class ClusterConfig:
-    launcher: str = "local"  # local
+    launcher: str = "local"  # local | ray
+    address: str | None = None  # of a running Ray cluster; null: RAY_ADDRESS, else an own instance on this machine
     device: str = "cpu"  # auto | cpu | cuda
     nodes: int = 1
     devices_per_node: int = 2
     threads_per_worker: int = 1
     deadline_seconds: float = 600.0  # longest wait for any one answer
     start_seconds: float = 180.0  # longest wait for workers to start
+    silence_seconds: float = 60.0  # a worker without a sign of life for so long is given up
+    max_restarts: int = 3  # of one engine, and of the actor, between two finished steps
 
 
 @dataclass
 class ReshardingConfig:
-    transport: str = "shared_memory"  # shared_memory | collective
+    transport: str = "auto"  # auto (by where the workers are) | shared_memory | collective | object_store
     bucket_mib: float = 256.0
 
 

@@ -44,6 +44,11 @@ class Reporter:
         self._log = RunLog(directory, config.logger, config.name, first_step)
         keep_steps_before(directory / ROLLOUTS_FILE, first_step)
 
+    def rewind(self, step: int) -> None:
+        """Drop what was recorded of `step` and later: these steps are done again."""
+        self._log.rewind(step)
+        keep_steps_before(self._directory / ROLLOUTS_FILE, step)
+
     def __enter__(self) -> Reporter:
         return self
 

@@ -46,6 +46,11 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.log(finite, step=step)
 
+    def rewind(self, step: int) -> None:
+        """Drop what was logged for `step` and later, as soon as something is logged again."""
+        self.close()
+        self._first_step = step
+
     def close(self) -> None:
         """Close every place; safe to call twice and when nothing was logged."""
         if self._file is not None:

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 
 from rlhfspec_mega.cluster.interface import Call, Cluster, WorkerGroup
+from rlhfspec_mega.cluster.liveness import WorkerState
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.resharding.buckets import Bucket, checksum, plan_buckets, unpack
-from rlhfspec_mega.resharding.transport import CollectiveHost, Receiver, SharedMemoryHost
+from rlhfspec_mega.resharding.transport import Host, OpenHost, Receiver
 from rlhfspec_mega.types import TensorInfo
+
+_CONNECTABLE = (WorkerState.REJOINING, WorkerState.SERVING)
 
 
 class Resharder:
@@ -20,7 +23,7 @@ class Resharder:
 
     Args:
         tensors: every Hugging Face tensor of the model, in model order, with the dtype to send.
-        transport: "shared_memory" (one host) or "collective" (between hosts).
+        open_host: opens the transport this run is configured for.
         bucket_bytes: bound of a bucket.
         device: where a collective's buffers lie; "cuda" (NCCL) only if no engine shares a GPU with the actor.
     """
@@ -31,13 +34,12 @@ class Resharder:
         actor: WorkerGroup,
         tensors: Sequence[TensorInfo],
         *,
-        transport: str,
+        open_host: OpenHost,
         bucket_bytes: int,
-        deadline_seconds: float,
         device: str = "cpu",
     ) -> None:
         self._cluster, self._actor, self._tensors = cluster, actor, list(tensors)
-        self._transport, self._deadline, self._device = transport, deadline_seconds, device
+        self._open_transport, self._device = open_host, device
         ranks = actor.call("grid_position", phase="resharding plan")
         self._stage_ranks: dict[int, list[int]] = {}
         for rank, position in enumerate(ranks):
@@ -50,36 +52,102 @@ class Resharder:
         if missing:
             raise RunError(f"No pipeline stage of the actor holds {', '.join(missing[:5])}.")
         self.buckets = plan_buckets(self._tensors, owner.__getitem__, bucket_bytes)
-        self._hosts: list[SharedMemoryHost | CollectiveHost] = []
+        self._host: Host | None = None
+        # Engine rank and how often it was launched; the position is the receiver's index.
+        self._connected: list[tuple[int, int]] = []
 
-    def connect(self, engines: WorkerGroup) -> None:
-        """Open the transport between all senders and these engines; once, before the first `update`."""
-        address = self._open_host(engines.size, self._device)
-        calls = [engines.start(rank, "connect", address, rank) for rank in range(engines.size)]
-        self._cluster.wait([*calls, *self._connect_senders("engines", address)], "resharding connect")
+    def update(self, engines: WorkerGroup, ranks: Sequence[int], version: int) -> list[int]:
+        """Give these engines the actor's weights of now as `version`; the ranks that hold them then.
 
-    def update(self, engines: WorkerGroup, version: int) -> None:
-        """Give all engines the actor's weights of now as `version`.
+        An engine that dies on the way is left out. Where the transport cannot do without it, the others begin again.
 
         Raises:
             RunError: an engine's checksum of a bucket differs (named with its tensors), a worker failed or went silent.
         """
+        remaining = list(ranks)
+        while remaining:
+            if self._connected == self._identities(engines, remaining) or self._connect(engines, remaining):
+                sums, receives = self._transfer(engines, version)
+                alive = [call for call in receives if not call.dead]
+                if sums is not None:
+                    return self._finish(engines, alive, sums, version)
+                self._connected, remaining = [], [call.rank for call in alive]
+            else:
+                remaining = [rank for rank in remaining if rank in engines.ranks(*_CONNECTABLE)]
+        return []
+
+    @staticmethod
+    def _identities(engines: WorkerGroup, ranks: Sequence[int]) -> list[tuple[int, int]]:
+        return [(rank, engines.launches(rank)) for rank in ranks]
+
+    def _connect(self, engines: WorkerGroup, ranks: Sequence[int]) -> bool:
+        """Open a transport between all senders and these engines; False if an engine died meanwhile."""
+        if self._host is not None:
+            self._host.close()
+        self._connected = []
+        self._host = self._open_host(len(ranks), self._device)
+        identities = self._identities(engines, ranks)
+        calls = [engines.start(rank, "connect", self._host.address, index) for index, rank in enumerate(ranks)]
+        senders = self._connect_senders("engines", self._host.address)
+        self._cluster.wait([*calls, *senders], "resharding connect", check=False)
+        if any(call.dead for call in calls):
+            return False
+        for call in [*calls, *senders]:
+            call.result()
+        self._connected = identities
+        return True
+
+    def _transfer(self, engines: WorkerGroup, version: int) -> tuple[dict[int, int] | None, list[Call]]:
+        """Send and receive all buckets; the senders' checksums (None if a death broke the transport), the receives."""
+        assert self._host is not None
         arguments = ("receive_weights", version, self._tensors, self.buckets)
-        receives = [engines.start(rank, *arguments) for rank in range(engines.size)]
-        sent = self._send("engines", receives)
-        self._cluster.wait(receives, "reshard")
+        receives = [engines.start(rank, *arguments) for rank, _ in self._connected]
+        sums: dict[int, int] = {}
+        for stage, buckets in self._by_stage():
+            sends = self._start_sending("engines", stage, buckets)
+            self._watch(sends, receives, self._host)
+            if any(call.error for call in sends) and any(call.dead for call in receives):
+                self._cluster.wait(receives, "reshard", check=False)  # cancelled with the transport
+                return None, receives
+            sums |= sends[0].result()
+            for call in sends[1:]:
+                call.result()
+        self._watch(receives, receives, self._host)
+        return sums, receives
+
+    def _watch(self, awaited: Sequence[Call], receives: Sequence[Call], host: Host) -> None:
+        """Wait for these calls; nobody waits for a receiver that has died or failed meanwhile."""
+        while not all(call.done for call in awaited):
+            pending = [call for call in dict.fromkeys([*awaited, *receives]) if not call.done]
+            self._cluster.wait(pending, "reshard", first=True, check=False)
+            for index, call in enumerate(receives):
+                if call.error:
+                    host.drop(index)
+
+    def _finish(
+        self, engines: WorkerGroup, receives: Sequence[Call], sums: Mapping[int, int], version: int
+    ) -> list[int]:
+        """Compare checksums, then make the weights live."""
         for call in receives:
-            self._compare(sent, call.result(), f"engine {call.rank}", version)
-        engines.call("end_update", version, phase="reshard")
+            self._compare(sums, call.result(), f"engine {call.rank}", version)
+        ends = [engines.start(call.rank, "end_update", version) for call in receives]
+        self._cluster.wait(ends, "reshard", check=False)
+        held = []
+        for call in ends:
+            if not call.dead:
+                call.result()
+                engines.confirm(call.rank, version)
+                held.append(call.rank)
+        return held
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor on CPU) of the actor's weights; holds one unfinished tensor at a time.
 
         Every tensor is valid until the next is asked for.
         """
-        address = self._open_host(1, "cpu")
-        calls = self._connect_senders("export", address)
-        receiver: Receiver = address.receiver(0)  # a collective's ends wait for each other
+        host = self._open_host(1, "cpu")
+        calls = self._connect_senders("export", host.address)
+        receiver: Receiver = host.address.receiver(0)  # a collective's ends wait for each other
         self._cluster.wait(calls, "export")
         try:
             for stage, buckets in self._by_stage():
@@ -90,20 +158,15 @@ class Resharder:
                 self._compare(calls[0].result(), sums, "this process", None)
         finally:
             receiver.close()
-
-    def close(self) -> None:
-        for host in self._hosts:
             host.close()
 
-    def _open_host(self, receivers: int, device: str) -> Any:
-        size = max(bucket.bytes for bucket in self.buckets)
-        host: SharedMemoryHost | CollectiveHost
-        if self._transport == "shared_memory":
-            host = SharedMemoryHost(size, receivers, self._deadline)
-        else:
-            host = CollectiveHost("127.0.0.1", max(self._stage_ranks) + 1, receivers, size, self._deadline, device)
-        self._hosts.append(host)
-        return host.address
+    def close(self) -> None:
+        if self._host is not None:
+            self._host.close()
+
+    def _open_host(self, receivers: int, device: str) -> Host:
+        slot_bytes = max(bucket.bytes for bucket in self.buckets)
+        return self._open_transport(max(self._stage_ranks) + 1, receivers, slot_bytes, device)
 
     def _connect_senders(self, stream: str, address: Any) -> list[Call]:
         return [
@@ -116,17 +179,6 @@ class Resharder:
 
     def _start_sending(self, stream: str, stage: int, buckets: list[Bucket]) -> list[Call]:
         return [self._actor.start(rank, "send_weights", stream, buckets) for rank in self._stage_ranks[stage]]
-
-    def _send(self, stream: str, receives: Sequence[Call]) -> dict[int, int]:
-        """Let the stages send one after the other; a failing receiver ends the wait at once."""
-        sums: dict[int, int] = {}
-        for stage, buckets in self._by_stage():
-            sends = self._start_sending(stream, stage, buckets)
-            while not all(call.done for call in sends):
-                pending = [call for call in [*sends, *receives] if not call.done]
-                self._cluster.wait(pending, "reshard", first=True)
-            sums |= sends[0].result()
-        return sums
 
     def _assemble(
         self, receiver: Receiver, buckets: Sequence[Bucket], sums: dict[int, int]

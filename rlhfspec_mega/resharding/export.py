@@ -8,6 +8,7 @@ import torch
 
 from rlhfspec_mega.actor.actor import Actor
 from rlhfspec_mega.actor.weights import MappedParameter, mapped_parameters, merge_parameter
+from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.resharding.buckets import Bucket, checksum, pack
 from rlhfspec_mega.resharding.transport import Sender
 
@@ -42,21 +43,30 @@ class WeightExporter:
 
         Returns:
             {bucket id: checksum} on the first rank, empty on the others.
+
+        Raises:
+            RunError: the transport failed; only after all gathers, so that no other rank waits in one.
         """
         self._last_names = []  # weights have changed since the last update
         sums: dict[int, int] = {}
         size = max(bucket.bytes for bucket in buckets)
         buffer = torch.empty(size if sender else 0, dtype=torch.uint8, device=self._actor.device)
+        failure: RunError | None = None
         for bucket in buckets:
             merged = self._merged(bucket)
-            if sender is None:
+            if sender is None or failure is not None:
                 for _ in merged:
                     pass  # only takes part in the gathers
                 continue
             flat = pack(bucket, merged, buffer)
             sums[bucket.id] = checksum(flat)
-            sender.send(bucket, flat)
+            try:
+                sender.send(bucket, flat)
+            except RunError as error:
+                failure = error
         self._last.clear()
+        if failure is not None:
+            raise failure
         return sums
 
     def _merged(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,8 +1,7 @@
-"""Transports of buckets from pipeline stages to engines: shared memory on one host, broadcast between hosts.
+"""What a transport of buckets is: from pipeline stages to engines, over shared memory, a collective or an object store.
 
 The controller opens a host, sends its `address` (plain, picklable) to the workers, and each worker makes its end:
 
-    host = SharedMemoryHost(slot_bytes, receivers, deadline)        or CollectiveHost(...)
     address.sender(owner).send(bucket, buffer)                      in the process that gathers a stage's buckets
     address.receiver(index).receive(bucket) -> uint8 [bucket.bytes] in each engine, index 0 .. receivers - 1
 
@@ -12,26 +11,11 @@ Buckets are sent one after the other, in the same order everywhere. What `receiv
 
 from __future__ import annotations
 
-import mmap
-import os
-import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Protocol
 
-import psutil
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.resharding.buckets import Bucket
-
-_SLOTS = 2  # the next bucket is gathered and sent while the engines load the last
-_HEADER = 4096  # bytes, as 64-bit words: [sent, bucket id in slot 0, in slot 1, released by receiver 0, by 1, ...]
-_MAX_RECEIVERS = _HEADER // 8 - 1 - _SLOTS
 
 
 class Sender(Protocol):
@@ -54,270 +38,19 @@ class Receiver(Protocol):
     def close(self) -> None: ...
 
 
-# ---------------------------------------------------------------------------------------------- shared memory
+class Host(Protocol):
+    """The driver's part of a transport; `address` is what workers make their ends from."""
+
+    address: Any
+
+    def drop(self, receiver: int) -> None:
+        """A receiver has died: senders no longer wait for it, where the transport can do without it."""
+        ...
+
+    def close(self) -> None: ...
 
 
-class SharedMemoryHost:
-    """Owns anonymous shared memory (memfd), which has no name to clean up: the kernel frees it with its last process.
+class OpenHost(Protocol):
+    """Opens the transport that this run was configured for."""
 
-    Unlike /dev/shm it is not bounded by a container's small tmpfs. Workers open it through /proc of this process, which
-    therefore must live until all of them have made their ends.
-    """
-
-    def __init__(self, slot_bytes: int, receivers: int, deadline: float) -> None:
-        """Reserve two slots of `slot_bytes`. Raises UserError for more memory than the host has free."""
-        if receivers > _MAX_RECEIVERS:
-            raise UserError(f"Shared memory serves {_MAX_RECEIVERS} engines: use resharding.transport=collective.")
-        size = _HEADER + _SLOTS * slot_bytes
-        available = psutil.virtual_memory().available
-        if size > available:
-            raise UserError(
-                f"Resharding needs {size / 2**20:.0f} MiB of shared memory for {_SLOTS} buckets, this host has "
-                f"{available / 2**20:.0f} MiB free: lower resharding.bucket_mib."
-            )
-        self._descriptor = os.memfd_create("rlhfspec_mega.resharding")
-        os.ftruncate(self._descriptor, size)
-        self.address = SharedMemoryAddress(os.getpid(), self._descriptor, slot_bytes, receivers, deadline)
-
-    def close(self) -> None:
-        """Refuse further ends; those that exist go on."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
-@dataclass(frozen=True)
-class SharedMemoryAddress:
-    """Where workers of this host find the memory. `deadline` in seconds."""
-
-    pid: int
-    descriptor: int
-    slot_bytes: int
-    receivers: int
-    deadline: float
-
-    def sender(self, owner: int) -> SharedMemorySender:
-        """The sender of the stage `owner`; all stages write to the same slots in turn."""
-        return SharedMemorySender(_Memory(self))
-
-    def receiver(self, index: int) -> SharedMemoryReceiver:
-        return SharedMemoryReceiver(_Memory(self), index)
-
-
-class _Memory:
-    """The mapped header and slots. Counters only grow: bucket number n (over all updates) lies in slot n % 2."""
-
-    def __init__(self, address: SharedMemoryAddress) -> None:
-        self.address = address
-        try:
-            descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR)
-        except OSError as error:
-            raise RunError(
-                f"The shared memory of process {address.pid} cannot be opened ({error.strerror}): sender and engines "
-                "must run on one host under one user; between hosts or containers use resharding.transport=collective."
-            ) from None
-        try:
-            memory = mmap.mmap(descriptor, _HEADER + _SLOTS * address.slot_bytes)
-        finally:
-            os.close(descriptor)
-        self._header = memoryview(memory)[:_HEADER].cast("q")
-        self._slots = torch.frombuffer(memory, dtype=torch.uint8, offset=_HEADER).view(_SLOTS, address.slot_bytes)
-
-    @property
-    def sent(self) -> int:
-        return self._header[0]
-
-    @sent.setter
-    def sent(self, count: int) -> None:
-        self._header[0] = count
-
-    def slot(self, number: int) -> Tensor:
-        return self._slots[number % _SLOTS]
-
-    def bucket_id(self, number: int) -> int:
-        return self._header[1 + number % _SLOTS]
-
-    def set_bucket_id(self, number: int, bucket_id: int) -> None:
-        self._header[1 + number % _SLOTS] = bucket_id
-
-    def released(self) -> list[int]:
-        """Buckets that each receiver is done with."""
-        return self._header[1 + _SLOTS : 1 + _SLOTS + self.address.receivers].tolist()
-
-    def release(self, receiver: int, count: int) -> None:
-        self._header[1 + _SLOTS + receiver] = count
-
-    def wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Poll with growing pauses (50 us to 2 ms). Raises RunError with `what()` after the deadline."""
-        end, pause = time.monotonic() + self.address.deadline, 5e-5
-        while not ready():
-            if time.monotonic() > end:
-                raise RunError(f"{what()} within {self.address.deadline:g} s: look for a dead or stuck worker.")
-            time.sleep(pause)
-            pause = min(2 * pause, 2e-3)
-
-
-class SharedMemorySender:
-    """Writes buckets into the slots, waiting until every receiver has released what lay there."""
-
-    def __init__(self, memory: _Memory) -> None:
-        self._memory = memory
-
-    def send(self, bucket: Bucket, buffer: Tensor) -> None:
-        memory = self._memory
-        if bucket.bytes > memory.address.slot_bytes:
-            raise RunError(f"Bucket {bucket.id} of {bucket.bytes} bytes exceeds the slot: {memory.address.slot_bytes}.")
-        number = memory.sent
-        oldest = number - _SLOTS  # the bucket whose slot this one takes
-        memory.wait(
-            lambda: min(memory.released()) > oldest,
-            lambda: (
-                f"Bucket {bucket.id} found no free slot, engines "
-                f"{[i for i, count in enumerate(memory.released()) if count <= oldest]} did not take bucket {oldest}"
-            ),
-        )
-        memory.slot(number)[: bucket.bytes].copy_(buffer[: bucket.bytes])
-        memory.set_bucket_id(number, bucket.id)
-        memory.sent = number + 1  # last: this is what receivers wait for
-
-    def close(self) -> None:
-        """Nothing to do: the mapping goes with the last tensor that refers to it."""
-
-
-class SharedMemoryReceiver:
-    """Hands out views of the slots. Made before the first bucket is sent."""
-
-    def __init__(self, memory: _Memory, index: int) -> None:
-        self._memory = memory
-        self._index = index
-        self._received = 0
-
-    def receive(self, bucket: Bucket) -> Tensor:
-        memory = self._memory
-        number = self._received
-        memory.release(self._index, number)
-        memory.wait(lambda: memory.sent > number, lambda: f"Engine {self._index} did not get bucket {bucket.id}")
-        if memory.bucket_id(number) != bucket.id:
-            raise RunError(
-                f"Engine {self._index} got bucket {memory.bucket_id(number)} instead of {bucket.id}: "
-                "sender and engines follow different plans."
-            )
-        self._received = number + 1
-        return memory.slot(number)[: bucket.bytes]
-
-    def close(self) -> None:
-        """Release the last bucket, so that a sender no longer waits for this receiver to load it."""
-        self._memory.release(self._index, self._received)
-
-
-# ------------------------------------------------------------------------------------------------- collective
-
-
-class CollectiveHost:
-    """Owns the TCP store at which the process groups of a collective transport meet."""
-
-    def __init__(
-        self, host: str, owners: int, receivers: int, slot_bytes: int, deadline: float, device: str = "cpu"
-    ) -> None:
-        """Listen on a free port of `host`, a name or address of this machine that all workers can reach."""
-        self._store: dist.TCPStore | None = dist.TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline)
-        )
-        self.address = CollectiveAddress(host, self._store.port, owners, receivers, slot_bytes, deadline, device)
-
-    def close(self) -> None:
-        self._store = None
-
-
-@dataclass(frozen=True)
-class CollectiveAddress:
-    """Where members meet. `owners`: number of pipeline stages; `deadline` in seconds; `device`: cpu (gloo) or cuda.
-
-    Each owner has a process group of its own with all receivers: a bucket passes only through those that need it, and
-    the default process group of either side is not touched.
-    """
-
-    host: str
-    port: int
-    owners: int
-    receivers: int
-    slot_bytes: int
-    deadline: float
-    device: str = "cpu"
-
-    def sender(self, owner: int) -> CollectiveSender:
-        """Blocks until all receivers are made; senders and receivers are made at the same time."""
-        return CollectiveSender(self, owner)
-
-    def receiver(self, index: int) -> CollectiveReceiver:
-        """Blocks until all senders and receivers are made."""
-        return CollectiveReceiver(self, index)
-
-    def group(self, owner: int, rank: int) -> Any:
-        """Process group of an owner: the sender is rank 0, receiver i is rank i + 1."""
-        timeout = timedelta(seconds=self.deadline)
-        try:
-            store = dist.TCPStore(self.host, self.port, is_master=False, timeout=timeout)
-            prefixed = dist.PrefixStore(f"resharding/{owner}", store)
-            if self.device == "cpu":
-                return dist.ProcessGroupGloo(prefixed, rank, self.receivers + 1, timeout)
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            return dist.ProcessGroupNCCL(prefixed, rank, self.receivers + 1, options)
-        except RuntimeError as error:
-            raise RunError(
-                f"The resharding group of pipeline stage {owner} did not form at {self.host}:{self.port} "
-                f"within {self.deadline:g} s ({_first_line(error)})."
-            ) from None
-
-    def broadcast(self, group: Any, bucket: Bucket, data: Tensor) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        try:
-            group.broadcast([data], options).wait()
-        except RuntimeError as error:
-            raise RunError(
-                f"Bucket {bucket.id} of pipeline stage {bucket.owner} was not broadcast within {self.deadline:g} s: "
-                f"look for a dead or stuck worker ({_first_line(error)})."
-            ) from None
-
-
-class CollectiveSender:
-    """Rank 0 of its owner's group."""
-
-    def __init__(self, address: CollectiveAddress, owner: int) -> None:
-        self._address = address
-        self._group = address.group(owner, 0)
-
-    def send(self, bucket: Bucket, buffer: Tensor) -> None:
-        self._address.broadcast(self._group, bucket, buffer[: bucket.bytes].to(self._address.device))
-
-    def close(self) -> None:
-        _shut_down(self._group)
-
-
-class CollectiveReceiver:
-    """Rank index + 1 of every owner's group; owns the memory buckets arrive in."""
-
-    def __init__(self, address: CollectiveAddress, index: int) -> None:
-        self._address = address
-        self._groups = [address.group(owner, index + 1) for owner in range(address.owners)]
-        self._buffer = torch.empty(address.slot_bytes, dtype=torch.uint8, device=address.device)
-
-    def receive(self, bucket: Bucket) -> Tensor:
-        data = self._buffer[: bucket.bytes]
-        self._address.broadcast(self._groups[bucket.owner], bucket, data)
-        return data
-
-    def close(self) -> None:
-        for group in self._groups:
-            _shut_down(group)
-
-
-def _shut_down(group: Any) -> None:
-    with suppress(RuntimeError):  # the other side may be gone already
-        group.shutdown()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+    def __call__(self, owners: int, receivers: int, slot_bytes: int, device: str) -> Host: ...

@@ -1,20 +1,22 @@
-"""Hands samples to engines, collects them as they finish, and accounts for every one of them."""
+"""Hands samples to engines, collects them as they finish, and accounts for every one of them, whatever dies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from rlhfspec_mega.errors import RunError
-from rlhfspec_mega.types import EngineLoad, GenerationRequest, GenerationResult
+from rlhfspec_mega.ledger import Ledger
+from rlhfspec_mega.rollout.assignment import Assignment
+from rlhfspec_mega.types import GenerationRequest, GenerationResult
 
 Progress = Callable[[int, int], None]
 
 
-class PendingCall(Protocol):
-    """A call in flight on one engine."""
+class EngineCall(Protocol):
+    """A call in flight on one engine; `dead` when the engine ended before it answered."""
 
     rank: int
+    dead: bool
 
     def result(self) -> Any: ...
 
@@ -26,87 +28,78 @@ class EnginePool(Protocol):
 
     def start(self, rank: int, method: str, *args: Any) -> Any: ...
 
+    def serving(self) -> list[int]: ...
+
+    def alive(self) -> list[int]: ...
+
 
 class Wait(Protocol):
     """Waits for the first of several calls; cluster.interface.Cluster.wait is one."""
 
-    def __call__(self, calls: Sequence[Any], phase: str, *, first: bool = False) -> Sequence[Any]: ...
-
-
-def assign(requests: Sequence[GenerationRequest], engines: int) -> list[list[GenerationRequest]]:
-    """Whole groups (they share a prompt's KV) to the engine with the fewest samples so far; deterministic."""
-    groups: dict[str, list[GenerationRequest]] = {}
-    for request in requests:
-        groups.setdefault(request.group_id, []).append(request)
-    shares: list[list[GenerationRequest]] = [[] for _ in range(engines)]
-    for group in groups.values():
-        min(shares, key=len).extend(group)
-    return shares
+    def __call__(self, calls: Sequence[Any], phase: str, *, first: bool, check: bool) -> Sequence[Any]: ...
 
 
 class RolloutManager:
     """Drives all engines through one rollout at a time.
 
+    A dead engine's samples go on elsewhere from the last tokens it reported. With `deterministic` they are decoded
+    again from the prompt, in the batches they were in, by an engine that is done with its own: the same bits.
+
     Args:
+        revive: called when no engine serves; returns when one does, or raises.
         poll_seconds: longest time an engine decodes before it answers.
     """
 
-    def __init__(self, engines: EnginePool, wait: Wait, poll_seconds: float) -> None:
-        self._engines, self._wait, self._poll_seconds = engines, wait, poll_seconds
+    def __init__(
+        self,
+        engines: EnginePool,
+        wait: Wait,
+        *,
+        revive: Callable[[], None],
+        poll_seconds: float,
+        deterministic: bool = False,
+    ) -> None:
+        self._engines, self._wait, self._revive = engines, wait, revive
+        self._poll_seconds, self._deterministic = poll_seconds, deterministic
 
     def generate(
-        self, requests: Sequence[GenerationRequest], phase: str, progress: Progress | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        ledger: Ledger,
+        phase: str,
+        progress: Progress | None = None,
     ) -> dict[str, GenerationResult]:
         """Decode all requests; results by sample id.
 
+        Args:
+            ledger: holds every sample as PENDING; they are FINISHED on return.
+
         Raises:
-            RunError: an engine failed or went silent (from the wait), or a sample came back twice or unasked.
+            RunError: an engine failed or lost a sample, one came back twice or unasked, or no engine could be revived.
         """
-        shares = assign(requests, self._engines.size)
-        remaining = [len(share) for share in shares]
-        submits = [self._engines.start(rank, "submit", share) for rank, share in enumerate(shares)]
-        self._wait(submits, phase)
-        results: dict[str, GenerationResult] = {}
-        expected = {request.sample_id for request in requests}
-        polls = [self._poll(rank) for rank in range(self._engines.size) if remaining[rank]]
-        while polls:
-            finished = self._wait(polls, phase, first=True)
-            polls = [call for call in polls if call not in finished]
-            for call in finished:
-                finished_now = call.result()
-                for result in finished_now:
-                    self._account(result, expected, results)
-                    remaining[call.rank] -= 1
-                if remaining[call.rank] and not finished_now:
-                    self._check_busy(call.rank, shares[call.rank], results, phase)
-                if remaining[call.rank]:
-                    polls.append(self._poll(call.rank))
+        work = Assignment(requests, self._engines.size, self._engines.serving(), ledger, repeat=self._deterministic)
+        calls: dict[int, EngineCall] = {}
+        while not work.done:
+            self._bury_the_dead(work, calls)
+            for rank in self._engines.serving():
+                if rank not in calls and work.has_work(rank):
+                    calls[rank] = self._engines.start(rank, "advance", work.take(rank), self._poll_seconds)
+            if not calls:
+                self._revive()
+                continue
+            for call in self._wait(list(calls.values()), phase, first=True, check=False):
+                del calls[call.rank]
+                if call.dead:
+                    work.lose(call.rank, self._engines.serving())
+                else:
+                    work.report(call.rank, call.result())
             if progress:
-                progress(len(results), len(requests))
-        return results
+                progress(len(work.results), len(requests))
+        return work.results
 
-    def _poll(self, rank: int) -> Any:
-        return self._engines.start(rank, "poll", self._poll_seconds)
-
-    def _check_busy(
-        self,
-        rank: int,
-        share: Sequence[GenerationRequest],
-        results: Mapping[str, GenerationResult],
-        phase: str,
-    ) -> None:
-        """Raise RunError when an engine has nothing left to do but owes samples: polling it would never end."""
-        call = self._engines.start(rank, "load")
-        self._wait([call], phase)
-        load: EngineLoad = call.result()
-        if not load.running and not load.waiting:
-            lost = [request.sample_id for request in share if request.sample_id not in results]
-            raise RunError(f"In phase '{phase}', engine {rank} lost samples: {', '.join(lost[:5])}.")
-
-    @staticmethod
-    def _account(result: GenerationResult, expected: set[str], results: dict[str, GenerationResult]) -> None:
-        if result.sample_id not in expected:
-            raise RunError(f"An engine returned sample {result.sample_id}, which this rollout did not ask for.")
-        if result.sample_id in results:
-            raise RunError(f"Sample {result.sample_id} came back twice from the engines.")
-        results[result.sample_id] = result
+    def _bury_the_dead(self, work: Assignment, calls: dict[int, EngineCall]) -> None:
+        """Engines that died between two calls, and work left with them when no engine served."""
+        alive = self._engines.alive()
+        for rank in work.holders():
+            if rank not in alive and rank not in calls:
+                work.lose(rank, self._engines.serving())

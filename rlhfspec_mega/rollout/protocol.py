@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rlhfspec_mega.types import EngineLoad, GenerationRequest, GenerationResult, TensorInfo
+from rlhfspec_mega.types import EngineLoad, GenerationRequest, GenerationResult, SampleProgress, TensorInfo
 
 
 @dataclass
@@ -34,6 +34,12 @@ class RolloutEngine(Protocol):
 
     def poll(self, seconds: float) -> list[GenerationResult]:
         """Decode for at most about `seconds` or until idle; return samples finished since the last poll."""
+
+    def progress(self) -> list[SampleProgress]:
+        """What unfinished samples have gained since the last call; enough, added up, to go on with them elsewhere."""
+
+    def clear(self) -> None:
+        """Forget every sample, finished or not: the rollout was given up."""
 
     def abort(self, sample_ids: Sequence[str]) -> list[GenerationResult]:
         """Stop these samples and return what they have (finish reason ABORTED); unknown or finished ids are skipped."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from rlhfspec_mega.actor.actor import Actor
 from rlhfspec_mega.actor.rendezvous import ParallelRanks, Rendezvous
 from rlhfspec_mega.config.schema import ActorConfig
@@ -15,9 +17,21 @@ from rlhfspec_mega.resharding.transport import Sender
 
 
 class ActorWorker(Actor):
-    """An Actor that also sends its weights; arguments as Actor's."""
+    """An Actor that also sends its weights; arguments as Actor's.
 
-    def __init__(self, shape: ModelShape, config: ActorConfig, rendezvous: Rendezvous, **settings: Any) -> None:
+    Args:
+        deterministic: refuse operations whose result depends on timing (torch.use_deterministic_algorithms).
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        config: ActorConfig,
+        rendezvous: Rendezvous,
+        deterministic: bool = False,
+        **settings: Any,
+    ) -> None:
+        torch.use_deterministic_algorithms(deterministic)
         super().__init__(shape, config, rendezvous, **settings)
         self._exporter = WeightExporter(self)
         self._senders: dict[str, Sender] = {}
@@ -31,7 +45,9 @@ class ActorWorker(Actor):
         return self._exporter.names()
 
     def connect(self, stream: str, address: Any, owner: int) -> None:
-        """Make the sending end of a transport under the name `stream`."""
+        """Make the sending end of a transport under the name `stream`, in place of the last one of this name."""
+        if stream in self._senders:
+            self._senders[stream].close()
         self._senders[stream] = address.sender(owner)
 
     def send_weights(self, stream: str, buckets: Sequence[Bucket]) -> dict[int, int]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from rlhfspec_mega.actor.checkpoint_files import FileSum
 from rlhfspec_mega.algorithm.microbatch import MicroBatch, TokenLoss, TrainSequence, collate
 from rlhfspec_mega.algorithm.packing import micro_batches
 from rlhfspec_mega.cluster.interface import WorkerGroup
 from rlhfspec_mega.config.schema import ActorConfig
-from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.errors import CheckpointError, RunError
 
 
 class ActorGroup:
@@ -49,13 +51,35 @@ class ActorGroup:
         arguments = [(batches, loss, metrics) for batches in self._batches(sequences)]
         return self._group.scatter("update", arguments, "update")[0]
 
-    def save(self, directory: Path) -> None:
-        """Write a distributed checkpoint into an existing empty directory."""
-        self._group.call("save", directory, phase="checkpoint")
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must have in common with this actor to be loaded, as JSON."""
+        return self._group.call("identity", phase="checkpoint", ranks=[0])[0]
 
-    def load(self, directory: Path) -> None:
-        """Read a distributed checkpoint."""
-        self._group.call("load", directory, phase="load checkpoint")
+    def save(self, directory: Path) -> dict[str, FileSum]:
+        """Write a distributed checkpoint into an existing empty directory; its files by name.
+
+        Raises:
+            CheckpointError: a rank could not write; files may be left, the ranks are as before.
+        """
+        parts = self._group.call("save", directory, phase="checkpoint")
+        if parts[0].failure is not None:
+            raise CheckpointError(parts[0].failure)
+        return {name: file_sum for part in parts for name, file_sum in part.files.items()}
+
+    def first_damage(self, directory: Path, files: Mapping[str, FileSum]) -> str | None:
+        """What is wrong with a damaged file of a distributed checkpoint, None when there is none; ranks share the work.
+
+        Files are dealt out by falling size, so that the ranks read about as much each.
+        """
+        names = sorted(files, key=lambda name: files[name].size, reverse=True)
+        ranks = range(self._group.size)
+        arguments = [(directory, {name: files[name] for name in names[rank :: len(ranks)]}) for rank in ranks]
+        found = self._group.scatter("verify", arguments, "load checkpoint")
+        return next((damage for damage in found if damage is not None), None)
+
+    def load(self, directory: Path) -> bool:
+        """Read a distributed checkpoint; whether the random state came with it (under the same parallel sizes)."""
+        return all(self._group.call("load", directory, phase="load checkpoint"))
 
     def _batches(self, sequences: Sequence[TrainSequence]) -> list[list[MicroBatch]]:
         """Micro-batches of every worker: those of its data-parallel rank."""

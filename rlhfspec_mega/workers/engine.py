@@ -13,14 +13,22 @@ from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.resharding.buckets import Bucket
 from rlhfspec_mega.resharding.receive import receive_weights
 from rlhfspec_mega.resharding.transport import Receiver
+from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
-from rlhfspec_mega.types import TensorInfo
+from rlhfspec_mega.types import EngineReport, TensorInfo
 
 
 class TorchEngineWorker(TorchEngine):
-    """A TorchEngine that also receives weights."""
+    """A TorchEngine that also receives weights and takes samples that began elsewhere.
 
-    def __init__(self, shape: ModelShape, config: RolloutConfig, dtype: str, device: str) -> None:
+    Args:
+        deterministic: refuse operations whose result depends on timing (torch.use_deterministic_algorithms).
+    """
+
+    def __init__(
+        self, shape: ModelShape, config: RolloutConfig, dtype: str, device: str, deterministic: bool = False
+    ) -> None:
+        torch.use_deterministic_algorithms(deterministic)
         super().__init__(
             shape,
             slots=config.slots,
@@ -31,8 +39,21 @@ class TorchEngineWorker(TorchEngine):
         )
         self._receiver: Receiver | None = None
 
+    def advance(self, samples: Sequence[SampleSnapshot], seconds: float) -> EngineReport:
+        """Take these samples, decode for about `seconds`, and report all that the driver does not know yet."""
+        fresh = [sample.request for sample in samples if not sample.tokens]
+        for sample in samples:
+            if sample.tokens:
+                self.import_sample(sample)
+        self.submit(fresh)
+        finished = self.poll(seconds)
+        load = self.load()
+        return EngineReport(finished, self.progress(), load.running + load.waiting)
+
     def connect(self, address: Any, index: int) -> None:
-        """Make the receiving end of a transport."""
+        """Make the receiving end of a transport in place of the last one."""
+        if self._receiver is not None:
+            self._receiver.close()
         self._receiver = address.receiver(index)
 
     def receive_weights(self, version: int, tensors: Sequence[TensorInfo], buckets: Sequence[Bucket]) -> dict[int, int]:

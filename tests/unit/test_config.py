@@ -20,7 +20,6 @@ from rlhfspec_mega.config.hardware import cpu_has_fast_bf16
 from rlhfspec_mega.config.model_shape import BYTE_VOCABULARY, model_shape
 from rlhfspec_mega.config.names import group_options, option_types
 from rlhfspec_mega.config.output_dir import (
-    CHECKPOINTS,
     claim_output_dir,
     output_dir,
     release_output_dir,
@@ -312,13 +311,11 @@ def _claims(config: RunConfig) -> bool:
     return True
 
 
-def test_a_name_is_refused_twice_and_resumed_with_a_checkpoint(out: str) -> None:
+def test_a_name_is_refused_twice_and_resumed(out: str) -> None:
     config = load(out, "seed=3")
     directory = claim_output_dir(config, ["seed=3"])
     assert (directory / "overrides.yaml").read_text() == "- seed=3\n"
     assert "name=tiny2" in refusal(out)
-    assert "holds no checkpoint to resume from" in refusal(out, "seed=3", "trainer.resume=true")
-    (directory / CHECKPOINTS / "step_10").mkdir(parents=True)
     sentence = refusal(out)
     assert "trainer.resume=true" in sentence and "name=tiny2" in sentence
     resumed = load(out, "seed=3", "trainer.resume=true", "experiment=one_process", "name=tiny")
@@ -326,6 +323,9 @@ def test_a_name_is_refused_twice_and_resumed_with_a_checkpoint(out: str) -> None
     assert "was started with seed=3, not 0" in refusal(out, "trainer.resume=true")
     assert "model.num_heads=4, not 2" in refusal(out, "seed=3", "trainer.resume=true", "model.num_heads=2")
     assert "There is no run" in refusal(out, "trainer.resume=true", "name=other")
+    (directory / "config.yaml").unlink()
+    assert "config.yaml cannot be read" in refusal(out, "seed=3", "trainer.resume=true")
+    assert "holds no run" in refusal(out, "seed=3")
 
 
 def test_a_run_that_failed_at_once_frees_its_name(out: str) -> None:

@@ -14,6 +14,7 @@ PACKAGE = "rlhfspec_mega"
 # The longest prefix that matches decides. A module may import its own layer and those below.
 LAYERS = {
     "types": 0,
+    "ledger": 1,
     "errors": 0,
     "config": 3,  # checks and sizes read shapes and plans
     "config.schema": 0,
@@ -36,6 +37,8 @@ LAYERS = {
     "checkpoints": 5,
     "warmup": 5,
     "startup": 5,
+    "recovery": 5,
+    "stop": 0,
     "trainer": 5,
 }
 # These see only themselves and layer 0 or what is named.

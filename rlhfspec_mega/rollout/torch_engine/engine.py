@@ -20,7 +20,14 @@ from rlhfspec_mega.rollout.torch_engine.slots import SlotTensors
 from rlhfspec_mega.rollout.torch_engine.update import WeightUpdate
 from rlhfspec_mega.sampling.noise import gumbel_from_states
 from rlhfspec_mega.sampling.select import Selection, select_tokens
-from rlhfspec_mega.types import EngineLoad, FinishReason, GenerationRequest, GenerationResult, TensorInfo
+from rlhfspec_mega.types import (
+    EngineLoad,
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    SampleProgress,
+    TensorInfo,
+)
 
 
 class Proposal(NamedTuple):
@@ -103,6 +110,15 @@ class TorchEngine:
                 break
         finished, self._finished = self._finished, []
         return finished
+
+    def progress(self) -> list[SampleProgress]:
+        """What decoding samples have gained since the last call."""
+        return [sample.progress() for sample in self._scheduler.active if len(sample.tokens) > sample.reported]
+
+    def clear(self) -> None:
+        """Forget every sample, finished or not."""
+        self.abort(list(self._ids))
+        self._finished.clear()
 
     def abort(self, sample_ids: Sequence[str]) -> list[GenerationResult]:
         """Stop these samples and return what they have; unknown and finished ids are skipped."""

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import torch
 
-from rlhfspec_mega.types import FinishReason, GenerationRequest, GenerationResult
+from rlhfspec_mega.types import FinishReason, GenerationRequest, GenerationResult, SampleProgress
 
 
 @dataclass
 class LiveSample:
-    """An unfinished sample and its response so far."""
+    """An unfinished sample and its response so far; `reported`: response tokens that the driver knows of."""
 
     request: GenerationRequest
     tokens: list[int] = field(default_factory=list)
@@ -27,6 +27,7 @@ class LiveSample:
     versions: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.reported = len(self.tokens)
         self._stop = frozenset() if self.request.ignore_stop else frozenset(self.request.stop_tokens)
 
     @property
@@ -53,6 +54,11 @@ class LiveSample:
             if len(self.tokens) >= self.request.max_new_tokens:
                 return FinishReason.LENGTH
         return None
+
+    def progress(self) -> SampleProgress:
+        """What came since the last call."""
+        new, self.reported = slice(self.reported, None), len(self.tokens)
+        return SampleProgress(self.request.sample_id, self.tokens[new], self.logprobs[new], self.versions[new])
 
     def result(self, reason: FinishReason) -> GenerationResult:
         return GenerationResult(self.request.sample_id, self.tokens, self.logprobs, self.versions, reason)

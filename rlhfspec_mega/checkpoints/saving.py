@@ -1,0 +1,81 @@
+"""Saves a checkpoint: room first, then every rank's part, the driver's state, the manifest, and `latest` last."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rlhfspec_mega.actor.checkpoint_files import sum_file, sync
+from rlhfspec_mega.checkpoints.directory import CheckpointDirectory, write_durably
+from rlhfspec_mega.checkpoints.manifest import BadCheckpoint, Manifest
+from rlhfspec_mega.config.output_dir import CHECKPOINTS
+from rlhfspec_mega.errors import CheckpointError
+from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.workers.actor_group import ActorGroup
+
+ACTOR, STATE_FILE = "actor", "state.json"
+_WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
+_OPTIMIZER_BYTES = 12  # fp32 main weight and two moments
+_MIB = 2**20
+
+
+def save(run_dir: Path, step: int, actor: ActorGroup, state: dict[str, Any], keep: int) -> Path:
+    """Write `checkpoints/step_<step>`, make it the latest, and remove all but the newest `keep` complete ones.
+
+    Args:
+        step: steps done so far.
+        state: the driver's part, JSON.
+
+    Raises:
+        CheckpointError: no room, or a rank or the driver could not write. Nothing of this save is left, the ones
+            before it are untouched and so are the workers: the run may go on.
+        RunError: a worker died.
+    """
+    directory = CheckpointDirectory(run_dir / CHECKPOINTS)
+    try:
+        directory.drop_unfinished()
+        directory.drop_newer_than_latest()
+        identity = actor.identity()
+        _require_room(run_dir, directory, identity)
+        partial = directory.begin(step)
+        _write(partial, Manifest(step, identity, {}), actor, {"step": step, **state})
+        directory.commit(step)
+    except (CheckpointError, OSError) as error:
+        directory.abandon(step)
+        raise CheckpointError(
+            f"{directory.path(step)} was not saved, those before it are untouched: {error}."
+        ) from error
+    directory.keep_newest(keep)
+    return directory.path(step)
+
+
+def _write(partial: Path, manifest: Manifest, actor: ActorGroup, state: dict[str, Any]) -> None:
+    (partial / ACTOR).mkdir()
+    for name, file_sum in actor.save(partial / ACTOR).items():
+        manifest.files[f"{ACTOR}/{name}"] = file_sum
+    write_durably(partial / STATE_FILE, json.dumps(state))
+    manifest.files[STATE_FILE] = sum_file(partial / STATE_FILE)
+    manifest.write(partial)
+    sync(partial / ACTOR)
+    sync(partial)
+
+
+def _require_room(run_dir: Path, directory: CheckpointDirectory, identity: dict[str, Any]) -> None:
+    """Refuse early what would fill the disk; raises CheckpointError."""
+    needed, free = _expected_size(directory, identity), shutil.disk_usage(run_dir).free
+    if needed > free:
+        raise CheckpointError(
+            f"it needs about {needed / _MIB:.1f} MiB and {free / _MIB:.1f} MiB are free there: make room, or set a "
+            "smaller trainer.keep_checkpoints"
+        )
+
+
+def _expected_size(directory: CheckpointDirectory, identity: dict[str, Any]) -> int:
+    """Bytes of the checkpoint before, else of weights and optimizer."""
+    try:
+        return Manifest.read(directory.path(directory.steps()[-1])).size
+    except (IndexError, BadCheckpoint):
+        shape = ModelShape(**{key: value for key, value in identity.items() if key != "dtype"})
+        return shape.parameters * (_WEIGHT_BYTES[identity["dtype"]] + _OPTIMIZER_BYTES)

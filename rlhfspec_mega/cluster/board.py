@@ -1,0 +1,53 @@
+"""Anonymous memory between a local worker and the driver: the time of the last sign of life, and stacks on demand."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import threading
+import time
+
+_BEAT = struct.Struct("d")  # seconds of CLOCK_MONOTONIC, which all processes of a host share
+BEAT_SECONDS = 1.0
+
+
+class Board:
+    """The driver's end; `descriptor` is passed on to the worker. The stacks follow the beat in the file."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("rlhfspec_mega.worker")
+        os.pwrite(self.descriptor, _BEAT.pack(time.monotonic()), 0)
+        self._asked_at = _BEAT.size  # where the stacks asked for last begin
+
+    def last_beat(self) -> float:
+        return float(_BEAT.unpack(os.pread(self.descriptor, _BEAT.size, 0))[0])
+
+    def expect_stacks(self) -> None:
+        """What is written from now on are the stacks asked for."""
+        self._asked_at = os.fstat(self.descriptor).st_size
+
+    def stacks(self) -> str:
+        size = os.fstat(self.descriptor).st_size - self._asked_at
+        return os.pread(self.descriptor, size, self._asked_at).decode(errors="replace")
+
+    def close(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def start_beating(descriptor: int) -> None:
+    """The worker's end: a thread writes the time once a second for as long as the interpreter runs.
+
+    A stopped or frozen process falls silent; one that waits in a collective does not, which is what deadlines are for.
+    """
+    os.lseek(descriptor, _BEAT.size, os.SEEK_SET)  # faulthandler writes at the descriptor's position
+    page = mmap.mmap(descriptor, _BEAT.size)
+
+    def beat() -> None:
+        while True:
+            _BEAT.pack_into(page, 0, time.monotonic())
+            time.sleep(BEAT_SECONDS)
+
+    threading.Thread(target=beat, name="beat", daemon=True).start()

@@ -1,0 +1,221 @@
+"""Which workers are alive and may serve: a state machine without clock, threads or processes of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+
+class WorkerState(StrEnum):
+    """What a worker process is, as far as the driver can tell."""
+
+    STARTING = "starting"  # launched; has not reported that its object is built
+    REJOINING = "rejoining"  # runs, but holds no weights or old ones
+    SERVING = "serving"
+    DRAINING = "draining"  # takes no new samples, finishes those it has
+    RELEASED = "released"  # empty, free for other work
+    SUSPECT = "suspect"  # silent for longer than suspect_seconds
+    DEAD = "dead"
+
+
+WITH_WEIGHTS = (WorkerState.SERVING, WorkerState.DRAINING, WorkerState.RELEASED)
+
+
+@dataclass(frozen=True)
+class Health:
+    """What is known of one worker.
+
+    Attributes:
+        heard: time of its last sign of life.
+        needs_weights: serves only with the current policy's weights (engines; not actor ranks, which make them).
+        version: policy version it confirmed last.
+        resumes: what a SUSPECT worker is when it is heard again; None in every other state.
+        why: how a DEAD worker ended, e.g. "exit status -9" or "silent for 61 s".
+    """
+
+    state: WorkerState
+    heard: float
+    needs_weights: bool
+    version: int | None = None
+    resumes: WorkerState | None = None
+    why: str = ""
+
+    @property
+    def underlying(self) -> WorkerState:
+        """The state as it would be without doubt about the worker: suspicion only covers it."""
+        return self.resumes or self.state
+
+    def _becomes(self, state: WorkerState) -> Health:
+        return replace(self, resumes=state) if self.resumes else replace(self, state=state)
+
+    def may_serve(self, version: int | None) -> bool:
+        """Whether it may serve the policy `version`: it needs no weights, or has confirmed these."""
+        return not self.needs_weights or (self.version is not None and self.version == version)
+
+    def heard_at(self, now: float) -> Health:
+        """A sign of life; the dead stay dead."""
+        if self.state is WorkerState.DEAD:
+            return self
+        return replace(self, state=self.underlying, resumes=None, heard=max(self.heard, now))
+
+    def judged(self, now: float, suspect_seconds: float, dead_seconds: float) -> Health:
+        """What its silence until now makes of it."""
+        silence = now - self.heard
+        if self.state in (WorkerState.STARTING, WorkerState.DEAD) or silence <= suspect_seconds:
+            return self
+        if silence > dead_seconds:
+            return self.ended(f"silent for {silence:.0f} s")
+        return replace(self, state=WorkerState.SUSPECT, resumes=self.underlying)
+
+    def ended(self, why: str) -> Health:
+        """Its process is gone or given up; the first cause counts."""
+        if self.state is WorkerState.DEAD:
+            return self
+        return replace(self, state=WorkerState.DEAD, resumes=None, why=why)
+
+    def published(self, version: int) -> Health:
+        """`version` is the policy of now."""
+        if self.may_serve(version) or self.underlying not in WITH_WEIGHTS:
+            return self
+        return self._becomes(WorkerState.REJOINING)
+
+    def confirmed(self, version: int, current: int | None) -> Health:
+        """It holds all weights of `version`."""
+        if self.underlying in (WorkerState.STARTING, WorkerState.DEAD):  # a process that has ended sent this
+            return self
+        health = replace(self, version=version)
+        if self.underlying not in (WorkerState.SERVING, WorkerState.REJOINING):
+            return health
+        return health._becomes(WorkerState.SERVING if health.may_serve(current) else WorkerState.REJOINING)
+
+
+class Liveness:
+    """The record of all workers of a run by (role, rank). Times are seconds of one monotonic clock.
+
+    | event     | from                        | to                                                                |
+    |-----------|-----------------------------|-------------------------------------------------------------------|
+    | launched  | unknown, DEAD               | STARTING                                                          |
+    | started   | STARTING                    | SERVING; REJOINING if it needs weights                            |
+    | heard     | SUSPECT                     | what it resumes                                                   |
+    | look      | all but STARTING, DEAD      | SUSPECT after suspect_seconds of silence, DEAD after dead_seconds |
+    | exited    | any                         | DEAD                                                              |
+    | publish   | SERVING, DRAINING, RELEASED | REJOINING if it needs weights and confirmed another version       |
+    | confirm   | REJOINING, SERVING          | SERVING with the current version, REJOINING with another one      |
+    | drain     | SERVING                     | DRAINING                                                          |
+    | drained   | DRAINING                    | RELEASED                                                          |
+    | recall    | DRAINING, RELEASED          | SERVING; REJOINING if its version is not the current one          |
+    | forget    | any                         | unknown                                                           |
+
+    A SUSPECT worker stays SUSPECT under publish and confirm: they change what it resumes. Only `confirm` makes a
+    REJOINING worker serve, never `publish`: an update that broke off may have overwritten part of the version it had
+    confirmed. So an update begins with `publish` and ends with each engine's `confirm`.
+
+    What workers report (started, heard, exited, confirm) is ignored where it comes too late, from a DEAD or forgotten
+    worker; commands that do not fit raise RuntimeError. Reports carry no mark of the process that sent them: after
+    a restart, those still on their way from the process before must not be passed on. Reports must be passed on
+    before `look`, or a worker is judged by the driver's own pause.
+
+    Args:
+        suspect_seconds: silence after which a worker gets no new work.
+        dead_seconds: silence after which it is given up; longer than suspect_seconds.
+
+    Attributes:
+        version: the policy version of now; None before the first `publish`.
+    """
+
+    def __init__(self, suspect_seconds: float, dead_seconds: float) -> None:
+        if not 0 < suspect_seconds < dead_seconds:
+            raise ValueError(f"0 < suspect_seconds ({suspect_seconds}) < dead_seconds ({dead_seconds}) must hold")
+        self._suspect_seconds, self._dead_seconds = suspect_seconds, dead_seconds
+        self._workers: dict[tuple[str, int], Health] = {}
+        self.version: int | None = None
+
+    def launched(self, role: str, rank: int, now: float, *, needs_weights: bool) -> None:
+        """A process was started for a worker that is new, forgotten or DEAD. Raises RuntimeError for any other."""
+        known = self._workers.get((role, rank))
+        if known is not None and known.state is not WorkerState.DEAD:
+            raise RuntimeError(f"{role} rank {rank} is {known.state}: only a new or dead worker can be launched")
+        self._workers[role, rank] = Health(WorkerState.STARTING, now, needs_weights)
+
+    def started(self, role: str, rank: int, now: float) -> None:
+        """The worker has built its object. Raises RuntimeError when it had reported that before."""
+        known = self._workers.get((role, rank))
+        if known is None or known.state is WorkerState.DEAD:
+            return
+        state = WorkerState.REJOINING if known.needs_weights else WorkerState.SERVING
+        self._command(role, rank, state, WorkerState.STARTING)
+        self.heard(role, rank, now)
+
+    def heard(self, role: str, rank: int, now: float) -> None:
+        """A sign of life of the worker."""
+        self._report(role, rank, lambda health: health.heard_at(now))
+
+    def look(self, now: float) -> list[tuple[str, int]]:
+        """Judge every worker by its silence; those (role, rank) that became DEAD by it, sorted."""
+        dead = []
+        for key, health in self._workers.items():
+            after = health.judged(now, self._suspect_seconds, self._dead_seconds)
+            if after.state is WorkerState.DEAD and health.state is not WorkerState.DEAD:
+                dead.append(key)
+            self._workers[key] = after
+        return sorted(dead)
+
+    def exited(self, role: str, rank: int, why: str) -> None:
+        """The worker's process ended; `why` is kept unless it was DEAD before."""
+        self._report(role, rank, lambda health: health.ended(why))
+
+    def publish(self, version: int) -> None:
+        """`version` is the policy of now.
+
+        After a return to a checkpoint publish its version before training goes on: the numbers after it come again,
+        for other weights.
+        """
+        self.version = version
+        self._workers = {key: health.published(version) for key, health in self._workers.items()}
+
+    def confirm(self, role: str, rank: int, version: int) -> None:
+        """The engine holds all weights of `version`."""
+        self._report(role, rank, lambda health: health.confirmed(version, self.version))
+
+    def drain(self, role: str, rank: int) -> None:
+        """Give the worker no new samples. Raises RuntimeError unless it is SERVING."""
+        self._command(role, rank, WorkerState.DRAINING, WorkerState.SERVING)
+
+    def drained(self, role: str, rank: int) -> None:
+        """The worker's last sample has left. Raises RuntimeError unless it is DRAINING."""
+        self._command(role, rank, WorkerState.RELEASED, WorkerState.DRAINING)
+
+    def recall(self, role: str, rank: int) -> None:
+        """Let the worker serve again. Raises RuntimeError unless it is DRAINING or RELEASED."""
+        serves = self.health(role, rank).may_serve(self.version)
+        state = WorkerState.SERVING if serves else WorkerState.REJOINING
+        self._command(role, rank, state, WorkerState.DRAINING, WorkerState.RELEASED)
+
+    def forget(self, role: str) -> None:
+        """All workers of the role were ended on purpose."""
+        self._workers = {key: health for key, health in self._workers.items() if key[0] != role}
+
+    def health(self, role: str, rank: int) -> Health:
+        """What is known of the worker. Raises RuntimeError for one never launched, or forgotten."""
+        if (role, rank) not in self._workers:
+            raise RuntimeError(f"{role} rank {rank} is not in the record of workers")
+        return self._workers[role, rank]
+
+    def ranks(self, role: str, *states: WorkerState) -> list[int]:
+        """Sorted ranks of the role in any of these states; with no states, all."""
+        return sorted(
+            rank
+            for (known, rank), health in self._workers.items()
+            if known == role and (not states or health.state in states)
+        )
+
+    def _report(self, role: str, rank: int, transition: Callable[[Health], Health]) -> None:
+        if (role, rank) in self._workers:
+            self._workers[role, rank] = transition(self._workers[role, rank])
+
+    def _command(self, role: str, rank: int, state: WorkerState, *allowed: WorkerState) -> None:
+        health = self.health(role, rank)
+        if health.state not in allowed:
+            raise RuntimeError(f"{role} rank {rank} is {health.state}: only {' or '.join(allowed)} can become {state}")
+        self._workers[role, rank] = replace(health, state=state)

@@ -1,0 +1,80 @@
+"""One worker as a launcher holds it: its pending call, the last thing it did, signs of life and stacks."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+from rlhfspec_mega.cluster.interface import Answer, Call, WorkerSpec
+from rlhfspec_mega.errors import RunError
+
+
+class WorkerProcess(ABC):
+    """A running worker. Launchers implement how messages, signs of life and stacks travel.
+
+    Attributes:
+        pending: the call it works on; a finished one is forgotten.
+        built: whether the first call, which builds its object, succeeded; None before its answer.
+    """
+
+    def __init__(self, role: str, rank: int, spec: WorkerSpec, log: Path) -> None:
+        self.role, self.rank, self.spec, self.log = role, rank, spec, log
+        self.pending: Call | None = None
+        self.built: bool | None = None
+        self._answered: tuple[str, float] | None = None  # method and time of the last answer
+
+    @abstractmethod
+    def post(self, message: tuple[Any, ...]) -> None:
+        """Send (import path, arguments) first, (method, args) later. A dead worker is noticed elsewhere."""
+
+    @abstractmethod
+    def last_beat(self) -> float:
+        """When it last showed a sign of life, in seconds of this process's time.monotonic()."""
+
+    @abstractmethod
+    def exit_reason(self) -> str | None:
+        """How the process ended ("exit status -9"), None while it runs."""
+
+    @abstractmethod
+    def ask_stacks(self) -> None:
+        """Begin to collect its Python stacks; a stopped process is woken for it, as it is about to be ended."""
+
+    @abstractmethod
+    def stacks(self) -> str:
+        """The stacks asked for before, as far as they have come."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the process and its children; safe to call twice."""
+
+    def start(self, method: str, message: tuple[Any, ...]) -> Call:
+        """Begin a call. Raises RunError when another is pending."""
+        if self.pending is not None:
+            raise RunError(
+                f"{self.role} rank {self.rank} is still busy with {self.pending.method}, asked for {method}."
+            )
+        self.pending = Call(self.role, self.rank, method, time.monotonic(), str(self.log))
+        self.post(message)
+        return self.pending
+
+    def answered(self, answer: Answer) -> None:
+        """File the answer to the pending call."""
+        if self.pending is None:
+            return
+        if self.built is None:
+            self.built = answer[0] == "ok"
+        self._answered = (self.pending.method, time.monotonic())
+        self.pending.answer, self.pending = answer, None
+
+    def last_thing(self) -> str:
+        """What it does, or did last, in words."""
+        now = time.monotonic()
+        words = []
+        if self.pending is not None:
+            words.append(f"{self.pending.method} since {now - self.pending.sent:.1f} s")
+        elif self._answered is not None:
+            words.append(f"idle since {self._answered[0]}, {now - self._answered[1]:.1f} s ago")
+        words.append(f"last sign of life {max(0.0, now - self.last_beat()):.1f} s ago")
+        return ", ".join(words)

@@ -1,0 +1,35 @@
+"""The report of a hang: what each worker did last, and the Python stacks of all of them and of the driver."""
+
+from __future__ import annotations
+
+import faulthandler
+import time
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+
+from rlhfspec_mega.cluster.liveness import Liveness
+from rlhfspec_mega.cluster.process import WorkerProcess
+
+COLLECT_SECONDS = 2.0  # longest wait for the stacks of all workers
+_POLL_SECONDS = 0.05
+
+
+def write_report(log_dir: Path, processes: Sequence[WorkerProcess], liveness: Liveness) -> Path:
+    """Write logs/stacks-<n>.txt; returns its path. Stopped processes are woken for it."""
+    doing = [process.last_thing() for process in processes]  # before they are woken
+    for process in processes:
+        process.ask_stacks()
+    end = time.monotonic() + COLLECT_SECONDS
+    while time.monotonic() < end and not all(process.stacks() for process in processes):
+        time.sleep(_POLL_SECONDS)
+    path = next(path for n in count(1) if not (path := log_dir / f"stacks-{n}.txt").exists())
+    with path.open("w", encoding="utf-8") as file:
+        for process, last in zip(processes, doing, strict=True):
+            state = liveness.health(process.role, process.rank).state
+            file.write(f"== {process.role} rank {process.rank}: {state}; {last}\n")
+            file.write((process.stacks() or "no stacks: it is gone or did not react").rstrip() + "\n\n")
+        file.write("== driver\n")
+        file.flush()
+        faulthandler.dump_traceback(file, all_threads=True)
+    return path

@@ -1,0 +1,295 @@
+"""What every launcher shares: calls and waits with deadlines, signs of life, restarts, and the report of stacks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhfspec_mega.cluster.interface import Call, WorkerSpec
+from rlhfspec_mega.cluster.liveness import Liveness, WorkerState
+from rlhfspec_mega.cluster.process import WorkerProcess
+from rlhfspec_mega.cluster.restarts import Restarts
+from rlhfspec_mega.cluster.stacks import write_report
+from rlhfspec_mega.errors import RunError, UserError, WorkerDied
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.5  # between looks at signs of life and exits while waiting
+_START = "start"  # the name of the first call, which builds the worker's object
+
+
+class Group:
+    """The workers of one role; `interface.WorkerGroup`."""
+
+    def __init__(self, cluster: SupervisedCluster, role: str, size: int) -> None:
+        self.role, self.size = role, size
+        self._cluster = cluster
+
+    def start(self, rank: int, method: str, *args: Any) -> Call:
+        return self._cluster.process(self.role, rank).start(method, (method, args))
+
+    def call(self, method: str, *args: Any, phase: str, ranks: Sequence[int] | None = None) -> list[Any]:
+        chosen = range(self.size) if ranks is None else ranks
+        return self._finish([self.start(rank, method, *args) for rank in chosen], phase)
+
+    def scatter(self, method: str, arguments: Sequence[tuple[Any, ...]], phase: str) -> list[Any]:
+        return self._finish([self.start(rank, method, *args) for rank, args in enumerate(arguments)], phase)
+
+    def ranks(self, *states: WorkerState) -> list[int]:
+        return self._cluster.liveness.ranks(self.role, *states)
+
+    def serving(self) -> list[int]:
+        return self.ranks(WorkerState.SERVING)
+
+    def alive(self) -> list[int]:
+        return self.ranks(WorkerState.SERVING, WorkerState.DRAINING, WorkerState.SUSPECT)
+
+    def launches(self, rank: int) -> int:
+        return self._cluster.launches[self.role, rank]
+
+    def confirm(self, rank: int, version: int) -> None:
+        self._cluster.liveness.confirm(self.role, rank, version)
+
+    def _finish(self, calls: list[Call], phase: str) -> list[Any]:
+        self._cluster.wait(calls, phase)
+        return [call.result() for call in calls]
+
+
+class SupervisedCluster(ABC):
+    """A cluster whose launcher starts processes and carries messages; the rest is here.
+
+    Args:
+        log_dir: one log file per worker, and the reports of stacks.
+        deadline_seconds: longest wait for any answer.
+        start_seconds: longest wait for workers to start.
+        silence_seconds: a worker without a sign of life for so long is taken for dead.
+        max_restarts: restarts of one worker, or of one role as a whole, between two finished steps.
+
+    Attributes:
+        liveness: the state of every worker.
+        launches: processes started so far, by role and rank.
+    """
+
+    host_address = "127.0.0.1"  # where listeners of this process bind; every worker can reach it
+    grace_seconds = 2.0  # after a failure: how long the death that may have caused it takes to be seen
+
+    def __init__(
+        self, log_dir: Path, *, deadline_seconds: float, start_seconds: float, silence_seconds: float, max_restarts: int
+    ) -> None:
+        self.log_dir = log_dir
+        self._deadline, self._start_seconds = deadline_seconds, start_seconds
+        self.liveness = Liveness(silence_seconds / 3, silence_seconds)
+        self._restarts = Restarts(max_restarts)
+        self._processes: dict[tuple[str, int], WorkerProcess] = {}
+        self.launches: Counter[tuple[str, int]] = Counter()
+        self._replaceable: set[str] = set()
+        self._next_look = 0.0
+        self._up = False  # after the first start: before it, a failure to start ends the run
+        log_dir.mkdir(parents=True, exist_ok=True)
+
+    @abstractmethod
+    def spawn(self, role: str, rank: int, spec: WorkerSpec, log: Path) -> WorkerProcess:
+        """Start a process that will build the worker of this spec when the first message comes."""
+
+    @abstractmethod
+    def receive(self, processes: Sequence[WorkerProcess], seconds: float) -> None:
+        """File the answers that have come from these; wait for the first at most so long. An ended process answers
+        ("dead", how it ended)."""
+
+    # Groups
+
+    def launch(self, role: str, workers: Sequence[WorkerSpec], *, replaceable: bool = False) -> Group:
+        if replaceable:
+            self._replaceable.add(role)
+        for rank, spec in enumerate(workers):
+            self._start(role, rank, spec)
+        return Group(self, role, len(workers))
+
+    def wait_started(self) -> None:
+        calls = [p.pending for p in self._processes.values() if p.pending and self._starting(p)]
+        # Once the run is up, a replaceable worker that does not start again is done without.
+        self.wait(calls, _START, seconds=self._start_seconds, check=not self._up)
+        for call in calls:
+            if call.role not in self._replaceable:
+                call.result()
+        self._up = True
+
+    def process(self, role: str, rank: int) -> WorkerProcess:
+        """The process that holds this rank now."""
+        return self._processes[role, rank]
+
+    def publish(self, version: int) -> None:
+        self.liveness.publish(version)
+
+    def settle(self, role: str, seconds: float) -> None:
+        calls = [p.pending for p in self._processes.values() if p.role == role and p.pending and not self._starting(p)]
+        end = time.monotonic() + seconds
+        while (busy := [call for call in calls if not call.done]) and time.monotonic() < end:
+            self.receive([self.process(call.role, call.rank) for call in busy], end - time.monotonic())
+        for call in busy:
+            self._bury(self.process(call.role, call.rank), f"being stuck in {call.method}")
+
+    def end(self, role: str) -> None:
+        for key in [key for key in self._processes if key[0] == role]:
+            self._processes.pop(key).kill()
+        self.liveness.forget(role)
+
+    def progressed(self) -> None:
+        self._restarts.refill()
+
+    def may_restart(self, role: str) -> bool:
+        return self._restarts.take(role)
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+        self._processes.clear()
+
+    # Waiting
+
+    def wait(
+        self,
+        calls: Sequence[Call],
+        phase: str,
+        *,
+        first: bool = False,
+        seconds: float | None = None,
+        check: bool = True,
+    ) -> list[Call]:
+        limit = self._deadline if seconds is None else seconds
+        deadline = time.monotonic() + limit
+        for call in calls:
+            call.phase = phase
+        while True:
+            self._look(phase)
+            finished = [call for call in calls if call.done]
+            if any(call.error for call in finished):
+                self._see_causes(calls, phase)
+                finished = [call for call in calls if call.done]
+                if check:
+                    self._raise_failure(finished)
+            waiting = [call for call in calls if not call.done]
+            if not waiting or (first and finished):
+                return finished
+            if time.monotonic() >= deadline:
+                self._overdue(waiting, phase, limit, check)
+                continue
+            starting = [process for process in self._processes.values() if self._starting(process)]
+            holders = [self.process(call.role, call.rank) for call in waiting]
+            self.receive([*holders, *starting], min(LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
+
+    def _see_causes(self, calls: Sequence[Call], phase: str) -> None:
+        """Peers of a dead rank fail too, a moment earlier or later, with less telling errors: wait for the death."""
+        end = time.monotonic() + self.grace_seconds
+        while time.monotonic() < end and not any(call.dead for call in calls):
+            waiting = [self.process(call.role, call.rank) for call in calls if not call.done]
+            if not waiting and all(call.error is None or isinstance(call.error, UserError) for call in calls):
+                return
+            self.receive(waiting, min(0.1, end - time.monotonic()))
+            self._next_look = 0.0
+            self._look(phase)
+
+    @staticmethod
+    def _raise_failure(finished: Sequence[Call]) -> None:
+        errors = [call.error for call in finished if call.error]
+        for kind in (WorkerDied, UserError, RunError):
+            for error in errors:
+                if isinstance(error, kind):
+                    raise error
+
+    def _overdue(self, waiting: Sequence[Call], phase: str, limit: float, check: bool) -> None:
+        """Give up replaceable workers whose failures the caller takes; otherwise raise, naming the silent."""
+        report = self._report()
+        if not check and all(call.role in self._replaceable for call in waiting):
+            for call in waiting:
+                self._bury(self.process(call.role, call.rank), f"no answer within {limit:g} s (stacks: {report})")
+            return
+        silent = sorted((self.process(call.role, call.rank) for call in waiting), key=lambda p: p.last_beat())
+        who = "; ".join(f"{process.role} rank {process.rank} ({process.last_thing()})" for process in silent)
+        raise RunError(
+            f"In phase '{phase}', no answer within {limit:g} s from {who}. The Python stacks of all workers are in "
+            f"{report}. Raise cluster.deadline_seconds if the work is just slow."
+        )
+
+    # Watching
+
+    def _look(self, phase: str) -> None:
+        """Take note of signs of life, exits and silence; raise when a worker is lost that cannot be replaced."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_SECONDS
+        for process in list(self._processes.values()):
+            why = process.exit_reason()
+            if self._is_dead(process):
+                process.answered(("dead", self.liveness.health(process.role, process.rank).why))
+            elif why is not None:
+                if process.pending:
+                    self.receive([process], 0.0)  # an answer may have come before the end
+                self._bury(process, why)
+            elif process.built:
+                self._note_life(process)
+            elif process.built is False and self._up and process.role in self._replaceable:
+                self._bury(process, "an error while starting")
+        for role, rank in self.liveness.look(now):
+            self._fell_silent(self.process(role, rank), phase)
+        for process in self._processes.values():
+            if self._is_dead(process) and process.role not in self._replaceable:
+                raise WorkerDied(self._death(process, phase))
+
+    def _note_life(self, process: WorkerProcess) -> None:
+        health = self.liveness.health(process.role, process.rank)
+        if health.state is WorkerState.STARTING:
+            self.liveness.started(process.role, process.rank, time.monotonic())
+        self.liveness.heard(process.role, process.rank, max(health.heard, process.last_beat()))
+
+    def _fell_silent(self, process: WorkerProcess, phase: str) -> None:
+        """A worker that cannot be replaced and hangs ends the run: a restart would hide the cause."""
+        report, doing = self._report(), process.last_thing()
+        why = self.liveness.health(process.role, process.rank).why
+        if process.role in self._replaceable:
+            self._bury(process, f"no sign of life ({why}; stacks: {report})")
+            return
+        raise RunError(
+            f"In phase '{phase}', {process.role} rank {process.rank} shows no sign of life ({doing}). The Python "
+            f"stacks of all workers are in {report}. Raise cluster.silence_seconds if it was only busy."
+        )
+
+    def _bury(self, process: WorkerProcess, why: str) -> None:
+        """Record a death, answer its pending call with it, and start another process where that is allowed."""
+        self.liveness.exited(process.role, process.rank, why)
+        process.answered(("dead", why))
+        process.kill()
+        if process.role not in self._replaceable:
+            return
+        key = (process.role, process.rank)
+        again = self._up and self._restarts.take(f"{process.role} {process.rank}")
+        logger.warning("%s", self._death(process, "") + (" Another is starting." if again else " It stays down."))
+        if again:
+            self._start(*key, process.spec)
+
+    def _death(self, process: WorkerProcess, phase: str) -> str:
+        why = self.liveness.health(process.role, process.rank).why
+        where = f"In phase '{phase}', " if phase else ""
+        return f"{where}{process.role} rank {process.rank} died with {why}; its log is {process.log}."
+
+    def _start(self, role: str, rank: int, spec: WorkerSpec) -> None:
+        process = self.spawn(role, rank, spec, self.log_dir / f"{role}-{rank}.log")
+        self._processes[role, rank] = process
+        self.launches[role, rank] += 1
+        self.liveness.launched(role, rank, time.monotonic(), needs_weights=role in self._replaceable)
+        process.start(_START, (spec.import_path, spec.arguments))
+
+    def _starting(self, process: WorkerProcess) -> bool:
+        return process.pending is not None and process.pending.method == _START
+
+    def _is_dead(self, process: WorkerProcess) -> bool:
+        return self.liveness.health(process.role, process.rank).state is WorkerState.DEAD
+
+    def _report(self) -> Path:
+        return write_report(self.log_dir, list(self._processes.values()), self.liveness)

@@ -1,0 +1,418 @@
+"""The ledger: refusals in words, exact restore, and random histories against a model that searches plain lists."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rlhfspec_mega.errors import RunError, UserError
+from rlhfspec_mega.ledger import Ledger, Purpose
+from rlhfspec_mega.types import Prompt, Sample, SampleState
+
+TRAIN, EVALUATE = Purpose
+PENDING, GENERATING, FINISHED, SCORED, TRAINED = SampleState
+
+
+def make(step, prompts, members=2, purpose=TRAIN):
+    mark = "eval" if purpose is EVALUATE else ""
+    return [
+        Sample(f"{mark}{step}.{index}.{member}", step, Prompt(index, "", "", ()), member, state=TRAINED)
+        for index in prompts
+        for member in range(members)
+    ]
+
+
+def ids(samples):
+    return [sample.sample_id for sample in samples]
+
+
+def opened(step=0, prompts=range(3), members=2, purpose=TRAIN, ledger=None):
+    ledger = ledger or Ledger()
+    samples = make(step, prompts, members, purpose)
+    ledger.open(samples, purpose)
+    return ledger, samples
+
+
+def bring(ledger, names, last):
+    """Through all states up to `last`."""
+    for name in names:
+        ledger.assign(name, "engine 0")
+    for state in (FINISHED, SCORED, TRAINED)[: [FINISHED, SCORED, TRAINED].index(last) + 1]:
+        ledger.advance(names, state)
+
+
+def refuses(ledger, error, words, method, *arguments):
+    """The call raises `error` with these words and changes nothing."""
+    before = ledger.state_dict()
+    with pytest.raises(error) as caught:
+        getattr(ledger, method)(*arguments)
+    for word in words:
+        assert word in str(caught.value)
+    assert ledger.state_dict() == before
+
+
+def test_a_step_from_prompt_to_update():
+    ledger, samples = opened()
+    names = ids(samples)
+    assert {sample.state for sample in samples} == {PENDING}
+    for name in reversed(names):
+        ledger.assign(name, "engine 1")
+    assert {sample.state for sample in samples} == {GENERATING}
+    assert ledger.owned("engine 1") == names
+    for state in (FINISHED, SCORED, TRAINED):
+        ledger.advance(names, state)
+        assert {sample.state for sample in samples} == {state}
+        assert {ledger.state(name) for name in names} == {state}
+        assert ledger.owned("engine 1") == []
+    ledger.settle(0, TRAIN)
+    nothing = {"opened": 0, "settled": 0, "discarded": 0, "open": 0}
+    assert ledger.counts() == {"train": {"opened": 6, "settled": 6, "discarded": 0, "open": 0}, "evaluate": nothing}
+    assert ledger.last_settled(TRAIN) == 0
+    assert ledger.last_settled(EVALUATE) == -1
+    refuses(ledger, RunError, ["0.0.0", "not open"], "state", "0.0.0")
+    refuses(ledger, RunError, ["Step 0", "no open samples"], "settle", 0, TRAIN)
+
+
+def test_a_dead_engine_loses_its_samples_and_its_late_results_do_not_count():
+    ledger, samples = opened()
+    names = ids(samples)
+    for place, name in enumerate(reversed(names)):
+        ledger.assign(name, f"engine {place % 2}")
+    ledger.advance(names[:1], FINISHED, owner="engine 1")
+    assert ledger.release("engine 1") == [names[2], names[4]]
+    assert [sample.state for sample in samples] == [FINISHED, *[GENERATING, PENDING] * 2, GENERATING]
+    refuses(ledger, RunError, [f"{names[2]} (pending)"], "advance", [names[2]], FINISHED, "engine 1")
+    ledger.assign(names[2], "engine 0")
+    ledger.assign(names[4], "engine 1")  # which was started again
+    late = f"{names[2]} (generating, engine 0) was returned by engine 1"
+    refuses(ledger, RunError, [late], "advance", [names[4], names[2]], FINISHED, "engine 1")
+    ledger.advance([names[2]], FINISHED, owner="engine 0")
+    assert ledger.owned("engine 1") == [names[4]]
+    assert ledger.release("engine 7") == []
+
+
+def test_states_go_forward_one_by_one():
+    ledger, samples = opened(members=1)
+    a, b, c = ids(samples)
+    for state in SampleState:
+        refuses(ledger, RunError, [f"{a} (pending)", f"cannot become {state}"], "advance", [a], state)
+    bring(ledger, [a, b], FINISHED)
+    for state in (PENDING, GENERATING, FINISHED, TRAINED):
+        refuses(ledger, RunError, [f"{a} (finished)"], "advance", [a], state)
+    refuses(ledger, RunError, [f"{c} (pending)"], "advance", [a, b, c], SCORED)
+    refuses(ledger, RunError, [a, "would become scored twice"], "advance", [a, b, a], SCORED)
+    refuses(ledger, RunError, ["nobody", "not open"], "advance", [a, "nobody"], SCORED)
+    refuses(ledger, RunError, [f"{a} (finished)", "engine 1"], "assign", a, "engine 1")
+    refuses(ledger, ValueError, ["owner"], "assign", c, "")
+
+
+def test_evaluated_samples_end_scored():
+    ledger, samples = opened(purpose=EVALUATE)
+    bring(ledger, ids(samples), SCORED)
+    refuses(ledger, RunError, ["eval0.0.0 (scored)"], "advance", ids(samples), TRAINED)
+    ledger.settle(0, EVALUATE)
+    _, again = opened(step=1, purpose=EVALUATE, ledger=ledger)  # the same prompts in another step
+    bring(ledger, ids(again), SCORED)
+    ledger.settle(1, EVALUATE)
+    assert ledger.counts()["evaluate"]["settled"] == 12
+
+
+def test_nothing_is_trained_on_twice():
+    ledger, samples = opened(step=3, prompts=range(4, 6))
+    refuses(ledger, RunError, ["3.4.0, 3.4.1", "open twice"], "open", samples, TRAIN)
+    refuses(ledger, RunError, ["3.8.0", "open twice"], "open", make(3, [8, 8], members=1), TRAIN)
+    refuses(ledger, RunError, ["4.5.0", "next is prompt 6"], "open", make(4, [5, 6]), TRAIN)
+    refuses(ledger, ValueError, ["several steps"], "open", make(4, [6]) + make(5, [7]), TRAIN)
+    bring(ledger, ids(samples), TRAINED)
+    ledger.settle(3, TRAIN)
+    for step in (2, 3):
+        words = [f"{step}.6.0", f"step {step}", "step 3 of 'train' is settled"]
+        refuses(ledger, RunError, words, "open", make(step, [6]), TRAIN)
+    old = make(4, range(6))
+    words = ["4.0.0, 4.0.1, 4.1.0, 4.1.1, 4.2.0 and more", "next is prompt 6"]
+    refuses(ledger, RunError, words, "open", old, TRAIN)
+    assert {sample.state for sample in old} == {TRAINED}  # as they were
+    opened(step=3, prompts=range(4), purpose=EVALUATE, ledger=ledger)
+    opened(step=4, prompts=[6], ledger=ledger)
+    opened(step=4, prompts=[6], members=0, ledger=ledger)
+    ledger.open(make(4, [7]), TRAIN)  # more of a step that is open
+    assert ledger.counts()["train"] == {"opened": 8, "settled": 4, "discarded": 0, "open": 4}
+
+
+def test_a_step_is_settled_only_when_complete_and_in_order():
+    ledger, samples = opened(step=1, prompts=range(7), members=1)
+    names = ids(samples)
+    bring(ledger, names[:1], TRAINED)
+    ledger.assign(names[1], "engine 1")
+    words = ["6 of 7 samples", "1.1.0 (generating, engine 1), 1.2.0 (pending), ", "1.5.0 (pending) and more"]
+    refuses(ledger, RunError, words, "settle", 1, TRAIN)
+    refuses(ledger, RunError, ["Step 1 of 'evaluate'"], "settle", 1, EVALUATE)
+    _, later = opened(step=2, prompts=[9], ledger=ledger)
+    bring(ledger, ids(later), TRAINED)
+    refuses(ledger, RunError, ["Step 2", "while step 1 is open"], "settle", 2, TRAIN)
+    bring(ledger, names[1:], TRAINED)
+    ledger.settle(1, TRAIN)
+    ledger.settle(2, TRAIN)
+
+
+def test_given_up_samples_are_counted_and_may_be_opened_again():
+    ledger, samples = opened()
+    opened(prompts=range(2), members=1, purpose=EVALUATE, ledger=ledger)
+    bring(ledger, ids(samples)[:2], TRAINED)
+    ledger.assign(ids(samples)[2], "engine 0")
+    assert ledger.discard_open() == 8
+    assert ledger.owned("engine 0") == []
+    assert ledger.counts() == {
+        "train": {"opened": 6, "settled": 0, "discarded": 6, "open": 0},
+        "evaluate": {"opened": 2, "settled": 0, "discarded": 2, "open": 0},
+    }
+    _, again = opened(ledger=ledger)
+    bring(ledger, ids(again), TRAINED)
+    ledger.settle(0, TRAIN)
+    assert ledger.counts()["train"] == {"opened": 12, "settled": 6, "discarded": 6, "open": 0}
+    assert ledger.discard_open() == 0
+
+
+def restored(ledger):
+    other, _ = opened(step=9)  # what it held before must not matter
+    other.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
+    return other
+
+
+def test_a_restored_ledger_goes_on_where_it_was():
+    ledger, samples = opened()
+    bring(ledger, ids(samples), TRAINED)
+    ledger.settle(0, TRAIN)
+    _, samples = opened(step=1, prompts=range(3, 6), ledger=ledger)
+    names = ids(samples)
+    for name in reversed(names[:3]):
+        ledger.assign(name, "engine 1")
+    ledger.advance(names[:1], FINISHED)
+    other = restored(ledger)
+    assert other.state_dict() == ledger.state_dict()
+    assert other.counts() == ledger.counts()
+    assert other.release("engine 1") == names[1:3]
+    assert samples[1].state is GENERATING  # the Sample objects are not those of the restored ledger
+    refuses(other, RunError, ["next is prompt 6"], "open", make(2, [5]), TRAIN)
+    other.advance(names[:1], SCORED)
+    bring(other, names[1:], TRAINED)
+    other.advance(names[:1], TRAINED)
+    other.settle(1, TRAIN)
+    assert other.counts()["train"] == {"opened": 12, "settled": 12, "discarded": 0, "open": 0}
+
+
+def broken_state_dicts():
+    ledger, samples = opened(step=2)
+    ledger.assign(ids(samples)[0], "engine 0")
+    good = ledger.state_dict()
+    restored(ledger)
+
+    def broken(change):
+        state = copy.deepcopy(good)
+        change(state)
+        return state
+
+    return {
+        "there is none": None,
+        "'tallies' is missing": {},
+        "'open' is missing": broken(lambda state: state.pop("open")),
+        "'evaluate' is missing": broken(lambda state: state["tallies"].pop("evaluate")),
+        "'settled' is missing": broken(lambda state: state["tallies"]["train"].pop("settled")),
+        "'owner' is missing": broken(lambda state: state["open"][1].pop("owner")),
+        "'7' is not a whole number": broken(lambda state: state["tallies"]["train"].update(last_step="7")),
+        "True is not a whole number": broken(lambda state: state["open"][0].update(step=True)),
+        "'lost' is not a valid SampleState": broken(lambda state: state["open"][0].update(state="lost")),
+        "'play' is not a valid Purpose": broken(lambda state: state["open"][0].update(purpose="play")),
+        "2.0.0 is open twice": broken(lambda state: state["open"].append(state["open"][0])),
+        "2.0.0 is generating, and its owner is ''": broken(lambda state: state["open"][0].update(owner="")),
+        "2.0.1 is pending, and its owner is 'x'": broken(lambda state: state["open"][1].update(owner="x")),
+        "step 2 is settled": broken(lambda state: state["tallies"]["train"].update(last_step=2)),
+        "lost or counted twice": broken(lambda state: state["open"].pop()),
+        "counted twice: {'opened': 6, 'settled': 1": broken(lambda state: state["tallies"]["train"].update(settled=1)),
+    }
+
+
+BROKEN = broken_state_dicts()
+
+
+@pytest.mark.parametrize("words", BROKEN)
+def test_a_checkpoint_without_a_usable_ledger_is_refused(words):
+    ledger, _ = opened()
+    refuses(ledger, UserError, [words, "start a new run"], "load_state_dict", BROKEN[words])
+
+
+OWNERS = ["engine 0", "engine 1", "engine 2"]
+STATES = [PENDING, GENERATING, FINISHED, SCORED, TRAINED]
+purposes = st.sampled_from(Purpose)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """The model: two lists of plain records, open and settled, searched anew for every question."""
+
+    @initialize()
+    def begin(self):
+        self.ledger = Ledger()
+        self.open_ones, self.settled, self.discarded, self.count = [], [], [], 0
+
+    def last(self, key, purpose):
+        return max((one[key] for one in self.settled if one["purpose"] is purpose), default=-1)
+
+    def find(self, name):
+        return next((one for one in self.open_ones if one["id"] == name), None)
+
+    def attempt(self, allowed, method, *arguments):
+        """The call, which must succeed exactly if the model allows it, and change nothing if not."""
+        before = self.ledger.state_dict()
+        if allowed:
+            return getattr(self.ledger, method)(*arguments)
+        with pytest.raises(RunError):
+            getattr(self.ledger, method)(*arguments)
+        assert self.ledger.state_dict() == before
+        return None
+
+    @rule(
+        purpose=purposes, ahead=st.integers(0, 3), gap=st.integers(-2, 2), count=st.integers(1, 3), member=st.booleans()
+    )
+    def open(self, purpose, ahead, gap, count, member):
+        of_training = [one["prompt"] for one in self.open_ones + self.settled if one["purpose"] is TRAIN]
+        step = max(self.last("step", purpose) + ahead, 0)
+        first = max(max(of_training, default=-1) + 1 + gap, 0)
+        samples = make(step, range(first, first + count), 1 + member, purpose)
+        others = [one["prompt"] for one in self.settled + [one for one in self.open_ones if one["step"] != step]
+                  if one["purpose"] is TRAIN]  # fmt: skip
+        allowed = (
+            not any(self.find(name) for name in ids(samples))
+            and step > self.last("step", purpose)
+            and (purpose is EVALUATE or all(first > prompt for prompt in others))
+        )
+        self.attempt(allowed, "open", samples, purpose)
+        if allowed:
+            self.count += len(samples)
+            self.open_ones += [
+                {"id": sample.sample_id, "step": step, "purpose": purpose, "prompt": sample.prompt.index,
+                 "state": PENDING, "owner": "", "sample": sample}
+                for sample in samples
+            ]  # fmt: skip
+
+    def draw_ids(self, data, most):
+        known = [one["id"] for one in self.open_ones] + [one["id"] for one in self.settled[-1:]] + ["nobody"]
+        return data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=most))
+
+    @rule(data=st.data(), owner=st.sampled_from(OWNERS))
+    def assign_some(self, data, owner):
+        for name in self.draw_ids(data, 4):
+            one = self.find(name)
+            allowed = one is not None and one["state"] in (PENDING, GENERATING)
+            self.attempt(allowed, "assign", name, owner)
+            if allowed:
+                one.update(state=GENERATING, owner=owner)
+
+    @rule(data=st.data())
+    def assign_all_pending(self, data):
+        for one in self.open_ones:
+            if one["state"] is PENDING:
+                one.update(state=GENERATING, owner=data.draw(st.sampled_from(OWNERS)))
+                self.ledger.assign(one["id"], one["owner"])
+
+    @rule(owner=st.sampled_from(OWNERS))
+    def engine_dies(self, owner):
+        lost = [one for one in self.open_ones if one["owner"] == owner]
+        assert self.ledger.release(owner) == [one["id"] for one in lost]
+        for one in lost:
+            one.update(state=PENDING, owner="")
+
+    def advance(self, names, state, owner):
+        ones = [self.find(name) for name in names]
+        allowed = len(set(names)) == len(names) and all(
+            one is not None
+            and one["state"] is not PENDING
+            and STATES.index(one["state"]) + 1 == STATES.index(state)
+            and not (state is TRAINED and one["purpose"] is EVALUATE)
+            and owner in ("", one["owner"])
+            for one in ones
+        )
+        self.attempt(allowed, "advance", names, state, owner)
+        if allowed:
+            for one in ones:
+                one.update(state=state, owner="")
+
+    @rule(data=st.data(), state=st.sampled_from(STATES), owner=st.sampled_from(["", *OWNERS]))
+    def advance_any(self, data, state, owner):
+        self.advance(self.draw_ids(data, 3), state, owner)
+
+    @rule(owner=st.sampled_from(OWNERS))
+    def engine_returns_all_it_has(self, owner):
+        names = [one["id"] for one in self.open_ones if one["owner"] == owner]
+        assert self.ledger.owned(owner) == names
+        self.advance(names, FINISHED, owner)
+
+    @rule(before=st.sampled_from([FINISHED, SCORED]))
+    def advance_all(self, before):
+        state = STATES[STATES.index(before) + 1]
+        self.advance(
+            [one["id"] for one in self.open_ones
+             if one["state"] is before and (state is SCORED or one["purpose"] is TRAIN)],
+            state, "",
+        )  # fmt: skip
+
+    @precondition(lambda self: self.open_ones)
+    @rule(data=st.data(), beside=st.integers(-1, 1))
+    def settle(self, data, beside):
+        chosen = data.draw(st.sampled_from(self.open_ones))
+        step, purpose = chosen["step"] + beside, chosen["purpose"]
+        due = [one for one in self.open_ones if one["purpose"] is purpose and one["step"] <= step]
+        complete = all(one["state"] is (TRAINED if purpose is TRAIN else SCORED) for one in due)
+        allowed = complete and {one["step"] for one in due} == {step}
+        self.attempt(allowed, "settle", step, purpose)
+        if allowed:
+            self.settled += due
+            self.open_ones = [one for one in self.open_ones if one not in due]
+
+    @rule()
+    def crash_and_resume(self):
+        """A new ledger from a checkpoint taken now, in which the open samples are given up."""
+        self.ledger = restored(self.ledger)
+        assert self.ledger.discard_open() == len(self.open_ones)
+        self.discarded += self.open_ones
+        self.open_ones = []
+
+    @rule()
+    def restore(self):
+        self.ledger = restored(self.ledger)
+        for one in self.open_ones:
+            one["sample"] = None
+
+    @invariant()
+    def the_balance_holds(self):
+        counts = self.ledger.counts()
+        for purpose in Purpose:
+            for name, ones in (("open", self.open_ones), ("settled", self.settled), ("discarded", self.discarded)):
+                assert counts[purpose][name] == sum(one["purpose"] is purpose for one in ones)
+            assert self.ledger.last_settled(purpose) == self.last("step", purpose)
+        assert sum(count["opened"] for count in counts.values()) == self.count
+
+    @invariant()
+    def states_and_owners_are_those_of_the_model(self):
+        for one in self.open_ones:
+            assert self.ledger.state(one["id"]) is one["state"]
+            assert one["sample"] is None or one["sample"].state is one["state"]
+        for owner in OWNERS:
+            assert self.ledger.owned(owner) == [one["id"] for one in self.open_ones if one["owner"] == owner]
+
+    @invariant()
+    def every_id_is_settled_once_and_no_prompt_is_trained_on_in_two_steps(self):
+        names = [one["id"] for one in self.settled]
+        assert len(set(names)) == len(names)
+        steps = {}
+        for one in self.settled:
+            if one["purpose"] is TRAIN:
+                assert steps.setdefault(one["prompt"], one["step"]) == one["step"]
+
+
+TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
