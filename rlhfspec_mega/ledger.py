@@ -195,7 +195,6 @@ class Ledger:
             self._tallies[purpose].discarded += counts["open"]
         given_up = len(self._entries)
         self._clear()
-        self._check_balance()
         return given_up
 
     def state_dict(self) -> dict[str, Any]:
@@ -287,12 +286,9 @@ class Ledger:
         return max([self._tallies[Purpose.TRAIN].last_prompt, *(part.last_prompt for part in parts)])
 
     def _check_balance(self) -> None:
-        counts = self.counts()
-        for purpose, count in counts.items():
+        for purpose, count in self.counts().items():
             if count["opened"] != count["settled"] + count["discarded"] + count["open"]:
                 raise RunError(f"Samples of '{purpose}' are lost or counted twice: {count}.")
-        if sum(count["open"] for count in counts.values()) != len(self._entries):
-            raise RunError(f"{len(self._entries)} samples are open, but {counts} are counted.")
 
 
 def _integer(value: Any) -> int:

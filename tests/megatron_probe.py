@@ -14,9 +14,11 @@ from rlhfspec_mega.actor.step import accumulate_gradients
 from rlhfspec_mega.actor.weights import mapped_parameters, merge_parameter
 from rlhfspec_mega.algorithm.microbatch import MicroBatch
 from rlhfspec_mega.cluster.interface import WorkerSpec
-from rlhfspec_mega.cluster.local import LocalCluster, LocalGroup
+from rlhfspec_mega.cluster.local import LocalCluster
+from rlhfspec_mega.cluster.supervised import Group
 from rlhfspec_mega.config.schema import ActorConfig
 from rlhfspec_mega.models.hf_directory import read_shape
+from tests.clusters import local_cluster
 
 
 def negative_logprob(
@@ -88,10 +90,9 @@ class Probe:
         return found or None
 
 
-def start_probes(tmp_path: Path, world_size: int, device: str = "cpu") -> tuple[LocalCluster, LocalGroup]:
+def start_probes(tmp_path: Path, world_size: int, device: str = "cpu") -> tuple[LocalCluster, Group]:
     """A cluster with one group of Probes; the caller closes the cluster."""
-    gpus = device == "cuda"
-    cluster = LocalCluster(tmp_path / "logs", threads=1, deadline_seconds=120, start_seconds=120, use_gpus=gpus)
+    cluster = local_cluster(tmp_path, use_gpus=device == "cuda", deadline_seconds=120)
     arguments = {"world_size": world_size, "meeting_point": str(tmp_path / "meet"), "device": device}
     specs = [
         WorkerSpec("tests.megatron_probe.Probe", {"rank": rank, **arguments}, devices=(rank,))

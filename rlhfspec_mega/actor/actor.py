@@ -67,8 +67,8 @@ class Actor:
         self.shape, self.config = shape, config
         self.device = torch.device("cuda:0" if device == "cuda" else device)
         self.ranks: ParallelRanks = initialize(rendezvous, config, self.device, seed)
-        seed_generators(seed, self.ranks)
         self.chunks = build_model(shape, config, self.device)
+        seed_generators(seed, self.ranks)  # after initial weights were drawn, which no run uses
         self.optimizer = build_optimizer(config.optimizer, self.chunks, config.dtype)
         self.scheduler = build_scheduler(config.optimizer, self.optimizer, total_updates)
         self._logits = LogitSettings(shape.vocab_size, temperature or 1.0, config.logprob_chunk)

@@ -49,10 +49,11 @@ def _meet(rendezvous: Rendezvous, backend: str) -> None:
             timeout=timedelta(seconds=rendezvous.deadline_seconds),
             **rendezvous.arguments(),
         )
-    except dist.DistError as error:
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0].rstrip(".")
         raise RunError(
             f"Actor rank {rendezvous.rank} did not meet the other {rendezvous.world_size - 1} ranks at "
-            f"{rendezvous.init_method} within {rendezvous.deadline_seconds:g} s ({str(error).splitlines()[0].rstrip('.')}): "
+            f"{rendezvous.init_method} within {rendezvous.deadline_seconds:g} s ({reason}): "
             "look into their logs, and whether every node reaches that address."
         ) from None
 

@@ -34,6 +34,7 @@ class Rendezvous:
         url = urlsplit(self.init_method)
         if url.scheme != STORE:
             return {"init_method": self.init_method}
+        assert url.hostname and url.port
         timeout = timedelta(seconds=self.deadline_seconds)
         store = dist.TCPStore(url.hostname, url.port, is_master=False, timeout=timeout)
         return {"store": dist.PrefixStore(url.path.strip("/"), store)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -50,7 +51,8 @@ class CheckpointDirectory:
     def abandon(self, step: int) -> None:
         """Remove what a failed save wrote."""
         shutil.rmtree(self._beside(step, _PARTIAL), ignore_errors=True)
-        self._next_latest.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # there is an error to report already
+            self._next_latest.unlink()
 
     def commit(self, step: int) -> None:
         """Make the begun checkpoint the latest one. Its files must be on disk. Raises OSError before any rename."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import traceback
 from collections.abc import Callable
@@ -41,6 +42,7 @@ def _answer(work: Callable[[], Any]) -> Answer:
     except RunError as error:
         return "error", str(error)
     except Exception as error:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # the disk that the log is on may be full
+            traceback.print_exc()
         first_line = next(iter(str(error).strip().splitlines()), "")
         return "error", f"{type(error).__name__}: {first_line}"

@@ -20,8 +20,10 @@ def write_report(log_dir: Path, processes: Sequence[WorkerProcess], liveness: Li
     doing = [process.last_thing() for process in processes]  # before they are woken
     for process in processes:
         process.ask_stacks()
-    end = time.monotonic() + COLLECT_SECONDS
-    while time.monotonic() < end and not all(process.stacks() for process in processes):
+    end, before = time.monotonic() + COLLECT_SECONDS, [""]
+    # Stacks arrive line by line: complete when all are there and none has grown.
+    while time.monotonic() < end and not (all(before) and before == [process.stacks() for process in processes]):
+        before = [process.stacks() for process in processes]
         time.sleep(_POLL_SECONDS)
     path = next(path for n in count(1) if not (path := log_dir / f"stacks-{n}.txt").exists())
     with path.open("w", encoding="utf-8") as file:

@@ -118,6 +118,7 @@ class SupervisedCluster(ABC):
             if call.role not in self._replaceable:
                 call.result()
         self._up = True
+        self._look(_START, at_once=True)
 
     def process(self, role: str, rank: int) -> WorkerProcess:
         """The process that holds this rank now."""
@@ -185,14 +186,14 @@ class SupervisedCluster(ABC):
 
     def _see_causes(self, calls: Sequence[Call], phase: str) -> None:
         """Peers of a dead rank fail too, a moment earlier or later, with less telling errors: wait for the death."""
+        self._look(phase, at_once=True)
         end = time.monotonic() + self.grace_seconds
         while time.monotonic() < end and not any(call.dead for call in calls):
             waiting = [self.process(call.role, call.rank) for call in calls if not call.done]
             if not waiting and all(call.error is None or isinstance(call.error, UserError) for call in calls):
                 return
             self.receive(waiting, min(0.1, end - time.monotonic()))
-            self._next_look = 0.0
-            self._look(phase)
+            self._look(phase, at_once=True)
 
     @staticmethod
     def _raise_failure(finished: Sequence[Call]) -> None:
@@ -218,10 +219,10 @@ class SupervisedCluster(ABC):
 
     # Watching
 
-    def _look(self, phase: str) -> None:
+    def _look(self, phase: str, *, at_once: bool = False) -> None:
         """Take note of signs of life, exits and silence; raise when a worker is lost that cannot be replaced."""
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_look and not at_once:
             return
         self._next_look = now + LOOK_SECONDS
         for process in list(self._processes.values()):

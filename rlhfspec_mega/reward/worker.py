@@ -82,6 +82,9 @@ def _score(function: Callable[..., Any], sample: tuple[str, str, str], arguments
 
 
 def main() -> None:
+    # A batch system may signal every process: the driver decides when this one ends.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
     _watch_parent(connection)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

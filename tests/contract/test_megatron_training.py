@@ -85,10 +85,11 @@ def test_training_moves_weights_and_lowers_the_loss(probes: dict, model: Path) -
     assert train(group, "one", 5)["loss"] < first
 
 
-def test_checkpoint_reshards(probes: dict, model: Path, undisturbed: tuple, tmp_path: Path) -> None:
+@pytest.mark.parametrize("middle", ["pp2", "pp2_interleaved"])
+def test_checkpoint_reshards(middle: str, probes: dict, model: Path, undisturbed: tuple, tmp_path: Path) -> None:
     """TP2 -> PP2 -> DP2, two updates each: the same weights as six updates in one process."""
     previous = None
-    for layout in ("tp2", "pp2", "dp2"):
+    for layout in ("tp2", middle, "dp2"):
         group = probes[layout]
         group.call("build", LAYOUTS[layout], model, phase="build")
         if previous is not None:

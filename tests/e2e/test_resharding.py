@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ import torch
 
 from rlhfspec_mega.actor.rendezvous import Rendezvous
 from rlhfspec_mega.cluster.interface import WorkerSpec
-from rlhfspec_mega.cluster.local import LocalCluster, LocalGroup
+from rlhfspec_mega.cluster.launchers import transport as open_transport
+from rlhfspec_mega.cluster.local import LocalCluster
+from rlhfspec_mega.cluster.supervised import Group
 from rlhfspec_mega.config.schema import ActorConfig, RolloutConfig
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
@@ -19,6 +23,7 @@ from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.resharding.buckets import Bucket
 from rlhfspec_mega.resharding.controller import Resharder
 from rlhfspec_mega.workers.engine import TorchEngineWorker
+from tests.clusters import local_cluster
 from tests.contract.test_megatron_parity import make_models
 
 LAYOUTS = {
@@ -33,9 +38,10 @@ RANKS = {"one": 1, "tp2": 2, "dp2": 2, "pp2": 2, "pp2_interleaved": 2, "tp2_pp2"
 
 
 class EngineUnderTest(TorchEngineWorker):
-    """An engine that shows its weights, and can be told to misread one bucket."""
+    """An engine that shows its weights, and can be told to misread one bucket or to die at one."""
 
     flip_in: int | None = None
+    last: int | None = None
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in self._model.hf_tensors().items()}
@@ -43,11 +49,16 @@ class EngineUnderTest(TorchEngineWorker):
     def misread(self, bucket_id: int | None) -> None:
         self.flip_in = bucket_id
 
+    def die_at(self, bucket_id: int) -> None:
+        self.last = bucket_id
+
     def connect(self, address: Any, index: int) -> None:
         super().connect(address, index)
         receive = self._receiver.receive
 
         def flipping(bucket: Bucket) -> torch.Tensor:
+            if bucket.id == self.last:
+                os.kill(os.getpid(), signal.SIGKILL)
             data = receive(bucket)
             if bucket.id == self.flip_in:
                 data = data.clone()
@@ -57,7 +68,7 @@ class EngineUnderTest(TorchEngineWorker):
         self._receiver.receive = flipping
 
 
-def launch(cluster: LocalCluster, layout: str, model: Path, tmp_path: Path) -> tuple[LocalGroup, LocalGroup]:
+def launch(cluster: LocalCluster, layout: str, model: Path, tmp_path: Path) -> tuple[Group, Group]:
     shape = read_shape(model)
     actor_specs = [
         WorkerSpec(
@@ -79,7 +90,7 @@ def launch(cluster: LocalCluster, layout: str, model: Path, tmp_path: Path) -> t
         "tests.e2e.test_resharding.EngineUnderTest",
         {"shape": shape, "config": rollout, "dtype": "float32", "device": "cpu"},
     )
-    actor, engines = cluster.launch("actor", actor_specs), cluster.launch("engine", [engine, engine])
+    actor, engines = cluster.launch("actor", actor_specs), cluster.launch("engine", [engine, engine], replaceable=True)
     cluster.wait_started()
     return actor, engines
 
@@ -91,15 +102,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
-    made = LocalCluster(tmp_path / "logs", threads=1, deadline_seconds=60, start_seconds=120, use_gpus=False)
+    made = local_cluster(tmp_path)
     yield made
     made.close()
 
 
-def resharder(cluster: LocalCluster, actor: LocalGroup, model: Path, transport: str) -> Resharder:
+def resharder(cluster: LocalCluster, actor: Group, model: Path, transport: str) -> Resharder:
     shape = read_shape(model)
     tensors = mapping_for(shape.architecture).hf_tensors(shape)
-    return Resharder(cluster, actor, tensors, transport=transport, bucket_bytes=5000, deadline_seconds=60, device="cpu")
+    open_host = open_transport(transport, cluster, 60.0)
+    return Resharder(cluster, actor, tensors, open_host=open_host, bucket_bytes=5000)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +134,9 @@ def test_engines_and_disk_get_the_very_same_bits(
     actor.call("load_weights", model, phase="load")
     stream = resharder(cluster, actor, model, transport)
     assert len(stream.buckets) > 5
-    stream.connect(engines)
     for version in (0, 1):
-        stream.update(engines, version)
+        cluster.publish(version)
+        assert stream.update(engines, [0, 1], version) == [0, 1] == engines.serving()
         for held in engines.call("weights", phase="test"):
             assert held.keys() == set(weights.names())
             assert all(torch.equal(tensor, weights.get(name)) for name, tensor in held.items())
@@ -140,11 +152,34 @@ def test_a_wrong_bit_stops_the_run_with_the_buckets_names(models: dict, cluster:
     actor, engines = launch(cluster, "tp2", model, tmp_path)
     actor.call("load_weights", model, phase="load")
     stream = resharder(cluster, actor, model, "shared_memory")
-    stream.connect(engines)
-    stream.update(engines, 0)
+    stream.update(engines, [0, 1], 0)
     bad = stream.buckets[3]
     engines.call("misread", bad.id, phase="test", ranks=[1])
     with pytest.raises(RunError, match=rf"engine 1 received differ.*bucket {bad.id} \(.*{bad.names[0]}"):
-        stream.update(engines, 1)
+        stream.update(engines, [0, 1], 1)
     assert [load.policy_version for load in engines.call("load", phase="test")] == [0, 0], "version 1 went live"
+    stream.close()
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "collective"])
+def test_an_engine_that_dies_in_an_update_is_left_out_and_joins_the_next(
+    transport: str, models: dict, cluster: LocalCluster, tmp_path: Path
+) -> None:
+    model = models["llama_tied"]
+    weights = HfWeights(model)
+    actor, engines = launch(cluster, "tp2", model, tmp_path)
+    actor.call("load_weights", model, phase="load")
+    stream = resharder(cluster, actor, model, transport)
+    cluster.publish(0)
+    stream.update(engines, [0, 1], 0)
+    engines.call("die_at", stream.buckets[2].id, phase="test", ranks=[0])
+    cluster.publish(1)
+    assert stream.update(engines, [0, 1], 1) == [1] == engines.serving()
+    held = engines.call("weights", phase="test", ranks=[1])[0]
+    assert all(torch.equal(tensor, weights.get(name)) for name, tensor in held.items())
+    cluster.wait_started()
+    cluster.publish(2)
+    assert stream.update(engines, [0, 1], 2) == [0, 1] == engines.serving()
+    for held in engines.call("weights", phase="test"):
+        assert all(torch.equal(tensor, weights.get(name)) for name, tensor in held.items())
     stream.close()

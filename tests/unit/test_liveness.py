@@ -208,12 +208,16 @@ class LivenessMachine(RuleBasedStateMachine):
     confirmed, void as soon as an update to another version begins.
     """
 
-    @initialize()
-    def begin(self):
+    @initialize(version=versions)
+    def begin(self, version):
         self.record = Liveness(SUSPECT_SECONDS, DEAD_SECONDS)
         self.now = 0
         self.signs = {}
         self.held = {}
+        for worker in WORKERS:
+            self.launch(worker)
+            self.start(worker)
+        self.update(version, WORKERS[:2])
 
     def snapshot(self):
         return {(role, rank): self.record.health(role, rank) for role in ("engine", "actor")
@@ -265,6 +269,27 @@ class LivenessMachine(RuleBasedStateMachine):
     @rule(seconds=st.integers(0, 6))
     def time_passes(self, seconds):
         self.now += seconds
+
+    @rule(seconds=st.integers(SUSPECT_SECONDS + 1, DEAD_SECONDS + 1), silent=st.sets(workers))
+    def some_are_silent(self, seconds, silent):
+        self.now += seconds
+        for worker in WORKERS:
+            if worker not in silent:
+                self.hear(worker, 0)
+        self.look()
+
+    @rule(version=versions, reached=st.sets(st.sampled_from(WORKERS[:2])))
+    def update(self, version, reached):
+        self.publish(version)
+        for worker in reached:
+            self.confirm(worker, version)
+
+    @rule()
+    def restart_the_dead(self):
+        for worker, health in self.snapshot().items():
+            if health.state is DEAD:
+                self.launch(worker)
+                self.start(worker)
 
     @rule(worker=workers)
     def launch(self, worker):
@@ -322,9 +347,12 @@ class LivenessMachine(RuleBasedStateMachine):
         self.act(command, worker)
 
     @rule(role=st.sampled_from(["engine", "actor"]))
-    def forget(self, role):
+    def replace_on_purpose(self, role):
         self.record.forget(role)
         assert self.record.ranks(role) == []
+        for worker in WORKERS:
+            if worker[0] == role:
+                self.launch(worker)
 
     @invariant()
     def only_current_weights_serve(self):
@@ -354,4 +382,4 @@ class LivenessMachine(RuleBasedStateMachine):
 
 
 TestLivenessMachine = LivenessMachine.TestCase
-TestLivenessMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestLivenessMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)

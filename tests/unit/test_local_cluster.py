@@ -13,8 +13,11 @@ import psutil
 import pytest
 
 from rlhfspec_mega.cluster.interface import WorkerSpec
-from rlhfspec_mega.cluster.local import LocalCluster, LocalGroup, visible_devices
-from rlhfspec_mega.errors import RunError, UserError
+from rlhfspec_mega.cluster.liveness import WorkerState
+from rlhfspec_mega.cluster.local import LocalCluster, visible_devices
+from rlhfspec_mega.cluster.supervised import Group
+from rlhfspec_mega.errors import RunError, UserError, WorkerDied
+from tests.clusters import local_cluster
 
 
 class Echo:
@@ -54,25 +57,25 @@ def spec(name: str, **arguments: Any) -> WorkerSpec:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
-    made = LocalCluster(tmp_path / "logs", threads=1, deadline_seconds=20, start_seconds=30, use_gpus=False)
+    made = local_cluster(tmp_path, deadline_seconds=20)
     yield made
     made.close()
 
 
 @pytest.fixture
-def group(cluster: LocalCluster) -> LocalGroup:
+def group(cluster: LocalCluster) -> Group:
     made = cluster.launch("echo", [spec("a"), spec("b")])
     cluster.wait_started()
     return made
 
 
-def test_calls_and_scatter(group: LocalGroup) -> None:
+def test_calls_and_scatter(group: Group) -> None:
     assert group.call("greet", "you", phase="test") == ["a greets you", "b greets you"]
     assert group.call("greet", "you", phase="test", ranks=[1]) == ["b greets you"]
     assert group.scatter("greet", [("x",), ("y",)], "test") == ["a greets x", "b greets y"]
 
 
-def test_first_of_several(cluster: LocalCluster, group: LocalGroup) -> None:
+def test_first_of_several(cluster: LocalCluster, group: Group) -> None:
     slow, quick = group.start(0, "sleep", 1.5), group.start(1, "sleep", 0.0)
     assert cluster.wait([slow, quick], "test", first=True) == [quick]
     assert not slow.done
@@ -80,14 +83,14 @@ def test_first_of_several(cluster: LocalCluster, group: LocalGroup) -> None:
     assert slow.result() == 1.5
 
 
-def test_a_busy_worker_takes_no_second_call(cluster: LocalCluster, group: LocalGroup) -> None:
+def test_a_busy_worker_takes_no_second_call(cluster: LocalCluster, group: Group) -> None:
     call = group.start(0, "sleep", 0.5)
     with pytest.raises(RunError, match="busy with sleep"):
         group.start(0, "greet", "you")
     cluster.wait([call], "test")
 
 
-def test_failures_name_phase_rank_and_log(group: LocalGroup, tmp_path: Path) -> None:
+def test_failures_name_phase_rank_and_log(group: Group, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"phase 'scoring', echo rank 0 failed with ValueError: deliberate.*echo-0\.log"):
         group.call("fail", phase="scoring", ranks=[0])
     assert "deliberate" in (tmp_path / "logs" / "echo-0.log").read_text()
@@ -95,19 +98,114 @@ def test_failures_name_phase_rank_and_log(group: LocalGroup, tmp_path: Path) -> 
         group.call("complain", phase="scoring")
 
 
-def test_death_is_named_before_the_failures_it_causes(cluster: LocalCluster, group: LocalGroup) -> None:
+def test_death_is_named_before_the_failures_it_causes(cluster: LocalCluster, group: Group) -> None:
     calls = [group.start(0, "fail"), group.start(1, "die")]
-    with pytest.raises(RunError, match="echo rank 1 died with exit status -9"):
+    with pytest.raises(WorkerDied, match="phase 'update', echo rank 1 died with exit status -9"):
         cluster.wait(calls, "update")
 
 
-def test_deadline_names_the_silent_and_collects_stacks(
-    cluster: LocalCluster, group: LocalGroup, tmp_path: Path
-) -> None:
+def test_deadline_names_the_silent_and_collects_stacks(cluster: LocalCluster, group: Group, tmp_path: Path) -> None:
     calls = [group.start(0, "sleep", 30), group.start(1, "greet", "you")]
-    with pytest.raises(RunError, match=r"phase 'reshard', no answer within 0\.5 s from echo rank 0 \(sleep\)"):
+    with pytest.raises(
+        RunError, match=r"phase 'reshard', no answer within 0\.5 s from echo rank 0 \(sleep since 0\.[5-9]"
+    ):
         cluster.wait(calls, "reshard", seconds=0.5)
-    assert "in sleep" in (tmp_path / "logs" / "echo-0.log").read_text()
+    report = (tmp_path / "logs" / "stacks-1.txt").read_text()
+    assert "echo rank 0: serving; sleep since" in report and "in sleep" in report
+    assert "echo rank 1: serving; idle since greet" in report and "in serve" in report
+    assert "== driver" in report and "test_deadline_names_the_silent" in report
+
+
+def pid(number: int) -> int:
+    """Of the worker that was started as this one, counted from 0."""
+    return psutil.Process().children()[number].pid
+
+
+def test_a_stopped_worker_ends_the_wait_with_its_stacks(tmp_path: Path) -> None:
+    """It falls silent long before the deadline, and is woken to show where it stood."""
+    cluster = local_cluster(tmp_path, silence_seconds=3.0)
+    try:
+        group = cluster.launch("echo", [spec("a"), spec("b")])
+        cluster.wait_started()
+        calls = [group.start(0, "sleep", 30), group.start(1, "sleep", 30)]
+        os.kill(pid(1), signal.SIGSTOP)
+        with pytest.raises(RunError, match="phase 'update', echo rank 1 shows no sign of life") as raised:
+            cluster.wait(calls, "update")
+        assert not isinstance(raised.value, WorkerDied)
+        report = (tmp_path / "logs" / "stacks-1.txt").read_text()
+        assert "echo rank 1: dead; sleep since" in report
+        assert report.count("in sleep") == 2
+    finally:
+        cluster.close()
+    assert not [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_dead_worker_that_cannot_be_replaced_ends_any_wait(cluster: LocalCluster) -> None:
+    vital = cluster.launch("vital", [spec("a")])
+    other = cluster.launch("other", [spec("b")], replaceable=True)
+    cluster.wait_started()
+    call = other.start(0, "sleep", 30)
+    os.kill(pid(0), signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="phase 'generate', vital rank 0 died with exit status -9"):
+        cluster.wait([call], "generate", check=False)
+    cluster.end("vital")
+    vital = cluster.launch("vital", [spec("again")])
+    cluster.settle("other", 0.1)  # still asleep: given up, and replaced
+    assert call.dead
+    cluster.wait_started()
+    assert vital.call("greet", "you", phase="test") == ["again greets you"]
+    assert other.call("greet", "you", phase="test") == ["b greets you"]
+
+
+def test_a_replaceable_worker_is_started_again_and_needs_weights(cluster: LocalCluster) -> None:
+    group = cluster.launch("echo", [spec("a"), spec("b")], replaceable=True)
+    cluster.wait_started()
+    cluster.publish(7)
+    assert group.serving() == []
+    for rank in (0, 1):
+        group.confirm(rank, 7)
+    assert group.serving() == [0, 1]
+    calls = [group.start(0, "sleep", 0.3), group.start(1, "die")]
+    cluster.wait(calls, "generate", check=False)
+    assert calls[0].result() == 0.3 and calls[1].dead
+    assert group.serving() == [0] and group.launches(1) == 2
+    cluster.wait_started()
+    assert group.ranks(WorkerState.REJOINING) == [1]
+    group.confirm(1, 6)
+    assert group.serving() == [0], "old weights"
+    group.confirm(1, 7)
+    assert group.serving() == [0, 1]
+    assert group.call("greet", "you", phase="test") == ["a greets you", "b greets you"]
+
+
+def test_restarts_are_bounded_between_steps(tmp_path: Path) -> None:
+    cluster = local_cluster(tmp_path, max_restarts=1)
+    try:
+        group = cluster.launch("echo", [spec("a")], replaceable=True)
+        cluster.wait_started()
+        for expected in (1, 0):
+            cluster.wait([group.start(0, "die")], "generate", check=False)
+            cluster.wait_started()
+            assert len(group.ranks(WorkerState.REJOINING)) == expected
+        call = group.start(0, "greet", "you")
+        cluster.wait([call], "test", check=False)
+        assert call.dead, "a call to a worker that stays down is answered at once"
+        assert cluster.may_restart("vital") and not cluster.may_restart("vital")
+        cluster.progressed()
+        assert cluster.may_restart("vital")
+    finally:
+        cluster.close()
+
+
+def test_a_replaceable_worker_that_hangs_is_given_up(cluster: LocalCluster) -> None:
+    group = cluster.launch("echo", [spec("a")], replaceable=True)
+    cluster.wait_started()
+    call = group.start(0, "sleep", 30)
+    cluster.wait([call], "generate", seconds=0.5, check=False)
+    with pytest.raises(WorkerDied, match=r"died with no answer within 0\.5 s"):
+        call.result()
+    cluster.wait_started()
+    assert group.call("greet", "you", phase="test") == ["a greets you"]
 
 
 def test_a_refusal_at_the_start_is_the_users(cluster: LocalCluster) -> None:
@@ -116,12 +214,12 @@ def test_a_refusal_at_the_start_is_the_users(cluster: LocalCluster) -> None:
         cluster.wait_started()
 
 
-def test_threads_and_devices(cluster: LocalCluster, group: LocalGroup) -> None:
+def test_threads_and_devices(cluster: LocalCluster, group: Group) -> None:
     assert group.call("environment", "OMP_NUM_THREADS", phase="test") == ["1", "1"]
     assert group.call("environment", "CUDA_VISIBLE_DEVICES", phase="test") == ["", ""]
 
 
-def test_close_leaves_no_process(cluster: LocalCluster, group: LocalGroup) -> None:
+def test_close_leaves_no_process(cluster: LocalCluster, group: Group) -> None:
     children = psutil.Process().children(recursive=True)
     assert len(children) >= 2
     group.start(0, "sleep", 60)
@@ -139,6 +237,6 @@ def test_devices_count_among_those_the_driver_was_given(given: str | None, devic
     assert visible_devices(devices, environment) == seen
 
 
-def test_a_workers_own_sentence_is_passed_on(group: LocalGroup) -> None:
+def test_a_workers_own_sentence_is_passed_on(group: Group) -> None:
     with pytest.raises(RunError, match="rank 0 failed with The bucket is wrong"):
         group.call("stop", phase="test", ranks=[0])

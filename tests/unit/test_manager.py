@@ -1,8 +1,9 @@
-"""The rollout manager over real engines in this process: every sample exactly once, whatever the sizes."""
+"""The rollout manager over real engines in this process: every sample exactly once, whatever dies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,44 +11,74 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhfspec_mega.config.schema import RolloutConfig
 from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.ledger import Ledger, Purpose
 from rlhfspec_mega.models.initialize import initial_tensors
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
-from rlhfspec_mega.rollout.manager import RolloutManager, assign
-from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
-from rlhfspec_mega.types import EngineLoad, FinishReason, GenerationRequest, GenerationResult
+from rlhfspec_mega.rollout.assignment import assign
+from rlhfspec_mega.rollout.manager import RolloutManager
+from rlhfspec_mega.types import EngineReport, FinishReason, GenerationRequest, GenerationResult, Prompt, Sample
+from rlhfspec_mega.workers.engine import TorchEngineWorker
 
 SHAPE = ModelShape("llama", 16, 1, 2, 1, 8, 32, 31, 64, 1e4, 1e-5, True)
 TENSORS = mapping_for("llama").hf_tensors(SHAPE)
+CONFIG = RolloutConfig(slots=3, max_prompt_tokens=16, max_new_tokens=16, prefill_chunk=8)
 
 
 class Answered:
     """A finished call, as a cluster's is once waited for."""
 
-    def __init__(self, rank: int, value: Any) -> None:
-        self.rank, self._value = rank, value
+    def __init__(self, rank: int, value: Any, dead: bool = False) -> None:
+        self.rank, self.dead, self._value = rank, dead, value
 
     def result(self) -> Any:
+        assert not self.dead
         return self._value
 
 
-class InProcessEngines:
-    """Real engines called at once: the process boundary is what this leaves out."""
+class Pool:
+    """Real engines called at once; the process boundary is what this leaves out.
 
-    def __init__(self, engines: Sequence[Any]) -> None:
-        self.engines, self.size = engines, len(engines)
+    Args:
+        deaths: for the calls with these numbers, whether the engine dies before it does the work, or after.
+    """
+
+    def __init__(self, engines: Sequence[Any], deaths: dict[int, bool] | None = None) -> None:
+        self.engines, self.size, self.down = engines, len(engines), set[int]()
+        self.deaths, self.calls = deaths or {}, 0
 
     def start(self, rank: int, method: str, *args: Any) -> Answered:
-        return Answered(rank, getattr(self.engines[rank], method)(*args))
+        assert rank not in self.down
+        number, self.calls = self.calls, self.calls + 1
+        dies = number in self.deaths
+        if dies and self.deaths[number]:
+            return self._die(rank)
+        value = getattr(self.engines[rank], method)(*args)
+        return self._die(rank) if dies else Answered(rank, value)
+
+    def _die(self, rank: int) -> Answered:
+        self.down.add(rank)
+        self.engines[rank].clear()
+        return Answered(rank, None, dead=True)
+
+    def serving(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank not in self.down]
+
+    alive = serving
+
+    def revive(self) -> None:
+        assert not self.serving(), "engines are brought back in a rollout only when none is left"
+        self.down.clear()
 
 
-def wait(calls: Sequence[Answered], phase: str, *, first: bool = False) -> Sequence[Answered]:
-    return calls[:1] if first else calls
+def wait(calls: Sequence[Answered], phase: str, *, first: bool, check: bool) -> Sequence[Answered]:
+    return calls[:1]
 
 
-def make_engine() -> TorchEngine:
-    engine = TorchEngine(SHAPE, slots=3, max_positions=32, prefill_chunk=8, dtype=torch.float32, device="cpu")
+def make_engine() -> TorchEngineWorker:
+    engine = TorchEngineWorker(SHAPE, CONFIG, "float32", "cpu")
     engine.begin_update(0, TENSORS)
     engine.update_weights([(name, 0, tensor.flatten()) for name, tensor in initial_tensors(TENSORS, 1, seed=1)])
     engine.end_update(0)
@@ -55,7 +86,30 @@ def make_engine() -> TorchEngine:
 
 
 def request(group: int, member: int) -> GenerationRequest:
-    return GenerationRequest(f"{group}.{member}", f"{group}", (1, 2 + group), 100 * group + member, 6, stop_tokens=(0,))
+    return GenerationRequest(f"{group}.{member}", f"{group}", (1, 2 + group), 100 * group + member, 9, stop_tokens=(0,))
+
+
+def opened(requests: Sequence[GenerationRequest]) -> Ledger:
+    """A ledger that expects these samples."""
+    ledger, groups = Ledger(), [int(request.group_id) for request in requests]
+    prompts = {group: Prompt(group, "", "", (1,)) for group in groups}
+    samples = [Sample(request.sample_id, 0, prompts[group], 0) for request, group in zip(requests, groups, strict=True)]
+    ledger.open(samples, Purpose.EVALUATE)
+    return ledger
+
+
+def generate(
+    pool: Pool,
+    requests: Sequence[GenerationRequest],
+    deterministic: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    poll: float = 0.0,
+) -> dict[str, GenerationResult]:
+    manager = RolloutManager(pool, wait, revive=pool.revive, poll_seconds=poll, deterministic=deterministic)
+    ledger = opened(requests)
+    results = manager.generate(requests, ledger, "generate", progress)
+    assert {ledger.state(request.sample_id) for request in requests} <= {"finished"}
+    return results
 
 
 ENGINES = [make_engine() for _ in range(3)]
@@ -66,14 +120,58 @@ ENGINES = [make_engine() for _ in range(3)]
 def test_every_sample_comes_back_once_with_its_own_tokens(engines: int, groups: list[int], poll: float) -> None:
     requests = [request(group, member) for group, size in enumerate(groups) for member in range(size)]
     seen: list[tuple[int, int]] = []
-    manager = RolloutManager(InProcessEngines(ENGINES[:engines]), wait, poll_seconds=poll)
-    results = manager.generate(requests, "generate", lambda done, total: seen.append((done, total)))
+    results = generate(Pool(ENGINES[:engines]), requests, progress=lambda *now: seen.append(now), poll=poll)
     assert results.keys() == {request.sample_id for request in requests}
-    alone = RolloutManager(InProcessEngines(ENGINES[2:]), wait, poll_seconds=poll)
     for one in requests[::4]:
-        assert results[one.sample_id].tokens == alone.generate([one], "generate")[one.sample_id].tokens
+        assert results[one.sample_id].tokens == generate(Pool(ENGINES[2:]), [one])[one.sample_id].tokens
     if requests:
         assert seen[-1] == (len(requests), len(requests))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 3),
+    st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    st.dictionaries(st.integers(0, 40), st.booleans(), max_size=6),
+    st.booleans(),
+)
+def test_deaths_change_neither_the_samples_nor_the_count(
+    engines: int, groups: list[int], deaths: dict[int, bool], deterministic: bool
+) -> None:
+    """Each sample once, with the tokens of a quiet rollout; when deterministic, the same bits."""
+    requests = [request(group, member) for group, size in enumerate(groups) for member in range(size)]
+    quiet = generate(Pool(ENGINES[:engines]), requests, deterministic)
+    pool = Pool(ENGINES[:engines], deaths)
+    results = generate(pool, requests, deterministic)
+    assert results.keys() == quiet.keys()
+    for sample_id, result in results.items():
+        expected = quiet[sample_id]
+        assert result.tokens == expected.tokens and result.versions == expected.versions
+        if deterministic:
+            assert result.logprobs == expected.logprobs
+        else:
+            assert result.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    assert all(engine.load().running == engine.load().waiting == 0 for engine in ENGINES)
+
+
+def test_a_dead_engines_samples_go_on_from_their_last_tokens() -> None:
+    """The survivor prefills what was known of them and decodes only the rest."""
+    requests = [replace(request(group, 0), ignore_stop=True) for group in range(2)]
+    full = sum(len(result.tokens) for result in generate(Pool(ENGINES[:2]), requests).values())
+    before = ENGINES[0].stats()["generated_tokens"]
+    pool = Pool(ENGINES[:2], {9: True})  # one token a call and engine: engine 1's fifth call
+    generate(pool, requests)
+    assert pool.down == {1}
+    of_engine_0 = ENGINES[0].stats()["generated_tokens"] - before
+    assert of_engine_0 == full - 4, "engine 1 had decoded and reported four tokens"
+
+
+def test_an_engine_that_is_away_from_the_start_gets_nothing() -> None:
+    pool = Pool(ENGINES[:2])
+    pool.down.add(1)
+    requests = [request(group, 0) for group in range(3)]
+    for deterministic in (False, True):
+        assert generate(pool, requests, deterministic).keys() == {"0.0", "1.0", "2.0"}
 
 
 @given(st.lists(st.integers(1, 9), max_size=20), st.integers(1, 8))
@@ -88,31 +186,34 @@ def test_assignment_keeps_groups_together_and_balances(groups: list[int], engine
 
 
 class Misbehaving:
-    """An engine at the process boundary that returns given ids and then has nothing left to do."""
+    """An engine at the process boundary that returns given ids and claims to hold so many others."""
 
-    def __init__(self, ids: list[str]) -> None:
-        self._ids = ids
+    def __init__(self, ids: list[str], unfinished: int) -> None:
+        self._ids, self._unfinished = ids, unfinished
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        pass
-
-    def poll(self, seconds: float) -> list[GenerationResult]:
-        ids, self._ids = self._ids, []
-        return [GenerationResult(i, [1], [0.0], [0], FinishReason.STOP) for i in ids]
-
-    def load(self) -> EngineLoad:
-        return EngineLoad(0, 0, 0, 3, 0, 0, 0)
+    def advance(self, samples: Sequence[Any], seconds: float) -> EngineReport:
+        finished = [GenerationResult(i, [1], [0.0], [0], FinishReason.STOP) for i in self._ids]
+        return EngineReport(finished, [], self._unfinished)
 
 
 @pytest.mark.parametrize(
-    ("ids", "words"),
+    ("ids", "unfinished", "words"),
     [
-        (["0.0", "0.0"], "twice"),
-        (["9.9"], "did not ask for"),
-        (["0.0"], "engine 0 lost samples: 0.1"),
+        (["0.0", "0.0"], 0, r"0\.0 came back twice from engine 0"),
+        (["9.9"], 2, "was never given to engine 0"),
+        (["0.0"], 0, r"holds 0 samples and was given 1.*among them 0\.1: it has lost"),
     ],
 )
-def test_a_doubled_foreign_or_lost_sample_stops_the_run(ids: list[str], words: str) -> None:
-    manager = RolloutManager(InProcessEngines([Misbehaving(ids)]), wait, poll_seconds=0.0)
+def test_a_doubled_foreign_or_lost_sample_stops_the_run(ids: list[str], unfinished: int, words: str) -> None:
     with pytest.raises(RunError, match=words):
-        manager.generate([request(0, 0), request(0, 1)], "generate")
+        generate(Pool([Misbehaving(ids, unfinished)]), [request(0, 0), request(0, 1)])
+
+
+def test_tokens_are_those_of_the_engine_alone() -> None:
+    """The manager adds nothing: the same request straight into an engine."""
+    one = request(3, 1)
+    direct = ENGINES[1]
+    direct.submit([one])
+    with torch.inference_mode():
+        results = [result for _ in range(20) for result in direct.poll(0.0)]
+    assert results == [generate(Pool(ENGINES[:1]), [one])[one.sample_id]]

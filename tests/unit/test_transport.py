@@ -12,7 +12,8 @@ import torch
 
 from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.resharding.buckets import Bucket, checksum, plan_buckets
-from rlhfspec_mega.resharding.transport import CollectiveHost, SharedMemoryHost
+from rlhfspec_mega.resharding.collective import CollectiveHost
+from rlhfspec_mega.resharding.shared_memory import SharedMemoryHost
 from rlhfspec_mega.types import TensorInfo
 
 OWNERS, RECEIVERS, UPDATES, SLOT, DEADLINE = 2, 3, 3, 4096, 60.0
@@ -21,7 +22,7 @@ BUCKETS = plan_buckets([TensorInfo(f"t{i}", (700,), "float32") for i in range(5)
 
 # Not fork: this process has threads (gloo, the store), and a child forked while one holds a lock hangs.
 CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "rlhfspec_mega.resharding.transport"])
+CONTEXT.set_forkserver_preload(["torch", "rlhfspec_mega.resharding.collective"])
 
 
 def content(update: int, bucket: Bucket) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rlhfspec_mega.actor.vocab_parallel import vocab_parallel_logprobs
 from rlhfspec_mega.cluster.interface import WorkerSpec
-from rlhfspec_mega.cluster.local import LocalCluster
+from tests.clusters import local_cluster
 
 VOCABULARY, PADDED, TEMPERATURE = 21, 32, 0.7
 
@@ -45,7 +45,7 @@ def test_against_float64(world_size: int, tmp_path: Path) -> None:
     want.backward(grad.double())
     want_entropy = -(log_softmax.exp() * log_softmax).sum(-1)
 
-    cluster = LocalCluster(tmp_path / "logs", threads=1, deadline_seconds=30, start_seconds=60, use_gpus=False)
+    cluster = local_cluster(tmp_path)
     try:
         arguments = {"world_size": world_size, "meeting_point": str(tmp_path / "meet")}
         path = "tests.unit.test_vocab_parallel.Rank"

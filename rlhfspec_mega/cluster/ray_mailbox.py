@@ -1,0 +1,67 @@
+"""The actor through which senders hand references of buckets to receivers, at most two unreleased at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+IN_FLIGHT = 2  # the next bucket is put while the engines load the last
+_FOREVER = 2**62  # more buckets than any run sends
+
+
+class Mailbox:
+    """Counts buckets over all updates; keeps the references of those that some receiver has not released.
+
+    Waits end after `deadline` seconds with what they wait for undone, which the answer tells: callers make sentences.
+    """
+
+    def __init__(self, receivers: int, deadline: float) -> None:
+        self._deadline = deadline
+        self._released = [0] * receivers
+        self._posted = 0
+        self._buckets: dict[int, tuple[int, list[Any]]] = {}  # number -> (bucket id, [reference])
+        self._changed = asyncio.Condition()
+
+    async def reserve(self) -> list[int]:
+        """Wait until another bucket may be posted; the receivers that stand in the way after the deadline."""
+        oldest = self._posted - IN_FLIGHT
+        await self._wait(lambda: min(self._released) > oldest)
+        return [index for index, count in enumerate(self._released) if count <= oldest]
+
+    async def post(self, bucket: int, reference: list[Any]) -> None:
+        """Offer a bucket. The reference comes in a list, so that Ray passes it on without fetching the object."""
+        async with self._changed:
+            self._buckets[self._posted] = (bucket, reference)
+            self._posted += 1
+            self._tidy()
+
+    async def take(self, receiver: int, number: int) -> tuple[int, list[Any]] | None:
+        """Release all buckets before `number` and wait for that one: its id and reference; None: it did not come."""
+        await self.release(receiver, number)
+        await self._wait(lambda: self._posted > number)
+        return self._buckets.get(number)
+
+    async def release(self, receiver: int, count: int) -> None:
+        """The receiver is done with the first `count` buckets."""
+        async with self._changed:
+            self._released[receiver] = max(self._released[receiver], count)
+            self._tidy()
+
+    async def drop(self, receiver: int) -> None:
+        """Nobody waits for this receiver any more."""
+        await self.release(receiver, _FOREVER)
+
+    def _tidy(self) -> None:
+        """Forget what all have released, with which Ray frees it, and wake those who wait."""
+        done = min(self._released)
+        for number in [number for number in self._buckets if number < done]:
+            del self._buckets[number]
+        self._changed.notify_all()
+
+    async def _wait(self, ready: Callable[[], bool]) -> None:
+        async with self._changed:
+            try:
+                await asyncio.wait_for(self._changed.wait_for(ready), self._deadline)
+            except TimeoutError:
+                return

@@ -1,0 +1,142 @@
+"""Placement groups: the devices of each role reserved in a Ray cluster, neighbours on one node."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+
+from rlhfspec_mega.errors import UserError
+
+_POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker's share of a bundle; `gpus` may be a fraction."""
+
+    group: PlacementGroup
+    bundle: int
+    gpus: float
+
+
+class Reservation:
+    """One placement group per role, or one for all roles that share devices; one bundle per device.
+
+    Bundles are numbered by node, so that neighbouring device indices, such as a tensor-parallel group, share a node.
+    """
+
+    def __init__(
+        self, places: Mapping[str, Sequence[int]], *, threads: int, use_gpus: bool, seconds: float, where: str
+    ) -> None:
+        """Reserve and wait at most `seconds` for room.
+
+        Args:
+            places: device index of every rank of every role.
+            threads: CPUs per worker.
+            where: name of the cluster, for messages.
+
+        Raises:
+            UserError: the cluster has too little, or others hold it for too long.
+        """
+        self._groups: list[PlacementGroup] = []
+        self._places: dict[str, list[Place]] = {}
+        workers = Counter(device for devices in places.values() for device in devices)
+        asked = {
+            device: {"CPU": float(threads * count)} | ({"GPU": 1.0} if use_gpus else {})
+            for device, count in workers.items()
+        }
+        _check_total(list(asked.values()), where)
+        end = time.monotonic() + seconds
+        try:
+            for roles in roles_sharing_devices(places):
+                devices = sorted({device for role in roles for device in places[role]})
+                bundles = self._reserve([asked[device] for device in devices], end, seconds, where)
+                of_device = dict(zip(devices, bundles, strict=True))
+                for role in roles:
+                    self._places[role] = [
+                        Place(self._groups[-1], of_device[device], _share(workers[device]) if use_gpus else 0.0)
+                        for device in places[role]
+                    ]
+        except BaseException:
+            self.close()
+            raise
+
+    def place(self, role: str, rank: int) -> Place:
+        return self._places[role][rank]
+
+    def nodes(self) -> set[str]:
+        """Ids of the nodes on which bundles lie."""
+        return {node for group in self._groups for node in _node_of_bundle(group).values()}
+
+    def close(self) -> None:
+        """Give everything back; safe to call twice."""
+        while self._groups:
+            remove_placement_group(self._groups.pop())
+
+    def _reserve(self, bundles: list[dict[str, float]], end: float, seconds: float, where: str) -> list[int]:
+        """Bundle numbers in the order of nodes."""
+        group = placement_group(bundles, strategy="PACK")
+        self._groups.append(group)
+        while not group.wait(_POLL_SECONDS):  # short waits, so that Ctrl-C is heard
+            if time.monotonic() > end:
+                raise UserError(
+                    f"The Ray cluster at {where} had no room for this run within {seconds:g} s: it asks for "
+                    f"{_in_words(bundles)}, and {_amounts(ray.available_resources())} are free. Wait for other jobs, "
+                    "add nodes, or raise cluster.start_seconds."
+                )
+        nodes = _node_of_bundle(group)
+        return sorted(range(len(bundles)), key=lambda bundle: (nodes[bundle], bundle))
+
+
+def roles_sharing_devices(places: Mapping[str, Sequence[int]]) -> list[list[str]]:
+    """Roles in sets, so that roles of different sets have no device in common."""
+    sets: list[tuple[list[str], set[int]]] = []
+    for role, devices in places.items():
+        joined: tuple[list[str], set[int]] = ([role], set(devices))
+        for other in [entry for entry in sets if entry[1] & joined[1]]:
+            sets.remove(other)
+            joined = (other[0] + joined[0], other[1] | joined[1])
+        sets.append(joined)
+    return [roles for roles, _ in sets]
+
+
+def _check_total(bundles: list[dict[str, float]], where: str) -> None:
+    """Refuse at once what could never be placed."""
+    has = ray.cluster_resources()
+    total = {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in ("CPU", "GPU")}
+    if any(amount > has.get(name, 0.0) for name, amount in total.items()):
+        raise UserError(
+            f"The Ray cluster at {where} is too small: this run asks for {_amounts(total)} and the cluster has "
+            f"{_amounts(has)}. Add nodes, or lower cluster.threads_per_worker, rollout.engines or the actor's parallel "
+            "sizes."
+        )
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for bundle in bundles:
+        if not any(all(node.get(name, 0.0) >= amount for name, amount in bundle.items()) for node in nodes):
+            raise UserError(
+                f"No node of the Ray cluster at {where} has {_amounts(bundle)} for the workers of one device: lower "
+                "cluster.threads_per_worker, or use placement=separate."
+            )
+
+
+def _node_of_bundle(group: PlacementGroup) -> dict[int, str]:
+    return dict(placement_group_table(group)["bundles_to_node_id"])
+
+
+def _share(workers: int) -> float:
+    """Each worker's part of a GPU, rounded down to Ray's precision so that all fit."""
+    return int(1e4 / workers) / 1e4
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return f"{resources.get('CPU', 0.0):g} CPUs and {resources.get('GPU', 0.0):g} GPUs"
+
+
+def _in_words(bundles: list[dict[str, float]]) -> str:
+    counts = Counter(_amounts(bundle) for bundle in bundles)
+    return ", ".join(f"{count} x ({amounts})" for amounts, count in counts.items())

@@ -1,0 +1,187 @@
+"""Kills a random process of a run at a random moment, again and again, and compares each end with a quiet run's.
+
+    python -m tests.e2e.chaos --runs 20 --seed 0
+
+Every run is deterministic (trainer.deterministic=true): metrics, samples and trained weights must be, bit for bit,
+those of the run that nobody disturbed. A run whose driver died, or that ended because of the death, is resumed. The
+exit status is 0 only when nothing differs and nothing was lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from uuid import uuid4
+
+import psutil
+import torch
+from safetensors.torch import load_file
+
+from tests.e2e.conftest import make_model, marked, small_run, start
+
+VICTIMS = ("driver", "actor-0", "actor-1", "engine-0", "engine-1")
+TIMED = ("time", "generation_tokens_per_second")  # and seconds/<phase>: what the clock says, not the algorithm
+RUN_SECONDS = 300.0
+
+
+@dataclass
+class Outcome:
+    """A row of the table: the kill came `moment` seconds after `done` steps were done (0: after the workers' start)."""
+
+    run: int
+    victim: str
+    done: int
+    moment: float
+    ended: str
+    resumed: int
+    verdict: str
+
+
+def timeless(directory: Path) -> list[dict]:
+    """The lines of metrics.jsonl without what the clock says."""
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in TIMED and not k.startswith("seconds/")} for row in rows]
+
+
+def differences(expected: Path, found: Path) -> list[str]:
+    """What of a run's results is not, bit for bit, what it should be."""
+    wrong = []
+    if timeless(expected) != timeless(found):
+        wrong.append("metrics")
+    samples = [(directory / "rollouts.jsonl").read_text().splitlines() for directory in (expected, found)]
+    ids = [json.loads(line)["sample_id"] for line in samples[1]]
+    if len(ids) != len(set(ids)) or len(ids) != len(samples[0]):
+        wrong.append(f"{len(ids)} samples, {len(set(ids))} distinct, instead of {len(samples[0])}")
+    elif samples[0] != samples[1]:
+        wrong.append("samples")
+    weights = [load_file(directory / "model" / "model.safetensors") for directory in (expected, found)]
+    if any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0]):
+        wrong.append("weights")
+    return wrong
+
+
+def process_of(driver: int, victim: str) -> psutil.Process | None:
+    """The driver, or the worker that writes this log."""
+    if victim == "driver":
+        return psutil.Process(driver)
+    for child in psutil.Process(driver).children():
+        try:
+            if os.readlink(f"/proc/{child.pid}/fd/1").endswith(f"logs/{victim}.log"):
+                return child
+        except OSError:
+            continue
+    return None
+
+
+def steps_done(directory: Path) -> int:
+    file = directory / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+class Chaos:
+    """Runs of one small model in one directory."""
+
+    def __init__(self, root: Path, steps: int, options: Sequence[str]) -> None:
+        self._root, self._steps = root, steps
+        self._model = make_model(root / "model")
+        self._options = [
+            f"trainer.steps={steps}",
+            "trainer.checkpoint_every=3",
+            "trainer.deterministic=true",
+            "logger.console=false",
+            *options,
+        ]
+        self.quiet = root / "quiet"
+        self._seconds: list[float] = []  # by steps done: how long a run stays in this state
+
+    def run_quietly(self) -> None:
+        """The reference; also how long a run takes from its workers' start to the first step, for each step, and
+        from the last one to the end."""
+        process = self._start("quiet")
+        self._wait_for_workers("quiet", process)
+        for done in range(self._steps + 1):
+            begin = time.monotonic()
+            while steps_done(self.quiet) <= done and process.poll() is None:
+                time.sleep(0.01)
+            self._seconds.append(time.monotonic() - begin)
+        errors = self._end(process)
+        if process.returncode:
+            raise SystemExit(f"The undisturbed run failed: {errors}")
+
+    def _wait_for_workers(self, name: str, process: subprocess.Popen[str]) -> None:
+        while not (self._root / name / "logs" / "actor-1.log").exists() and process.poll() is None:
+            time.sleep(0.01)
+
+    def disturb(self, number: int, chance: random.Random) -> Outcome:
+        name, victim, done = f"run{number}", chance.choice(VICTIMS), chance.randint(0, self._steps)
+        moment = chance.random() * self._seconds[done]
+        directory, process = self._root / name, self._start(name)
+        self._wait_for_workers(name, process)
+        while steps_done(directory) < done and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(moment)
+        target = process_of(process.pid, victim) if process.poll() is None else None
+        if target is not None:
+            target.send_signal(signal.SIGKILL)
+        self._end(process)
+        ended = f"status {process.returncode}" if target else "was over before"
+        resumed = 0
+        while process.returncode and resumed < 3:
+            resumed += 1
+            process = self._start(name, *(["trainer.resume=true"] if directory.exists() else []))
+            errors = self._end(process)
+        if process.returncode:
+            verdict = f"FAILED: {errors.strip()[-300:]}"
+        else:
+            wrong = differences(self.quiet, directory)
+            verdict = f"DIFFERS: {', '.join(wrong)}" if wrong else "same bits"
+        return Outcome(number, victim, done, round(moment, 2), ended, resumed, verdict)
+
+    def _start(self, name: str, *more: str) -> subprocess.Popen[str]:
+        self._mark = uuid4().hex
+        return start(*small_run(self._model, self._root, name, *self._options, *more), mark=self._mark)
+
+    def _end(self, process: subprocess.Popen[str]) -> str:
+        _, errors = process.communicate(timeout=RUN_SECONDS)
+        end = time.monotonic() + 10.0
+        while marked(self._mark) and time.monotonic() < end:
+            time.sleep(0.1)
+        if left := marked(self._mark):
+            raise SystemExit(f"Processes {left} outlived their run.")
+        return errors
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("options", nargs="*", help="option=value for every run")
+    arguments = parser.parse_intermixed_args()
+    chance = random.Random(arguments.seed)
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="chaos.") as root:
+        chaos = Chaos(Path(root), arguments.steps, arguments.options)
+        chaos.run_quietly()
+        print(f"{'run':>3}  {'victim':9} {'steps':>5} {'seconds':>7}  {'ended':16} {'resumed':>7}  verdict")
+        for number in range(arguments.runs):
+            outcomes.append(chaos.disturb(number, chance))
+            run, victim, done, moment, ended, resumed, verdict = astuple(outcomes[-1])
+            print(f"{run:>3}  {victim:9} {done:>5} {moment:>7}  {ended:16} {resumed:>7}  {verdict}", flush=True)
+    good = sum(outcome.verdict == "same bits" for outcome in outcomes)
+    print(f"seed {arguments.seed}: {good} of {len(outcomes)} runs ended with the bits of the undisturbed one")
+    sys.exit(0 if good == len(outcomes) else 1)
+
+
+if __name__ == "__main__":
+    main()

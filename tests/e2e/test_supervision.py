@@ -1,0 +1,159 @@
+"""Whole runs to which something happens: deaths, a hang, signals. Deterministic runs must end with the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.chaos import differences, process_of, steps_done
+from tests.e2e.conftest import marked, small_run, start, train
+
+STEPS = 6
+DETERMINISTIC = (f"trainer.steps={STEPS}", "trainer.checkpoint_every=2", "trainer.deterministic=true")
+
+
+class Disturbed:
+    """A run that is waited for until so many steps are done, and then disturbed."""
+
+    def __init__(self, model: Path, output: Path, *options: str, done: int = 1) -> None:
+        self.directory, self.mark = output / "disturbed", f"{output}-disturbed"
+        self.process = start(*small_run(model, output, "disturbed", *options), mark=self.mark)
+        while steps_done(self.directory) < done and self.process.poll() is None:
+            time.sleep(0.02)
+
+    def worker(self, name: str) -> psutil.Process:
+        found = process_of(self.process.pid, name)
+        assert found is not None, f"{name} does not run"
+        return found
+
+    def end(self, seconds: float = 120.0) -> str:
+        """Standard output and error; nothing of the run may be left."""
+        output, errors = self.process.communicate(timeout=seconds)
+        assert "Traceback" not in errors, errors
+        assert marked(self.mark) == []
+        return output + errors
+
+
+@pytest.fixture(scope="module")
+def quiet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("quiet")
+    result = train(*small_run(model, output, "quiet", *DETERMINISTIC))
+    assert result.returncode == 0, result.stderr
+    return output / "quiet"
+
+
+@pytest.fixture
+def disturb(model: Path, tmp_path: Path) -> Iterator[Any]:
+    runs: list[subprocess.Popen[str]] = []
+
+    def begin(*options: str, done: int = 1) -> Disturbed:
+        run = Disturbed(model, tmp_path, *options, done=done)
+        runs.append(run.process)
+        return run
+
+    yield begin
+    for process in runs:
+        process.kill()
+        process.wait()
+
+
+def test_a_dead_rank_restarts_the_actor_from_the_last_checkpoint(disturb: Any, quiet: Path) -> None:
+    run = disturb(*DETERMINISTIC, done=3)
+    run.worker("actor-1").kill()
+    said = run.end()
+    assert run.process.returncode == 0, said
+    assert "actor rank 1 died with exit status -9" in said and "started anew from the last checkpoint" in said
+    assert differences(quiet, run.directory) == []
+
+
+def test_a_dead_engine_is_replaced_and_no_sample_is_lost(disturb: Any) -> None:
+    run = disturb("trainer.steps=8", "logger.console=false")
+    run.worker("engine-0").kill()
+    said = run.end()
+    assert run.process.returncode == 0, said
+    assert "engine rank 0 died with exit status -9" in said and "Another is starting" in said
+    samples = [json.loads(line) for line in (run.directory / "rollouts.jsonl").read_text().splitlines()]
+    assert len(samples) == len({sample["sample_id"] for sample in samples}) == 8 * 3 * 2
+    assert {sample["state"] for sample in samples} == {"trained"}
+
+
+def test_engines_come_back_in_the_middle_of_a_rollout_when_all_have_died(disturb: Any, quiet: Path) -> None:
+    run = disturb(*DETERMINISTIC, done=2)
+    for name in ("engine-0", "engine-1"):
+        run.worker(name).kill()
+    said = run.end()
+    assert run.process.returncode == 0, said
+    assert differences(quiet, run.directory) == []
+
+
+def test_a_rank_that_dies_too_often_ends_the_run_with_a_sentence(disturb: Any) -> None:
+    run = disturb("trainer.steps=1000", "cluster.max_restarts=0")
+    run.worker("actor-0").kill()
+    said = run.end()
+    assert run.process.returncode == 1
+    assert "actor rank 0 died" in said and "restarted cluster.max_restarts=0 times" in said
+
+
+def test_a_stopped_rank_ends_the_run_with_phase_rank_and_stacks(disturb: Any) -> None:
+    run = disturb("trainer.steps=1000", "cluster.silence_seconds=4", "cluster.deadline_seconds=60")
+    begin = time.monotonic()
+    run.worker("actor-1").send_signal(signal.SIGSTOP)
+    said = run.end(60.0)
+    assert time.monotonic() - begin < 60.0, "the configured deadline"
+    assert run.process.returncode == 1
+    assert "In phase '" in said and "actor rank 1 shows no sign of life" in said
+    report = (run.directory / "logs" / "stacks-1.txt").read_text()
+    for who in ("actor rank 0", "actor rank 1", "engine rank 0", "engine rank 1", "driver"):
+        assert f"== {who}" in report
+    assert "no stacks" not in report
+
+
+def test_sigterm_finishes_the_step_and_the_run_can_be_resumed(
+    disturb: Any, quiet: Path, model: Path, tmp_path: Path
+) -> None:
+    run = disturb(*DETERMINISTIC, "logger.console=false", done=3)
+    run.process.send_signal(signal.SIGTERM)
+    said = run.end()
+    assert run.process.returncode == 75
+    assert "Stopped by SIGTERM after" in said and "trainer.resume=true" in said
+    done = steps_done(run.directory)
+    assert (run.directory / "checkpoints" / "latest").read_text().strip() == f"step_{done}"
+    resumed = train(*small_run(model, tmp_path, "disturbed", *DETERMINISTIC, "trainer.resume=true"))
+    assert resumed.returncode == 0, resumed.stderr
+    assert differences(quiet, run.directory) == []
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_same_signal_twice_stops_at_once(disturb: Any, number: int, status: int) -> None:
+    # Steps of many samples: the first signal's step is not over when the second comes.
+    run = disturb("trainer.steps=1000", "trainer.prompts_per_step=64", "logger.rollouts_per_step=1")
+    run.process.send_signal(number)
+    time.sleep(0.2)
+    run.process.send_signal(number)
+    said = run.end(30.0)
+    assert run.process.returncode == status, said
+
+
+def test_what_a_batch_system_sends_to_every_process_leaves_the_workers_alive(disturb: Any) -> None:
+    """scancel and srun's time limit signal the whole job step, not the driver alone."""
+    run = disturb("trainer.steps=1000", "logger.console=false")
+    for number in marked(run.mark):
+        if number != run.process.pid:
+            for name in (signal.SIGTERM, signal.SIGUSR1):
+                os.kill(number, name)
+    before = steps_done(run.directory)
+    while steps_done(run.directory) < before + 2 and run.process.poll() is None:
+        time.sleep(0.05)
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGUSR1)
+    assert "Stopped by SIGUSR1" in run.end()
+    assert run.process.returncode == 75

@@ -1,0 +1,20 @@
+"""A Ray cluster of two nodes on this machine, made by Ray's own test cluster; it listens on loopback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ray.cluster_utils import Cluster
+
+
+@contextmanager
+def two_nodes(cpus: int) -> Iterator[str]:
+    """Address of a cluster whose nodes have so many CPUs each."""
+    node = {"num_cpus": cpus, "num_gpus": 0, "node_ip_address": "127.0.0.1", "object_store_memory": 2**28}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    try:
+        cluster.add_node(**node)
+        yield cluster.address
+    finally:
+        cluster.shutdown()

@@ -1,0 +1,187 @@
+"""Saves and loads killed with -9 at every file operation: a good checkpoint is always left, and order returns."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhfspec_mega import checkpoints
+from rlhfspec_mega.actor.checkpoint_files import FileSum, first_damage, sync_and_sum
+from rlhfspec_mega.errors import CheckpointError, UserError
+
+CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "open"}
+IDENTITY = {"dtype": "float32", "architecture": "llama", "hidden_size": 8}
+IDENTITY |= {"num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 4, "ffn_size": 8, "vocab_size": 16}
+IDENTITY |= {"max_positions": 8, "rope_theta": 1e4, "norm_eps": 1e-5, "tie_embeddings": True, "rope_scaling": None}
+
+
+class OneFileActor:
+    """In place of Megatron's ranks (tests/contract has those): its whole state is a number in two files."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def identity(self) -> dict[str, Any]:
+        return dict(IDENTITY)
+
+    def save(self, directory: Path) -> dict[str, FileSum]:
+        for name in ("shard", "common"):
+            (directory / name).write_text(f"{name} {self.value}")
+        return sync_and_sum(directory, ["shard", "common"])
+
+    def first_damage(self, directory: Path, files: dict[str, FileSum]) -> str | None:
+        return first_damage(directory, files)
+
+    def load(self, directory: Path) -> bool:
+        values = {(directory / name).read_text().removeprefix(f"{name} ") for name in ("shard", "common")}
+        assert len(values) == 1
+        self.value = int(values.pop())
+        return True
+
+
+def save(run_dir: Path, step: int, value: int, keep: int = 1) -> None:
+    checkpoints.save(run_dir, step, OneFileActor(value), {"value": value}, keep)  # type: ignore[arg-type]
+
+
+def load(run_dir: Path, warnings: list[str] | None = None) -> tuple[int, int] | None:
+    """(step, the actor's number) of the checkpoint that a resumed run would use."""
+    actor = OneFileActor(-1)
+    state = checkpoints.load_latest(run_dir, actor, [].append if warnings is None else warnings.append)  # type: ignore
+    if state is None:
+        return None
+    assert state["value"] == actor.value, "driver and actor are of one moment"
+    return state["step"], actor.value
+
+
+def names(run_dir: Path) -> set[str]:
+    return {path.name for path in (run_dir / "checkpoints").iterdir()}
+
+
+def killed_at(operation: int, run_dir: Path, work: Callable[[], object]) -> bool:
+    """Do the work in a process that kills itself before so many file operations were begun; whether it was killed."""
+    child = os.fork()
+    if child == 0:
+        left = operation
+
+        def count(event: str, arguments: tuple[Any, ...]) -> None:
+            nonlocal left
+            if event in CHANGES and str(arguments[0]).startswith(str(run_dir)):
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+        work()
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def each_kill(before: Path, work: Callable[[Path], object]) -> list[Path]:
+    """Copies of a run directory, each left by a process that was killed one file operation later."""
+    copies = []
+    while True:
+        copy = Path(shutil.copytree(before, before.with_name(f"{before.name}{len(copies)}")))
+        copies.append(copy)
+        if not killed_at(len(copies), copy, lambda copy=copy: work(copy)):  # type: ignore[misc]
+            return copies
+
+
+def check_order(run_dir: Path, allowed: set[tuple[int, int]]) -> tuple[int, int] | None:
+    """A load finds one of the allowed states, the same again, and the next save leaves nothing of a killed one."""
+    found = load(run_dir)
+    assert found in allowed and load(run_dir) == found
+    save(run_dir, 9, 9, keep=2)
+    assert load(run_dir) == (9, 9)
+    assert names(run_dir) - {"latest", "step_9"} <= {f"step_{step}" for step, _ in allowed} | {"step_5.bad"}
+    return found
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run with checkpoints of steps 2 and 3."""
+    (tmp_path / "run").mkdir()
+    save(tmp_path / "run", 2, 20)
+    save(tmp_path / "run", 3, 30, keep=2)
+    return tmp_path / "run"
+
+
+def test_a_save_killed_anywhere(run_dir: Path) -> None:
+    copies = each_kill(run_dir, lambda run: save(run, 5, 50, keep=1))
+    found = [check_order(run, {(3, 30), (5, 50)}) for run in copies]
+    assert len(copies) > 20 and found[0] == (3, 30) and found[-1] == (5, 50)
+    assert found == sorted(found), "from one operation on, the new one counts"  # type: ignore[type-var]
+
+
+def test_the_first_save_killed_anywhere(tmp_path: Path) -> None:
+    before = tmp_path / "new"
+    before.mkdir()
+    found = []
+    for run in each_kill(before, lambda run: save(run, 5, 50, keep=1)):
+        found.append(load(run))
+        save(run, 6, 60, keep=2)
+        assert load(run) == (6, 60) and names(run) <= {"latest", "step_5", "step_6"}
+    assert set(found) == {None, (5, 50)}
+
+
+def test_a_save_in_place_of_another_killed_anywhere(run_dir: Path) -> None:
+    copies = each_kill(run_dir, lambda run: save(run, 3, 31, keep=1))
+    found = [check_order(run, {(3, 30), (3, 31)}) for run in copies]
+    assert found[0] == (3, 30) and found[-1] == (3, 31)
+
+
+def test_a_load_that_sets_a_bad_one_aside_killed_anywhere(run_dir: Path) -> None:
+    save(run_dir, 5, 50, keep=3)
+    (run_dir / "checkpoints" / "step_5" / "actor" / "shard").write_text("shard 51")
+    for run in each_kill(run_dir, load):
+        assert check_order(run, {(3, 30)}) == (3, 30)
+
+
+def test_a_save_that_never_returned_is_neither_used_nor_kept(run_dir: Path) -> None:
+    """The run went on from step 3, so step 5 is of a history that was given up."""
+    save(run_dir, 5, 50, keep=3)
+    (run_dir / "checkpoints" / "latest").write_text("step_3\n")
+    warnings: list[str] = []
+    assert load(run_dir, warnings) == (3, 30) and warnings == []
+    save(run_dir, 4, 40, keep=3)
+    assert names(run_dir) == {"latest", "step_2", "step_3", "step_4"}
+
+
+def test_no_checkpoint_yet_is_not_an_error(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    assert load(tmp_path, warnings) is None
+    assert len(warnings) == 1 and "begins at step 0" in warnings[0]
+    (tmp_path / "checkpoints" / "step_4.partial" / "actor").mkdir(parents=True)
+    assert load(tmp_path) is None and names(tmp_path) == set()
+
+
+def test_only_bad_checkpoints_is_an_error(run_dir: Path) -> None:
+    for step in (2, 3):
+        (run_dir / "checkpoints" / f"step_{step}").rename(run_dir / "checkpoints" / f"step_{step}.bad")
+    with pytest.raises(UserError, match=r"step_2\.bad was found bad before; step_3\.bad was found bad before"):
+        load(run_dir)
+
+
+@pytest.mark.parametrize("name", ["state.json", "manifest.json", "latest.partial"])
+def test_the_drivers_own_files_may_fail(name: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory in the way of each of them: a typed error, nothing left, the checkpoints before untouched."""
+    root = run_dir / "checkpoints"
+
+    def save_and_block(actor: OneFileActor, directory: Path) -> dict[str, FileSum]:
+        ((root if name == "latest.partial" else directory.parent) / name).mkdir()
+        return {}
+
+    monkeypatch.setattr(OneFileActor, "save", save_and_block)
+    with pytest.raises(CheckpointError, match=r"step_5 was not saved, those before it are untouched.*directory"):
+        save(run_dir, 5, 50)
+    monkeypatch.undo()
+    shutil.rmtree(root / "latest.partial", ignore_errors=True)
+    assert names(run_dir) == {"latest", "step_2", "step_3"} and load(run_dir) == (3, 30)
