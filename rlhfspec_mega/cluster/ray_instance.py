@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -120,11 +121,13 @@ def _answers(target: str) -> bool:
     """Whether a gRPC server, as Ray's is, answers there."""
     if os.environ.get("RAY_USE_TLS") == "1":
         return True  # only Ray knows the certificates
-    with grpc.insecure_channel(target) as channel:
-        try:
+    host, _, port = target.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_SECONDS).close()
+        with grpc.insecure_channel(target) as channel:
             grpc.channel_ready_future(channel).result(timeout=_REACH_SECONDS)
-        except grpc.FutureTimeoutError:
-            return False
+    except (OSError, grpc.FutureTimeoutError):
+        return False
     return True
 
 

@@ -1,0 +1,1 @@
+"""What things cost: interleaved variants, several repeats, medians and spread, as a table and JSON."""

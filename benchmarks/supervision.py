@@ -1,0 +1,153 @@
+"""What supervision costs a step of the demo: the ledger, progress reports of engines, looks at workers, heartbeats.
+
+    python -m benchmarks.supervision --pairs 20
+
+One run of the demo's sizes; the same step (same prompts, seeds and, with a learning rate of 1e-30, weights) is repeated
+with and without ledger, reports and looks, in alternating order. Heartbeats cannot be switched off: their share is the
+CPU time of the beating threads over the time that has passed. Prints a table; the last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhfspec_mega.cluster.interface import WorkerSpec
+from rlhfspec_mega.config.compose import load_config
+from rlhfspec_mega.rollout.protocol import SampleSnapshot
+from rlhfspec_mega.startup import Run, started
+from rlhfspec_mega.system import System
+from rlhfspec_mega.trainer import train_step
+from rlhfspec_mega.types import EngineReport
+from rlhfspec_mega.workers.engine import TorchEngineWorker
+
+VARIANTS = ("supervised", "bare")
+
+
+class SwitchedEngine(TorchEngineWorker):
+    """An engine whose progress reports can be switched off."""
+
+    reports = True
+
+    def switch_reports(self, on: bool) -> None:
+        self.reports = on
+
+    def advance(self, samples: Sequence[SampleSnapshot], seconds: float) -> EngineReport:
+        if self.reports:
+            return super().advance(samples, seconds)
+        self.submit([sample.request for sample in samples])
+        finished, load = self.poll(seconds), self.load()
+        return EngineReport(finished, [], load.running + load.waiting)
+
+    def beat_seconds(self) -> float:
+        """CPU seconds of the heartbeat's thread so far."""
+        beat = next(thread for thread in threading.enumerate() if thread.name == "beat")
+        fields = Path(f"/proc/self/task/{beat.native_id}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class NoLedger:
+    """Takes what the ledger takes and remembers nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+class Switch:
+    """Turns one run's supervision on and off."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._ledger, self._nothing = run, run.ledger, NoLedger()
+        self._engines, self._cluster = run.system._engines, run.system._cluster
+        self._look = self._cluster._look
+
+    def set(self, variant: str) -> None:
+        on = variant == "supervised"
+        self._engines.call("switch_reports", on, phase="benchmark")
+        self._cluster._look = self._look if on else lambda *_, **__: None  # type: ignore[method-assign]
+        self._run.ledger = self._run.generator._ledger = self._ledger if on else self._nothing  # type: ignore[assignment]
+        self._run.prompts.load_state_dict(self._run.beginning["prompts"])
+        self._ledger.load_state_dict(self._run.beginning["ledger"])
+
+
+def measure(pairs: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Seconds of every step by variant, in order, and the share of heartbeats."""
+    seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    with tempfile.TemporaryDirectory(prefix="benchmark.") as output:
+        config = load_config(
+            [f"output_dir={output}", "actor.optimizer.lr=1e-30", "logger.console=false", "seed=0", *overrides]
+        )
+        System._engine_specs = _switched_specs(System._engine_specs)  # type: ignore[method-assign]
+        (Path(output) / config.name).mkdir()
+        with started(config) as run:
+            run.system.reshard(0)
+            switch, begin = Switch(run), 0.0
+            for pair in range(-1, pairs):  # the first is to warm up
+                if pair == 0:
+                    begin, beats = time.monotonic(), _beats(run)
+                for variant in VARIANTS if pair % 2 else reversed(VARIANTS):
+                    switch.set(variant)
+                    start = time.monotonic()
+                    train_step(run, 0)
+                    if pair >= 0:
+                        seconds[variant].append(time.monotonic() - start)
+            share = (_beats(run) - beats) / (time.monotonic() - begin) / run.sizes.engines
+    return {"seconds": seconds, "heartbeat_share": share}
+
+
+def _beats(run: Run) -> float:
+    return sum(run.system._engines.call("beat_seconds", phase="benchmark"))
+
+
+def _switched_specs(specs: Any) -> Any:
+    def switched(system: System) -> list[WorkerSpec]:
+        return [WorkerSpec("benchmarks.supervision.SwitchedEngine", s.arguments, s.devices) for s in specs(system)]
+
+    return switched
+
+
+def summarize(found: dict[str, Any]) -> dict[str, Any]:
+    """Medians, the paired ratio with its quartiles, and the conditions."""
+    on, off = (found["seconds"][variant] for variant in VARIANTS)
+    ratios = [a / b for a, b in zip(on, off, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return {
+        "supervised_seconds_median": statistics.median(on),
+        "bare_seconds_median": statistics.median(off),
+        "ratio_median": middle,
+        "ratio_quartiles": [low, high],
+        "ratio_of_medians": statistics.median(on) / statistics.median(off),
+        "heartbeat_share": found["heartbeat_share"],
+        "pairs": len(ratios),
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--out", type=Path, help="write the JSON here, with every single time")
+    parser.add_argument("overrides", nargs="*", help="option=value, as for train.py")
+    arguments = parser.parse_intermixed_args()
+    found = measure(arguments.pairs, arguments.overrides)
+    summary = summarize(found)
+    print(f"{'pair':>4}  {'supervised s':>12}  {'bare s':>8}  {'ratio':>6}")
+    for number, (on, off) in enumerate(zip(*(found["seconds"][variant] for variant in VARIANTS), strict=True)):
+        print(f"{number:>4}  {on:>12.3f}  {off:>8.3f}  {on / off:>6.3f}")
+    if arguments.out:
+        arguments.out.write_text(json.dumps(summary | found, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()
