@@ -24,9 +24,9 @@ setup(
         "matplotlib",
     ],
     extras_require={
-        "ray": ["ray[default]"],
+        "ray": ["ray[default]>=2.60,<3"],
         "gpu": ["transformer-engine[pytorch]", "sglang==0.5.17"],
         "wandb": ["wandb"],
-        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"],
+        "test": ["ray[default]>=2.60,<3", "pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"],
     },
 )

@@ -75,15 +75,12 @@ def numbered(name: str, number: int) -> str:
 
 def train(config: RunConfig, overrides: list[str]) -> None:
     """Claim the run's directory and train; a run refused before its workers start leaves no directory behind."""
-    from rlhfspec_mega.config.output_dir import claim_output_dir, release_output_dir
+    from rlhfspec_mega.config.output_dir import claimed_output_dir
 
-    directory = claim_output_dir(config, overrides)
-    try:
+    with claimed_output_dir(config, overrides):
         from rlhfspec_mega.trainer import run
 
         run(config)
-    finally:
-        release_output_dir(directory)
 
 
 @contextmanager

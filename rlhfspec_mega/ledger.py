@@ -30,13 +30,12 @@ STATE_BEFORE = {
 
 @dataclass(slots=True)
 class _Entry:
-    """One open sample; `place` is its place in the order of opening, `owner` is "" unless it is GENERATING."""
+    """One open sample; `owner` is "" unless it is GENERATING."""
 
     id: str
     step: int
     purpose: Purpose
     prompt: int
-    place: int
     state: SampleState = SampleState.PENDING
     owner: str = ""
     sample: Sample | None = None
@@ -59,7 +58,6 @@ class _Tally:
 
     opened: int = 0
     settled: int = 0
-    discarded: int = 0
     last_step: int = -1
     last_prompt: int = -1
 
@@ -73,7 +71,9 @@ class Ledger:
 
     def __init__(self) -> None:
         self._tallies = {purpose: _Tally() for purpose in Purpose}
-        self._clear()
+        self._entries: dict[str, _Entry] = {}  # in the order of opening
+        self._steps: dict[tuple[Purpose, int], _Step] = {}
+        self._owned: dict[str, dict[str, _Entry]] = {}
 
     def open(self, samples: Sequence[Sample], purpose: Purpose) -> None:
         """Enter samples of one step as PENDING: all, or none if one is refused.
@@ -96,7 +96,7 @@ class Ledger:
             old = [sample.sample_id for sample in samples if sample.prompt.index <= last]
             _refuse(old, f"have prompts that training has had before: the next is prompt {last + 1}")
         for sample in samples:
-            self._enter(_Entry(sample.sample_id, step, purpose, sample.prompt.index, next(self._places), sample=sample))
+            self._enter(_Entry(sample.sample_id, step, purpose, sample.prompt.index, sample=sample))
             sample.state = SampleState.PENDING
         tally.opened += len(samples)
 
@@ -109,12 +109,10 @@ class Ledger:
             raise RunError(f"Sample {entry} cannot be given to {owner}: it is generated already.")
         self._move(entry, SampleState.GENERATING, owner)
 
-    def release(self, owner: str) -> list[str]:
-        """The owner died: its samples are PENDING again; their ids in the order of opening."""
-        released = self._owned_entries(owner)
-        for entry in released:
+    def release(self, owner: str) -> None:
+        """The owner died: its samples are PENDING again."""
+        for entry in list(self._owned.get(owner, {}).values()):
             self._move(entry, SampleState.PENDING)
-        return [entry.id for entry in released]
 
     def advance(self, sample_ids: Sequence[str], state: SampleState, owner: str = "") -> None:
         """Move samples one state forward, to FINISHED, SCORED or TRAINED: all, or none if one is refused.
@@ -135,30 +133,17 @@ class Ledger:
         for entry in entries:
             self._move(entry, state)
 
-    def owned(self, owner: str) -> list[str]:
-        """Ids of the owner's samples in the order of opening."""
-        return [entry.id for entry in self._owned_entries(owner)]
-
     def state(self, sample_id: str) -> SampleState:
         """State of an open sample. Raises RunError for any other."""
         return self._entry(sample_id).state
 
-    def last_settled(self, purpose: Purpose) -> int:
-        """The last settled step of this purpose; -1: none."""
-        return self._tallies[purpose].last_step
-
     def counts(self) -> dict[Purpose, dict[str, int]]:
-        """Samples opened, settled, discarded and open, by purpose; the first is the sum of the others."""
+        """Samples opened, settled and open, by purpose; the first is the sum of the others."""
         still_open: Counter[Purpose] = Counter()
         for (purpose, _), step in self._steps.items():
             still_open[purpose] += len(step.entries)
         return {
-            purpose: {
-                "opened": tally.opened,
-                "settled": tally.settled,
-                "discarded": tally.discarded,
-                "open": still_open[purpose],
-            }
+            purpose: {"opened": tally.opened, "settled": tally.settled, "open": still_open[purpose]}
             for purpose, tally in self._tallies.items()
         }
 
@@ -188,14 +173,6 @@ class Ledger:
         tally.settled += len(closing.entries)
         tally.last_step, tally.last_prompt = step, max(tally.last_prompt, closing.last_prompt)
         self._check_balance()
-
-    def discard_open(self) -> int:
-        """Give up all open samples, as the run goes back to a checkpoint; how many they were."""
-        for purpose, counts in self.counts().items():
-            self._tallies[purpose].discarded += counts["open"]
-        given_up = len(self._entries)
-        self._clear()
-        return given_up
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the Sample objects, in JSON types."""
@@ -246,20 +223,14 @@ class Ledger:
                 raise ValueError(f"sample {name} is open, but its step {step} is settled")
             if bool(owner) != (state_now is SampleState.GENERATING):
                 raise ValueError(f"sample {name} is {state_now}, and its owner is {owner!r}")
-            entry = _Entry(name, step, purpose, _integer(values["prompt"]), next(self._places))
+            entry = _Entry(name, step, purpose, _integer(values["prompt"]))
             self._enter(entry)
             self._move(entry, state_now, owner)
         self._check_balance()
 
-    def _clear(self) -> None:
-        self._places = itertools.count()
-        self._entries: dict[str, _Entry] = {}
-        self._steps: dict[tuple[Purpose, int], _Step] = {}
-        self._owned: dict[str, dict[str, _Entry]] = {}
-
     def _entry(self, sample_id: str) -> _Entry:
         if sample_id not in self._entries:
-            raise RunError(f"Sample {sample_id} is not open: it is settled, given up or was never opened.")
+            raise RunError(f"Sample {sample_id} is not open: it is settled or was never opened.")
         return self._entries[sample_id]
 
     def _enter(self, entry: _Entry) -> None:
@@ -277,9 +248,6 @@ class Ledger:
         if entry.sample is not None:
             entry.sample.state = state
 
-    def _owned_entries(self, owner: str) -> list[_Entry]:
-        return sorted(self._owned.get(owner, {}).values(), key=lambda entry: entry.place)
-
     def _last_train_prompt(self, step: int) -> int:
         """The highest prompt of training outside this step, settled or open."""
         parts = (part for (purpose, number), part in self._steps.items() if purpose is Purpose.TRAIN and number != step)
@@ -287,7 +255,7 @@ class Ledger:
 
     def _check_balance(self) -> None:
         for purpose, count in self.counts().items():
-            if count["opened"] != count["settled"] + count["discarded"] + count["open"]:
+            if count["opened"] != count["settled"] + count["open"]:
                 raise RunError(f"Samples of '{purpose}' are lost or counted twice: {count}.")
 
 

@@ -29,6 +29,11 @@ def resume(run: Run) -> int:
     run.prompts.load_state_dict(state["prompts"])
     run.ledger.load_state_dict(state["ledger"])
     done = int(state["step"])
+    if state["policy_version"] != done:
+        raise UserError(
+            f"The checkpoint of {done} steps in {run.directory} holds policy version {state['policy_version']}: it is "
+            "none of a synchronous run; start another with another name=."
+        )
     if done > run.config.trainer.steps:
         raise UserError(f"{run.directory} has done {done} steps: resume it with trainer.steps={done} or more.")
     return done

@@ -48,4 +48,5 @@ class StopSignals:
         self._seen.add(number)
         if self.received is None:
             self.received = name
-            self._note(f"{name}: the run finishes this step, saves and stops. Once more stops it at once.")
+            at_once = "" if number == signal.SIGUSR1 else f" A second {name} stops it at once."
+            self._note(f"{name}: the run finishes this step, saves and stops.{at_once}")

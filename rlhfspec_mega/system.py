@@ -180,7 +180,8 @@ class System:
         self._close_connections()
         self._cluster.settle(ENGINE, SETTLE_SECONDS)
         self._start_actor()
-        self._engines.call("clear", phase="restart actor", ranks=self._engines.alive())
+        calls = [self._engines.start(rank, "clear") for rank in self._engines.alive()]
+        self._cluster.wait(calls, "restart actor", seconds=SETTLE_SECONDS, check=False)  # the dead hold nothing
 
     def step_done(self, steps: int) -> None:
         """Tell that so many steps are done: beyond any before, it is the progress that allows new restarts."""

@@ -55,7 +55,10 @@ class CheckpointDirectory:
             self._next_latest.unlink()
 
     def commit(self, step: int) -> None:
-        """Make the begun checkpoint the latest one. Its files must be on disk. Raises OSError before any rename."""
+        """Make the begun checkpoint the latest one. Its files must be on disk.
+
+        One of the same step stays as step_<number>.replaced until drop_unfinished.
+        """
         final, replaced = self.path(step), self._beside(step, _REPLACED)
         self._write_next_latest(step)
         if final.exists():
@@ -64,7 +67,6 @@ class CheckpointDirectory:
         sync(self.root)
         os.replace(self._next_latest, self.root / _LATEST)
         sync(self.root)
-        self._remove(replaced)
 
     def point_to(self, step: int) -> None:
         """Make an existing checkpoint the latest one."""

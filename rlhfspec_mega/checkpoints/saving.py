@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ ACTOR, STATE_FILE = "actor", "state.json"
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 _OPTIMIZER_BYTES = 12  # fp32 main weight and two moments
 _MIB = 2**20
+
+_logger = logging.getLogger(__name__)
 
 
 def save(run_dir: Path, step: int, actor: ActorGroup, state: dict[str, Any], keep: int) -> Path:
@@ -47,7 +50,11 @@ def save(run_dir: Path, step: int, actor: ActorGroup, state: dict[str, Any], kee
         raise CheckpointError(
             f"{directory.path(step)} was not saved, those before it are untouched: {error}."
         ) from error
-    directory.keep_newest(keep)
+    try:
+        directory.drop_unfinished()
+        directory.keep_newest(keep)
+    except OSError as error:
+        _logger.warning(f"{directory.path(step)} was saved, but one before it could not be removed: {error}.")
     return directory.path(step)
 
 
@@ -57,9 +64,21 @@ def _write(partial: Path, manifest: Manifest, actor: ActorGroup, state: dict[str
         manifest.files[f"{ACTOR}/{name}"] = file_sum
     write_durably(partial / STATE_FILE, json.dumps(state))
     manifest.files[STATE_FILE] = sum_file(partial / STATE_FILE)
+    _require_visible(partial, manifest)
     manifest.write(partial)
     sync(partial / ACTOR)
     sync(partial)
+
+
+def _require_visible(partial: Path, manifest: Manifest) -> None:
+    """Refuse a checkpoint whose parts lie on the disks of several nodes: no load could use it."""
+    try:
+        manifest.check_sizes(partial)
+    except BadCheckpoint as error:
+        raise CheckpointError(
+            f"what the actor's ranks wrote cannot be seen by the driver ({error}): output_dir must be on a file system "
+            "that all nodes share"
+        ) from None
 
 
 def _require_room(run_dir: Path, directory: CheckpointDirectory, identity: dict[str, Any]) -> None:

@@ -19,20 +19,28 @@ class Board:
         self.descriptor = os.memfd_create("rlhfspec_mega.worker")
         os.pwrite(self.descriptor, _BEAT.pack(time.monotonic()), 0)
         self._asked_at = _BEAT.size  # where the stacks asked for last begin
+        self._last_beat = 0.0  # of a closed board
 
     def last_beat(self) -> float:
+        if self.descriptor < 0:
+            return self._last_beat
         return float(_BEAT.unpack(os.pread(self.descriptor, _BEAT.size, 0))[0])
 
     def expect_stacks(self) -> None:
         """What is written from now on are the stacks asked for."""
-        self._asked_at = os.fstat(self.descriptor).st_size
+        if self.descriptor >= 0:
+            self._asked_at = os.fstat(self.descriptor).st_size
 
     def stacks(self) -> str:
+        if self.descriptor < 0:
+            return ""
         size = os.fstat(self.descriptor).st_size - self._asked_at
         return os.pread(self.descriptor, size, self._asked_at).decode(errors="replace")
 
     def close(self) -> None:
+        """The last beat stays known, the stacks do not. Safe to call twice."""
         if self.descriptor >= 0:
+            self._last_beat = self.last_beat()
             os.close(self.descriptor)
             self.descriptor = -1
 

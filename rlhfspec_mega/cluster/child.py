@@ -7,10 +7,11 @@ import faulthandler
 import os
 import pickle
 import signal
+import socket
 import sys
-from multiprocessing.connection import Connection
 
 from rlhfspec_mega.cluster.board import start_beating
+from rlhfspec_mega.cluster.channel import Channel
 from rlhfspec_mega.cluster.execute import Executor
 
 _PR_SET_PDEATHSIG = 1
@@ -24,26 +25,28 @@ def _die_with_parent(parent: int) -> None:
         sys.exit(1)
 
 
-def serve(connection: Connection) -> None:
+def serve(channel: Channel) -> None:
     """Answer the driver's messages one by one until it closes the connection."""
     executor = Executor()
     while True:
         try:
-            message = pickle.loads(connection.recv_bytes())
+            message = channel.receive()
         except EOFError:
             return
-        connection.send_bytes(pickle.dumps(executor.execute(message), protocol=pickle.HIGHEST_PROTOCOL))
+        assert message is not None  # the socket is a blocking one
+        channel.send(pickle.dumps(executor.execute(pickle.loads(message)), protocol=pickle.HIGHEST_PROTOCOL))
 
 
 def main() -> None:
-    connection, parent, board = (int(argument) for argument in sys.argv[1:])
+    descriptor, parent, board = (int(argument) for argument in sys.argv[1:])
     _die_with_parent(parent)
     # Ctrl-C and a batch system's SIGTERM may reach every process: the driver decides, and ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, file=board, all_threads=True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # one that came before now is served
     start_beating(board)
-    serve(Connection(connection))
+    serve(Channel(socket.socket(fileno=descriptor)))
     # Skip the interpreter's shutdown: threads of gloo or CUDA may wait for peers that are gone.
     sys.stdout.flush()
     sys.stderr.flush()

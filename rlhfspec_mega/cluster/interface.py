@@ -28,7 +28,7 @@ class WorkerSpec:
 
 @dataclass(eq=False)
 class Call:
-    """A method call on one worker; `sent` in seconds of time.monotonic()."""
+    """A method call on one worker; `sent` in seconds of time.monotonic(), `launch` tells processes of a rank apart."""
 
     role: str
     rank: int
@@ -36,6 +36,7 @@ class Call:
     sent: float
     log: str
     phase: str = ""
+    launch: int = 0
     answer: Answer | None = None
 
     @property
@@ -99,6 +100,9 @@ class WorkerGroup(Protocol):
     def launches(self, rank: int) -> int:
         """How often a process was started for this rank: tells a restarted worker from the one before it."""
 
+    def still_there(self, call: Call) -> bool:
+        """Whether the process that a call went to lives and holds its rank: what it answered is true of the rank."""
+
     def confirm(self, rank: int, version: int) -> None:
         """Record that a worker holds the weights of this policy version."""
 
@@ -129,7 +133,7 @@ class Cluster(Protocol):
         """Wait for all calls (or the first); the finished ones.
 
         Args:
-            seconds: default: the cluster's deadline.
+            seconds: longest time from the start of a call to its answer; default: the cluster's deadline.
             check: raise what a call failed with; otherwise failures stay in the calls, and a replaceable worker that
                 passes the deadline is given up.
 
@@ -139,6 +143,9 @@ class Cluster(Protocol):
             RunError: a worker failed, went silent or did not answer in time; phase, role, ranks and the last thing
                 each did are named, and the Python stacks of all workers are in a file.
         """
+
+    def look(self, phase: str, calls: Sequence[Call] = ()) -> None:
+        """Take note of exits, silence and answers to these calls, and raise what a wait would; returns at once."""
 
     def publish(self, version: int) -> None:
         """Say which policy version is current: workers that need weights serve again once they confirmed it."""

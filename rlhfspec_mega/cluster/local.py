@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
+import selectors
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection
-from multiprocessing.connection import wait as wait_readable
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhfspec_mega.cluster.board import Board
+from rlhfspec_mega.cluster.channel import Channel
 from rlhfspec_mega.cluster.environment import worker_environment
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.process import WorkerProcess
 from rlhfspec_mega.cluster.supervised import SupervisedCluster
+
+logger = logging.getLogger(__name__)
+
+_EXIT_SECONDS = 5.0  # from the end of a worker's connection to its exit status
+_KILL_SECONDS = 5.0  # from SIGKILL to the end of a process; one that is stuck in the kernel takes longer
 
 
 def visible_devices(devices: Sequence[int], environment: Mapping[str, str]) -> str:
@@ -37,7 +44,7 @@ class _LocalProcess(WorkerProcess):
         self._board = Board()
         ours, theirs = socket.socketpair()
         passed = [theirs.fileno(), self._board.descriptor]
-        with log.open("ab") as output, theirs:
+        with log.open("ab") as output, theirs, _blocked(signal.SIGUSR1):
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "rlhfspec_mega.cluster.child", str(passed[0]), str(os.getpid()), str(passed[1])],
                 pass_fds=passed,
@@ -47,30 +54,40 @@ class _LocalProcess(WorkerProcess):
                 stderr=output,
                 start_new_session=True,
             )
-        self.connection = Connection(ours.detach())
+        ours.setblocking(False)
+        self.channel = Channel(ours)
+        self._killed: float | None = None  # when
 
     def post(self, message: tuple[Any, ...]) -> None:
-        # A closed or broken socket is a dead worker: whoever waits for the answer finds its exit status.
-        with contextlib.suppress(OSError):
-            self.connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+        self.channel.send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
-    def read(self) -> None:
-        """File one answer; a closed socket means that the process ends."""
+    def read(self) -> bool:
+        """Take what has come; whether an answer was filed. The end of the connection is the end of the worker."""
         try:
-            self.answered(pickle.loads(self.connection.recv_bytes()))
-        except (EOFError, ConnectionResetError):
+            message = self.channel.receive()
+        except EOFError:
+            self.channel.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(5)
-            self.answered(("dead", self.exit_reason() or "a closed connection"))
+                self._process.wait(_EXIT_SECONDS)
+            self.answered(("dead", self.exit_reason()))
+            return True
+        if message is None:
+            return False
+        self.answered(pickle.loads(message))
+        return True
 
     def last_beat(self) -> float:
         return self._board.last_beat()
 
     def exit_reason(self) -> str | None:
         status = self._process.poll()
-        return None if status is None else f"exit status {status}"
+        if status is not None:
+            return f"exit status {status}"
+        return "a closed connection" if self.channel.closed else None
 
     def ask_stacks(self) -> None:
+        if self._killed is not None:
+            return
         self._board.expect_stacks()
         for number in (signal.SIGUSR1, signal.SIGCONT):
             self._process.send_signal(number)  # Popen sends none to a process it has reaped
@@ -78,15 +95,40 @@ class _LocalProcess(WorkerProcess):
     def stacks(self) -> str:
         return self._board.stacks()
 
-    def kill(self) -> None:
-        """With its children (checkpoint writers), and reap it."""
-        if self.connection.closed:
+    def strike(self) -> None:
+        """Begin to kill it, with its children (checkpoint writers); safe to call twice."""
+        if self._killed is not None:
             return
-        self.connection.close()
+        self._killed = time.monotonic()
+        self.channel.close()
+        self._board.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._board.close()
+
+    def kill(self) -> None:
+        self.strike()
+        assert self._killed is not None
+        try:
+            self._process.wait(max(0.0, self._killed + _KILL_SECONDS - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            logger.warning(
+                "%s rank %d (process %d) was killed but has not ended after %g s: it is stuck in the kernel, "
+                "and keeps its devices.",
+                self.role,
+                self.rank,
+                self._process.pid,
+                _KILL_SECONDS,
+            )
+
+
+@contextlib.contextmanager
+def _blocked(number: signal.Signals) -> Iterator[None]:
+    """Processes started meanwhile begin with this signal blocked: it waits until they have a handler for it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class LocalCluster(SupervisedCluster):
@@ -111,6 +153,38 @@ class LocalCluster(SupervisedCluster):
         return _LocalProcess(role, rank, spec, log, os.environ | environment)
 
     def receive(self, processes: Sequence[WorkerProcess], seconds: float) -> None:
-        by_connection = {p.connection: p for p in processes if isinstance(p, _LocalProcess) and not p.connection.closed}
-        for connection in wait_readable(list(by_connection), max(0.0, seconds)):
-            by_connection[connection].read()  # type: ignore[index]
+        end = time.monotonic() + seconds
+        while not self._exchange(processes, end - time.monotonic()) and time.monotonic() < end:
+            pass
+
+    def end(self, role: str) -> None:
+        self._strike(process for process in self._processes.values() if process.role == role)
+        super().end(role)
+
+    def close(self) -> None:
+        self._strike(self._processes.values())
+        super().close()
+
+    def _exchange(self, processes: Sequence[WorkerProcess], seconds: float) -> bool:
+        """Once something can be sent to any worker or received from these, do so; whether an answer was filed."""
+        answered = False
+        with selectors.PollSelector() as selector:
+            for process in dict.fromkeys([*processes, *self._processes.values()]):
+                assert isinstance(process, _LocalProcess)
+                events = selectors.EVENT_READ if process in processes else 0
+                events |= selectors.EVENT_WRITE if process.channel.sending else 0
+                if events and not process.channel.closed:
+                    selector.register(process.channel, events, process)
+            for key, events in selector.select(max(0.0, seconds)):
+                if events & selectors.EVENT_WRITE:
+                    key.data.channel.flush()
+                if events & selectors.EVENT_READ:
+                    answered |= key.data.read()
+        return answered
+
+    @staticmethod
+    def _strike(processes: Iterable[WorkerProcess]) -> None:
+        """Kill all of them at once: each is then waited for no longer than one would be."""
+        for process in processes:
+            assert isinstance(process, _LocalProcess)
+            process.strike()

@@ -12,7 +12,10 @@ from rlhfspec_mega.errors import RunError
 
 
 class WorkerProcess(ABC):
-    """A running worker. Launchers implement how messages, signs of life and stacks travel.
+    """A worker's process. Launchers implement how messages, signs of life and stacks travel.
+
+    Nothing here waits for the worker, except `kill`, for a bounded time. After `kill` everything may still be called:
+    messages and requests for stacks do nothing, the last sign of life stays, there is an exit reason and no stacks.
 
     Attributes:
         pending: the call it works on; a finished one is forgotten.
@@ -27,7 +30,8 @@ class WorkerProcess(ABC):
 
     @abstractmethod
     def post(self, message: tuple[Any, ...]) -> None:
-        """Send (import path, arguments) first, (method, args) later. A dead worker is noticed elsewhere."""
+        """Send (import path, arguments) first, (method, args) later; what cannot be sent at once is
+        sent while the cluster waits for answers. A dead worker is noticed elsewhere."""
 
     @abstractmethod
     def last_beat(self) -> float:
@@ -35,7 +39,7 @@ class WorkerProcess(ABC):
 
     @abstractmethod
     def exit_reason(self) -> str | None:
-        """How the process ended ("exit status -9"), None while it runs."""
+        """How the process ended ("exit status -9") or why it counts as ended, None while it runs."""
 
     @abstractmethod
     def ask_stacks(self) -> None:
@@ -43,11 +47,11 @@ class WorkerProcess(ABC):
 
     @abstractmethod
     def stacks(self) -> str:
-        """The stacks asked for before, as far as they have come."""
+        """The stacks asked for last, as far as they have come."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End the process and its children; safe to call twice."""
+        """End the process and its children, and wait a few seconds for it; safe to call twice."""
 
     def start(self, method: str, message: tuple[Any, ...]) -> Call:
         """Begin a call. Raises RunError when another is pending."""

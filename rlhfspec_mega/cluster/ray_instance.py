@@ -35,6 +35,7 @@ class RayInstance:
     """A connection to Ray; one per process at a time. `close` ends it, and an own instance with it.
 
     Attributes:
+        name: its address, for messages.
         own: whether the instance was started here and ends with this object.
         host_address: an address of this machine at which all workers reach the driver.
     """
@@ -50,7 +51,7 @@ class RayInstance:
             UserError: no cluster answers there, or it refuses this driver.
         """
         address = address or os.environ.get("RAY_ADDRESS")
-        self.own = address is None
+        self.own, self.name = address is None, address or "this machine"
         self._sweeper: Sweeper | None = None
         with _signal_handlers_kept():
             if address is None:
@@ -67,7 +68,7 @@ class RayInstance:
         directory = tempfile.mkdtemp(prefix="rlhfspec.", dir=base)
         self._sweeper = Sweeper(Path(directory))
         try:
-            with _loopback():
+            with _loopback(), _stop_signals_blocked():
                 _init("local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, _temp_dir=directory)
         except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
             self.close()
@@ -107,7 +108,7 @@ def _on_loopback_only(address: str) -> bool:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise UserError(f"cluster.address={address} is not host:port, such as 10.0.0.1:6379, or auto.")
-    hosts = [ray.util.get_node_ip_address(), LOOPBACK] if host in (LOOPBACK, "localhost") else [host]
+    hosts = {ray.util.get_node_ip_address(), LOOPBACK} if host in (LOOPBACK, "localhost") else {host}
     answering = [name for name in hosts if _answers(f"{name}:{port}")]
     if not answering:
         raise UserError(
@@ -169,6 +170,16 @@ def _signal_handlers_kept() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _stop_signals_blocked() -> Iterator[None]:
+    """Ray's processes inherit the mask: a batch system signals all processes of a job, and the driver is to decide."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _first_line(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from rlhfspec_mega.cluster.process import WorkerProcess
 from rlhfspec_mega.cluster.ray_instance import RayInstance
 from rlhfspec_mega.cluster.supervised import SupervisedCluster
 
+# Where Ray is missing, ray_instance has said so.
 # isort: split
 import ray
 from ray.exceptions import ObjectLostError, RayError, RayTaskError
@@ -71,7 +72,7 @@ class RayProcess(WorkerProcess):
     def ask_stacks(self) -> None:
         self._listen()
         self._stacks = None
-        if self._identity is not None:
+        if self._identity is not None and not self._killed:
             self._stacks = self._attendants.at(self._identity.node).stacks.remote(self._identity)
 
     def stacks(self) -> str:
@@ -85,7 +86,7 @@ class RayProcess(WorkerProcess):
         if self._killed:
             return
         self._listen()
-        self._killed = True
+        self._killed, self._end, self._stacks = True, self._end or "being ended", None
         ray.kill(self._actor, no_restart=True)
         if self._identity is not None:  # Ray's way is not sure to reach a stopped process, or its children
             ray.wait([self._attendants.at(self._identity.node).end.remote(self._identity)], timeout=_KILL_SECONDS)
@@ -136,29 +137,27 @@ class RayCluster(SupervisedCluster):
         address: str | None,
         **supervision: Any,
     ) -> None:
-        super().__init__(log_dir, **supervision)
         self._threads, self._use_gpus = threads, use_gpus
         workers = Counter(device for devices in places.values() for device in devices)
         self._instance = RayInstance(address, cpus=threads * workers.total(), gpus=len(workers) if use_gpus else 0)
         self.host_address = self._instance.host_address
-        self._attendants = Attendants()
-        self._reservation: Reservation | None = None
         try:
             self._reservation = Reservation(
                 places,
                 threads=threads,
                 use_gpus=use_gpus,
-                seconds=self._start_seconds,
-                where=address or ("this machine" if self._instance.own else os.environ["RAY_ADDRESS"]),
+                seconds=supervision["start_seconds"],
+                where=self._instance.name,
             )
-            for node in self._reservation.nodes():
-                self._attendants.at(node)  # while there is time; it is needed when something hangs
         except BaseException:
-            self.close()
+            self._instance.close()
             raise
+        super().__init__(log_dir, **supervision)  # after all refusals, which leave no directory behind
+        self._attendants = Attendants()
+        for node in self._reservation.nodes():
+            self._attendants.at(node)  # while there is time; it is needed when something hangs
 
     def spawn(self, role: str, rank: int, spec: WorkerSpec, log: Path) -> WorkerProcess:
-        assert self._reservation is not None
         place = self._reservation.place(role, rank)
         environment = worker_environment(self._threads)
         if self._instance.own:
@@ -193,8 +192,7 @@ class RayCluster(SupervisedCluster):
             return
         super().close()
         self._attendants.close()
-        if self._reservation is not None:
-            self._reservation.close()
+        self._reservation.close()
         self._instance.close()
 
 

@@ -58,7 +58,7 @@ def processes_using(directory: Path) -> set[int]:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     driver = os.getppid()
     sys.stdin.buffer.read()

@@ -40,7 +40,8 @@ class ObjectStoreHost:
 
     def drop(self, receiver: int) -> None:
         """Count every bucket, also those to come, as released by this receiver."""
-        self.address.mailbox.drop.remote(receiver)
+        if ray.is_initialized():  # a call would start Ray anew
+            self.address.mailbox.drop.remote(receiver)
 
     def close(self) -> None:
         """End the mailbox; whoever still waits at it raises RunError. Safe to call twice."""
@@ -69,8 +70,7 @@ class ObjectStoreAddress:
         except GetTimeoutError:
             raise RunError(f"{what} within {self.deadline:g} s: look for a dead or stuck worker or node.") from None
         except RayError as error:
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
-            raise RunError(f"{what}: its sender or the transport's mailbox has ended ({reason}).") from None
+            raise RunError(f"{what}: its sender or the transport's mailbox has ended ({_reason(error)}).") from None
 
 
 class ObjectStoreSender:
@@ -87,7 +87,10 @@ class ObjectStoreSender:
                 f"Bucket {bucket.id} found no room, engines {late} did not take the last but one within "
                 f"{address.deadline:g} s: look for a dead or stuck worker."
             )
-        reference = ray.put(buffer[: bucket.bytes].cpu().numpy())
+        try:
+            reference = ray.put(buffer[: bucket.bytes].cpu().numpy())
+        except RayError as error:  # the store or its disk is full, or Ray has ended
+            raise RunError(f"{what}: the object store did not take it ({_reason(error)}).") from None
         address.ask(address.mailbox.post.remote(bucket.id, [reference]), what)  # from here on the mailbox holds it
 
     def close(self) -> None:
@@ -128,3 +131,7 @@ class _Writable:
     def __init__(self, data: np.ndarray) -> None:
         self._data = data  # keeps the object in the store for as long as a view of it lives
         self.__array_interface__ = data.__array_interface__ | {"data": (data.ctypes.data, False)}
+
+
+def _reason(error: RayError) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")

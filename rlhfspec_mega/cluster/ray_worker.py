@@ -54,6 +54,7 @@ class RayWorker:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         stacks = os.memfd_create("rlhfspec_mega.stacks")
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
         if os.getpgrp() != os.getpid():
             os.setpgid(0, 0)  # its children are ended with it
         # Ray's daemon of this node is the parent. A stopped process would not notice its end.

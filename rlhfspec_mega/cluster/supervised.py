@@ -19,7 +19,7 @@ from rlhfspec_mega.errors import RunError, UserError, WorkerDied
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.5  # between looks at signs of life and exits while waiting
+WATCH_SECONDS = 0.5  # between looks at signs of life and exits while waiting
 _START = "start"  # the name of the first call, which builds the worker's object
 
 
@@ -31,7 +31,9 @@ class Group:
         self._cluster = cluster
 
     def start(self, rank: int, method: str, *args: Any) -> Call:
-        return self._cluster.process(self.role, rank).start(method, (method, args))
+        call = self._cluster.process(self.role, rank).start(method, (method, args))
+        call.launch = self.launches(rank)
+        return call
 
     def call(self, method: str, *args: Any, phase: str, ranks: Sequence[int] | None = None) -> list[Any]:
         chosen = range(self.size) if ranks is None else ranks
@@ -51,6 +53,9 @@ class Group:
 
     def launches(self, rank: int) -> int:
         return self._cluster.launches[self.role, rank]
+
+    def still_there(self, call: Call) -> bool:
+        return call.launch == self.launches(call.rank) and call.rank not in self.ranks(WorkerState.DEAD)
 
     def confirm(self, rank: int, version: int) -> None:
         self._cluster.liveness.confirm(self.role, rank, version)
@@ -88,7 +93,7 @@ class SupervisedCluster(ABC):
         self._processes: dict[tuple[str, int], WorkerProcess] = {}
         self.launches: Counter[tuple[str, int]] = Counter()
         self._replaceable: set[str] = set()
-        self._next_look = 0.0
+        self._next_watch = 0.0
         self._up = False  # after the first start: before it, a failure to start ends the run
         log_dir.mkdir(parents=True, exist_ok=True)
 
@@ -111,6 +116,7 @@ class SupervisedCluster(ABC):
         return Group(self, role, len(workers))
 
     def wait_started(self) -> None:
+        self._watch(_START, at_once=True)
         calls = [p.pending for p in self._processes.values() if p.pending and self._starting(p)]
         # Once the run is up, a replaceable worker that does not start again is done without.
         self.wait(calls, _START, seconds=self._start_seconds, check=not self._up)
@@ -118,7 +124,7 @@ class SupervisedCluster(ABC):
             if call.role not in self._replaceable:
                 call.result()
         self._up = True
-        self._look(_START, at_once=True)
+        self._watch(_START, at_once=True)
 
     def process(self, role: str, rank: int) -> WorkerProcess:
         """The process that holds this rank now."""
@@ -163,11 +169,10 @@ class SupervisedCluster(ABC):
         check: bool = True,
     ) -> list[Call]:
         limit = self._deadline if seconds is None else seconds
-        deadline = time.monotonic() + limit
         for call in calls:
             call.phase = phase
         while True:
-            self._look(phase)
+            self._watch(phase)
             finished = [call for call in calls if call.done]
             if any(call.error for call in finished):
                 self._see_causes(calls, phase)
@@ -177,23 +182,24 @@ class SupervisedCluster(ABC):
             waiting = [call for call in calls if not call.done]
             if not waiting or (first and finished):
                 return finished
-            if time.monotonic() >= deadline:
-                self._overdue(waiting, phase, limit, check)
+            left = min(call.sent for call in waiting) + limit - time.monotonic()
+            if left <= 0:
+                self._overdue([call for call in waiting if call.sent + limit <= time.monotonic()], phase, limit, check)
                 continue
             starting = [process for process in self._processes.values() if self._starting(process)]
             holders = [self.process(call.role, call.rank) for call in waiting]
-            self.receive([*holders, *starting], min(LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
+            self.receive([*holders, *starting], min(WATCH_SECONDS, left))
 
     def _see_causes(self, calls: Sequence[Call], phase: str) -> None:
         """Peers of a dead rank fail too, a moment earlier or later, with less telling errors: wait for the death."""
-        self._look(phase, at_once=True)
+        self._watch(phase, at_once=True)
         end = time.monotonic() + self.grace_seconds
         while time.monotonic() < end and not any(call.dead for call in calls):
             waiting = [self.process(call.role, call.rank) for call in calls if not call.done]
             if not waiting and all(call.error is None or isinstance(call.error, UserError) for call in calls):
                 return
             self.receive(waiting, min(0.1, end - time.monotonic()))
-            self._look(phase, at_once=True)
+            self._watch(phase, at_once=True)
 
     @staticmethod
     def _raise_failure(finished: Sequence[Call]) -> None:
@@ -205,13 +211,13 @@ class SupervisedCluster(ABC):
 
     def _overdue(self, waiting: Sequence[Call], phase: str, limit: float, check: bool) -> None:
         """Give up replaceable workers whose failures the caller takes; otherwise raise, naming the silent."""
-        report = self._report()
+        silent = sorted((self.process(call.role, call.rank) for call in waiting), key=lambda p: p.last_beat())
+        who = "; ".join(f"{process.role} rank {process.rank} ({process.last_thing()})" for process in silent)
+        report = self._report()  # wakes stopped workers
         if not check and all(call.role in self._replaceable for call in waiting):
             for call in waiting:
                 self._bury(self.process(call.role, call.rank), f"no answer within {limit:g} s (stacks: {report})")
             return
-        silent = sorted((self.process(call.role, call.rank) for call in waiting), key=lambda p: p.last_beat())
-        who = "; ".join(f"{process.role} rank {process.rank} ({process.last_thing()})" for process in silent)
         raise RunError(
             f"In phase '{phase}', no answer within {limit:g} s from {who}. The Python stacks of all workers are in "
             f"{report}. Raise cluster.deadline_seconds if the work is just slow."
@@ -219,29 +225,45 @@ class SupervisedCluster(ABC):
 
     # Watching
 
-    def _look(self, phase: str, *, at_once: bool = False) -> None:
-        """Take note of signs of life, exits and silence; raise when a worker is lost that cannot be replaced."""
+    def look(self, phase: str, calls: Sequence[Call] = ()) -> None:
+        self._watch(phase)
+        if waiting := [self.process(call.role, call.rank) for call in calls if not call.done]:
+            self.receive(waiting, 0.0)
+        self._raise_failure([call for call in calls if call.done])
+
+    def _watch(self, phase: str, *, at_once: bool = False) -> None:
+        """Take note of signs of life, exits and silence; raise when a worker is lost that cannot be replaced.
+
+        Args:
+            at_once: also when the last time was a moment ago.
+        """
         now = time.monotonic()
-        if now < self._next_look and not at_once:
+        if now < self._next_watch and not at_once:
             return
-        self._next_look = now + LOOK_SECONDS
+        self._next_watch = now + WATCH_SECONDS
         for process in list(self._processes.values()):
-            why = process.exit_reason()
-            if self._is_dead(process):
-                process.answered(("dead", self.liveness.health(process.role, process.rank).why))
-            elif why is not None:
-                if process.pending:
-                    self.receive([process], 0.0)  # an answer may have come before the end
-                self._bury(process, why)
-            elif process.built:
-                self._note_life(process)
-            elif process.built is False and self._up and process.role in self._replaceable:
-                self._bury(process, "an error while starting")
-        for role, rank in self.liveness.look(now):
-            self._fell_silent(self.process(role, rank), phase)
+            self._watch_one(process, now)
+        if silent := [self.process(role, rank) for role, rank in self.liveness.look(now)]:
+            self._fell_silent(silent, phase)
         for process in self._processes.values():
             if self._is_dead(process) and process.role not in self._replaceable:
                 raise WorkerDied(self._death(process, phase))
+
+    def _watch_one(self, process: WorkerProcess, now: float) -> None:
+        why = process.exit_reason()
+        if self._is_dead(process):
+            process.answered(("dead", self.liveness.health(process.role, process.rank).why))
+        elif why is not None:
+            if process.pending:
+                self.receive([process], 0.0)  # an answer may have come before the end
+            self._bury(process, why)
+        elif process.built:
+            self._note_life(process)
+        elif self._up and process.role in self._replaceable:
+            if process.built is False:
+                self._bury(process, "an error while starting")
+            elif process.pending and now - process.pending.sent > self._start_seconds:
+                self._bury(process, f"not being up within {self._start_seconds:g} s")
 
     def _note_life(self, process: WorkerProcess) -> None:
         health = self.liveness.health(process.role, process.rank)
@@ -249,17 +271,19 @@ class SupervisedCluster(ABC):
             self.liveness.started(process.role, process.rank, time.monotonic())
         self.liveness.heard(process.role, process.rank, max(health.heard, process.last_beat()))
 
-    def _fell_silent(self, process: WorkerProcess, phase: str) -> None:
+    def _fell_silent(self, silent: Sequence[WorkerProcess], phase: str) -> None:
         """A worker that cannot be replaced and hangs ends the run: a restart would hide the cause."""
-        report, doing = self._report(), process.last_thing()
-        why = self.liveness.health(process.role, process.rank).why
-        if process.role in self._replaceable:
+        vital = [process for process in silent if process.role not in self._replaceable]
+        who = "; ".join(f"{process.role} rank {process.rank} ({process.last_thing()})" for process in vital)
+        report = self._report()  # wakes stopped workers
+        if vital:
+            raise RunError(
+                f"In phase '{phase}', no sign of life from {who}. The Python stacks of all workers are in {report}. "
+                "Raise cluster.silence_seconds if it was only busy."
+            )
+        for process in silent:
+            why = self.liveness.health(process.role, process.rank).why
             self._bury(process, f"no sign of life ({why}; stacks: {report})")
-            return
-        raise RunError(
-            f"In phase '{phase}', {process.role} rank {process.rank} shows no sign of life ({doing}). The Python "
-            f"stacks of all workers are in {report}. Raise cluster.silence_seconds if it was only busy."
-        )
 
     def _bury(self, process: WorkerProcess, why: str) -> None:
         """Record a death, answer its pending call with it, and start another process where that is allowed."""

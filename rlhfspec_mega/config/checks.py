@@ -22,6 +22,7 @@ from rlhfspec_mega.planning.placement import place
 
 # The constants Megatron hard-codes for Llama 3's rotary scaling; only the factor can be chosen.
 MEGATRON_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192.0}
+LONG_RUN = 100  # steps of a model made here that one would not like to do again
 PROCESS_BYTES = int(0.4 * GIB)  # an idle worker with torch and Megatron loaded: 0.35 GiB were measured
 
 
@@ -58,6 +59,12 @@ def notes(config: RunConfig) -> list[str]:
         found.append("This CPU has no bf16 instructions, so bfloat16 is many times slower here than float32.")
     if config.data.kind == "files" and config.model.path is None:
         found.append(f"Model {config.model.name} is warmed up on chain sums only: data of yours may be beyond it.")
+    trainer = config.trainer
+    if trainer.checkpoint_every == 0 and (trainer.steps > LONG_RUN or config.model.path is not None):
+        found.append(
+            "trainer.checkpoint_every=0 saves at the end only, so a failure before it costs all steps: set e.g. "
+            "trainer.checkpoint_every=10."
+        )
     return found
 
 

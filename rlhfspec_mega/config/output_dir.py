@@ -1,12 +1,18 @@
-"""The directory of a run: claimed once per name, or taken up again by a run that resumes."""
+"""The directory of a run: claimed once per name, or taken up again by a run that resumes; one process at a time."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import logging
 import os
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
@@ -14,9 +20,13 @@ from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.errors import UserError
 
 CONFIG_FILE, OVERRIDES_FILE = "config.yaml", "overrides.yaml"
+LOCK_FILE = "run.lock"  # locked while a process runs here; left behind, and free, when it ends
 CHECKPOINTS = "checkpoints"  # one directory per checkpoint in it
 # What a resumed run must share with its beginning; parallel sizes and engines may change.
 SAME_ON_RESUME = ("seed", "model", "data")
+_NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)  # what a file system without flock answers
+
+_logger = logging.getLogger(__name__)
 
 
 def output_dir(config: RunConfig) -> Path:
@@ -43,35 +53,92 @@ def check_output_dir(config: RunConfig) -> None:
     _check_same(directory, config)
 
 
-def claim_output_dir(config: RunConfig, overrides: Sequence[str] = ()) -> Path:
-    """Create the run's directory and save the resolved configuration and the command line's overrides in it.
+@contextmanager
+def claimed_output_dir(config: RunConfig, overrides: Sequence[str] = ()) -> Iterator[Path]:
+    """The run's directory, this process's alone until the end, with the resolved configuration and the overrides in it.
 
-    Of several processes that claim one name, exactly one succeeds. A resumed run keeps its directory, and the two
-    files then tell what it went on with.
+    Of several processes that claim one name, exactly one succeeds, whether they begin the run or resume it. A resumed
+    run keeps its directory, and the two files then tell what it went on with. A run that leaves nothing but them (it
+    was refused before a worker started) gives its name free again.
 
     Raises:
-        UserError: as check_output_dir, or the directory cannot be written.
+        UserError: as check_output_dir, or another process runs there, or the directory cannot be written.
     """
     check_output_dir(config)
     directory = output_dir(config)
-    try:
+    with _writing(directory):
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(exist_ok=config.trainer.resume)
-        _replace(directory / OVERRIDES_FILE, yaml.safe_dump(list(overrides)))
-        _replace(directory / CONFIG_FILE, yaml.safe_dump(_plain(config), sort_keys=False))
+        lock = _lock(directory)
+    with lock:
+        try:
+            with _writing(directory):
+                _replace(directory / OVERRIDES_FILE, yaml.safe_dump(list(overrides)))
+                _replace(directory / CONFIG_FILE, yaml.safe_dump(_plain(config), sort_keys=False))
+            yield directory
+        finally:
+            _remove_unused(directory)
+
+
+@contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    try:
+        yield
     except FileExistsError:
         raise _taken(directory) from None
     except OSError as error:
         raise UserError(f"{directory} cannot be written ({error.strerror}): set another output_dir=.") from None
-    return directory
 
 
-def release_output_dir(directory: Path) -> None:
-    """Give the name free again if the run left nothing there but its configuration: no worker was started."""
-    if {entry.name for entry in directory.iterdir()} <= {CONFIG_FILE, OVERRIDES_FILE}:
-        for name in (CONFIG_FILE, OVERRIDES_FILE):
+def _lock(directory: Path) -> TextIO:
+    """The open lock file of the run, locked until it is closed; the kernel closes it, whatever the process dies of.
+
+    Programs that this process starts do not inherit it: Python opens files close-on-exec.
+
+    Raises:
+        UserError: another process has it.
+        OSError: it cannot be opened.
+    """
+    lock = (directory / LOCK_FILE).open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with lock:
+            raise _in_use(lock, directory) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        _logger.warning(
+            f"The file system of {directory} has no locks ({error.strerror}): take care that only one process at a "
+            "time runs there."
+        )
+    if os.fstat(lock.fileno()).st_nlink == 0:  # its holder has removed it and the directory just now
+        with lock:
+            raise _in_use(lock, directory)
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+    lock.flush()
+    return lock
+
+
+def _in_use(lock: TextIO, directory: Path) -> UserError:
+    lock.seek(0)
+    return UserError(
+        f"{directory} is in use by {lock.read() or 'another process'}: wait for its end or stop it before you resume "
+        f"that run, or start another with name={directory.name}2."
+    )
+
+
+def _remove_unused(directory: Path) -> None:
+    """Give the name free again if the run left nothing there but its configuration: no worker was started.
+
+    The lock goes last: who creates another one meanwhile has the directory.
+    """
+    if {entry.name for entry in directory.iterdir()} <= {CONFIG_FILE, OVERRIDES_FILE, LOCK_FILE}:
+        for name in (CONFIG_FILE, OVERRIDES_FILE, LOCK_FILE):
             (directory / name).unlink(missing_ok=True)
-        directory.rmdir()
+        with contextlib.suppress(OSError):
+            directory.rmdir()
 
 
 def _replace(file: Path, text: str) -> None:

@@ -39,12 +39,10 @@ ABOVE_ZERO = (
     "algorithm.clip_low",
     "algorithm.clip_high",
     "algorithm.importance_cap",
-    "rollout.poll_seconds",
     "reward.time_limit",
     "data.median_terms",
     "cluster.deadline_seconds",
     "cluster.start_seconds",
-    "cluster.silence_seconds",
     "resharding.bucket_mib",
     "warmup.lr",
 )
@@ -98,6 +96,8 @@ FROM_ONE = (
     "warmup.eval_every",
     "warmup.eval_prompts",
 )
+FROM_FIVE = ("cluster.silence_seconds",)  # workers show a sign of life once a second
+POLLS = ("rollout.poll_seconds",)  # an engine that answers later would be taken for stuck when the actor restarts
 FROM_TWO = ("data.max_terms",)  # a sum has at least two terms
 FRACTIONS = ("actor.optimizer.min_lr_ratio", "warmup.target_exact", "warmup.least_exact")
 
@@ -116,6 +116,8 @@ def check_ranges(config: RunConfig) -> None:
         "0 or more": (FROM_ZERO, lambda value: value >= 0),
         "1 or more": (FROM_ONE, lambda value: value >= 1),
         "2 or more": (FROM_TWO, lambda value: value >= 2),
+        "5 or more": (FROM_FIVE, lambda value: value >= 5),
+        "above 0 and at most 5": (POLLS, lambda value: 0 < value <= 5),
         "from 0 to 1": (FRACTIONS, lambda value: 0 <= value <= 1),
     }
     for words, (keys, holds) in bounds.items():

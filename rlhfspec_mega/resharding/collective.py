@@ -34,9 +34,10 @@ class CollectiveHost:
     def drop(self, receiver: int) -> None:
         """A collective cannot go on without a member: end it for all, so that the others need not wait."""
         if self._store is not None:
-            self._store.set(_CANCELLED, str(receiver))
+            self._store.set(_CANCELLED, f"engine {receiver} has died or failed")
 
     def close(self) -> None:
+        """End the store: members that still wait, or come to wait, raise RunError. Safe to call twice."""
         self._store = None
 
 
@@ -66,26 +67,49 @@ class CollectiveAddress:
 
 
 class _Broadcasts:
-    """One member of an owner's process group: the sender is rank 0, receiver i is rank i + 1."""
+    """One member of an owner's process group: the sender is rank 0, receiver i is rank i + 1.
+
+    A member that waits asks the host's store from time to time whether it need not: members of a collective do not
+    learn by themselves that one of them has died. What is said here for NCCL, the abort above all, has not been run.
+    """
 
     def __init__(self, address: CollectiveAddress, owner: int, rank: int) -> None:
         self.address = address
-        timeout = timedelta(seconds=address.deadline)
+        what = f"The resharding group of pipeline stage {owner} did not form"
+        self._store = _connect(address, what)
         try:
-            self._store = dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
-            prefixed = dist.PrefixStore(f"resharding/{owner}", self._store)
-            self._group: Any
-            if address.device == "cpu":
-                self._group = dist.ProcessGroupGloo(prefixed, rank, address.receivers + 1, timeout)
-            else:
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timeout
-                self._group = dist.ProcessGroupNCCL(prefixed, rank, address.receivers + 1, options)
+            self._await_members(owner, what)
+            self._group = self._join(owner, rank)
         except RuntimeError as error:
-            raise RunError(
-                f"The resharding group of pipeline stage {owner} did not form at {address.host}:{address.port} "
-                f"within {address.deadline:g} s ({_first_line(error)})."
-            ) from None
+            self._check(what)
+            raise RunError(f"{what} at {address.host}:{address.port} ({_first_line(error)}).") from None
+
+    def _await_members(self, owner: int, what: str) -> None:
+        """Wait until all members have come: the constructor of a group, which waits for them too, has no way out."""
+        arrivals, members = f"resharding/{owner}/arrivals", self.address.receivers + 1
+        end, pause = time.monotonic() + self.address.deadline, 1e-3
+        arrived = self._store.add(arrivals, 1)
+        while True:
+            self._check(what)
+            if arrived >= members:
+                return
+            if time.monotonic() > end:
+                raise RunError(
+                    f"{what} within {self.address.deadline:g} s, {arrived} of {members} members came: "
+                    "look for a dead or stuck worker."
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _CHECK_SECONDS)
+            arrived = self._store.add(arrivals, 0)
+
+    def _join(self, owner: int, rank: int) -> Any:
+        prefixed, size = dist.PrefixStore(f"resharding/{owner}", self._store), self.address.receivers + 1
+        timeout = timedelta(seconds=self.address.deadline)
+        if self.address.device == "cpu":
+            return dist.ProcessGroupGloo(prefixed, rank, size, timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = 2 * timeout  # ours passes first: after NCCL's, torch ends the process
+        return dist.ProcessGroupNCCL(prefixed, rank, size, options)
 
     def broadcast(self, bucket: Bucket, data: Tensor) -> None:
         """Take part in the broadcast of `data`. Raises RunError when it fails, takes too long, or was cancelled."""
@@ -102,23 +126,44 @@ class _Broadcasts:
             ) from None
 
     def _wait(self, work: Any, bucket: Bucket) -> None:
-        """Poll rather than block: members of a collective do not learn by themselves that one of them has died."""
-        pause, next_check = 5e-5, time.monotonic() + _CHECK_SECONDS
+        """Poll rather than block, so as to see that the broadcast was cancelled."""
+        end, pause = time.monotonic() + self.address.deadline, 5e-5
+        next_check = time.monotonic() + _CHECK_SECONDS
         while not work.is_completed():
             if time.monotonic() > next_check:
                 next_check = time.monotonic() + _CHECK_SECONDS
-                if self._store.check([_CANCELLED]):
-                    _ABANDONED.append((self._group, work, bucket))
-                    raise RunError(f"The broadcast of bucket {bucket.id} was cancelled: a receiver has died.")
+                try:
+                    self._check(f"The broadcast of bucket {bucket.id} was cancelled")
+                    if time.monotonic() > end:
+                        raise RuntimeError("it did not end")
+                except (RunError, RuntimeError):
+                    self._abandon(work)
+                    raise
             time.sleep(pause)
             pause = min(2 * pause, 2e-3)
+
+    def _check(self, what: str) -> None:
+        """Raise RunError with `what` if a receiver was dropped or the host is closed."""
+        try:
+            reason = self._store.get(_CANCELLED).decode() if self._store.check([_CANCELLED]) else ""
+        except RuntimeError:  # the store went with its host
+            reason = "the transport was closed, as when another worker has died"
+        if reason:
+            raise RunError(f"{what}: {reason}.")
+
+    def _abandon(self, work: Any) -> None:
+        """Leave a broadcast that will not end by itself."""
+        if self.address.device == "cpu":
+            _ABANDONED.append((self._group, work))
+        else:
+            self._group.abort()  # takes the kernel off the GPU, before NCCL's timeout
 
     def close(self) -> None:
         with suppress(RuntimeError):  # the other side may be gone already
             self._group.shutdown()
 
 
-# Groups with a broadcast that cannot end: their destructors would wait for it.
+# Groups of gloo with a broadcast that cannot end: their destructors would wait for it.
 _ABANDONED: list[Any] = []
 
 
@@ -150,6 +195,20 @@ class CollectiveReceiver:
     def close(self) -> None:
         for group in self._groups:
             group.close()
+
+
+def _connect(address: CollectiveAddress, what: str) -> dist.TCPStore:
+    """A client of the host's store. Raises RunError with `what` at once if the host no longer listens."""
+    timeout = timedelta(seconds=address.deadline)
+    try:
+        # Listening began before there was an address. Torch by itself would try a closed port until the deadline.
+        socket.create_connection((address.host, address.port), address.deadline).close()
+        return dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
+    except (OSError, RuntimeError) as error:
+        raise RunError(
+            f"{what}: the transport at {address.host}:{address.port} was closed or cannot be reached "
+            f"({_first_line(error)})."
+        ) from None
 
 
 def listening_store(host: str, deadline: float) -> dist.TCPStore:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import closing
 from math import prod
 from typing import Any
 
@@ -15,6 +18,7 @@ from rlhfspec_mega.resharding.buckets import Bucket, checksum, plan_buckets, unp
 from rlhfspec_mega.resharding.transport import Host, OpenHost, Receiver
 from rlhfspec_mega.types import TensorInfo
 
+_LOOK_SECONDS = 0.5
 _CONNECTABLE = (WorkerState.REJOINING, WorkerState.SERVING)
 
 
@@ -66,14 +70,14 @@ class Resharder:
         """
         remaining = list(ranks)
         while remaining:
-            if self._connected == self._identities(engines, remaining) or self._connect(engines, remaining):
-                sums, receives = self._transfer(engines, version)
-                alive = [call for call in receives if not call.dead]
-                if sums is not None:
-                    return self._finish(engines, alive, sums, version)
-                self._connected, remaining = [], [call.rank for call in alive]
-            else:
+            if self._connected != self._identities(engines, remaining) and not self._connect(engines, remaining):
                 remaining = [rank for rank in remaining if rank in engines.ranks(*_CONNECTABLE)]
+                continue
+            sums, receives = self._transfer(engines, version)
+            there = [call for call in receives if engines.still_there(call) and not call.dead]
+            if sums is not None:
+                return self._finish(engines, there, sums, version)
+            self._connected, remaining = [], [call.rank for call in there]
         return []
 
     @staticmethod
@@ -86,15 +90,14 @@ class Resharder:
             self._host.close()
         self._connected = []
         self._host = self._open_host(len(ranks), self._device)
-        identities = self._identities(engines, ranks)
         calls = [engines.start(rank, "connect", self._host.address, index) for index, rank in enumerate(ranks)]
         senders = self._connect_senders("engines", self._host.address)
-        self._cluster.wait([*calls, *senders], "resharding connect", check=False)
-        if any(call.dead for call in calls):
+        self._watch([*calls, *senders], calls, self._host, "resharding connect")
+        if not all(engines.still_there(call) and not call.dead for call in calls):
             return False
         for call in [*calls, *senders]:
             call.result()
-        self._connected = identities
+        self._connected = self._identities(engines, ranks)
         return True
 
     def _transfer(self, engines: WorkerGroup, version: int) -> tuple[dict[int, int] | None, list[Call]]:
@@ -103,26 +106,32 @@ class Resharder:
         arguments = ("receive_weights", version, self._tensors, self.buckets)
         receives = [engines.start(rank, *arguments) for rank, _ in self._connected]
         sums: dict[int, int] = {}
+        sends: list[Call] = []
         for stage, buckets in self._by_stage():
             sends = self._start_sending("engines", stage, buckets)
-            self._watch(sends, receives, self._host)
-            if any(call.error for call in sends) and any(call.dead for call in receives):
-                self._cluster.wait(receives, "reshard", check=False)  # cancelled with the transport
-                return None, receives
+            self._watch(sends, receives, self._host, "reshard")
+            if any(call.error for call in sends):
+                break
             sums |= sends[0].result()
-            for call in sends[1:]:
-                call.result()
-        self._watch(receives, receives, self._host)
-        return sums, receives
+        self._watch(receives, receives, self._host, "reshard")
+        broken = any(call.error and not call.dead for call in [*sends, *receives])
+        return (None if broken and any(call.dead for call in receives) else sums), receives
 
-    def _watch(self, awaited: Sequence[Call], receives: Sequence[Call], host: Host) -> None:
-        """Wait for these calls; nobody waits for a receiver that has died or failed meanwhile."""
+    def _watch(self, awaited: Sequence[Call], receives: Sequence[Call], host: Host, phase: str) -> None:
+        """Wait for these calls; nobody waits for a receiver that has died or failed meanwhile.
+
+        Raises what a sender failed with, unless a receiver's death may be the cause.
+        """
         while not all(call.done for call in awaited):
             pending = [call for call in dict.fromkeys([*awaited, *receives]) if not call.done]
-            self._cluster.wait(pending, "reshard", first=True, check=False)
+            self._cluster.wait(pending, phase, first=True, check=False)
             for index, call in enumerate(receives):
                 if call.error:
                     host.drop(index)
+            if not any(call.dead for call in receives):
+                for call in awaited:
+                    if call.error and call not in receives:
+                        raise call.error
 
     def _finish(
         self, engines: WorkerGroup, receives: Sequence[Call], sums: Mapping[int, int], version: int
@@ -132,13 +141,11 @@ class Resharder:
             self._compare(sums, call.result(), f"engine {call.rank}", version)
         ends = [engines.start(call.rank, "end_update", version) for call in receives]
         self._cluster.wait(ends, "reshard", check=False)
-        held = []
-        for call in ends:
-            if not call.dead:
-                call.result()
-                engines.confirm(call.rank, version)
-                held.append(call.rank)
-        return held
+        held = [call for call in ends if engines.still_there(call) and not call.dead]
+        for call in held:
+            call.result()
+            engines.confirm(call.rank, version)
+        return [call.rank for call in held]
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor on CPU) of the actor's weights; holds one unfinished tensor at a time.
@@ -146,19 +153,25 @@ class Resharder:
         Every tensor is valid until the next is asked for.
         """
         host = self._open_host(1, "cpu")
-        calls = self._connect_senders("export", host.address)
-        receiver: Receiver = host.address.receiver(0)  # a collective's ends wait for each other
-        self._cluster.wait(calls, "export")
-        try:
-            for stage, buckets in self._by_stage():
-                calls = self._start_sending("export", stage, buckets)
-                sums: dict[int, int] = {}
-                yield from self._assemble(receiver, buckets, sums)
-                self._cluster.wait(calls, "export")
-                self._compare(calls[0].result(), sums, "this process", None)
-        finally:
-            receiver.close()
-            host.close()
+        with ThreadPoolExecutor(1) as beside, closing(host):  # closed first: it ends what the thread waits for
+            calls = self._connect_senders("export", host.address)
+            receiver: Receiver = self._result(beside.submit(host.address.receiver, 0), calls)
+            self._cluster.wait(calls, "export")
+            with closing(receiver):
+                for stage, buckets in self._by_stage():
+                    calls = self._start_sending("export", stage, buckets)
+                    arrived = (self._result(beside.submit(receiver.receive, bucket), calls) for bucket in buckets)
+                    sums: dict[int, int] = {}
+                    yield from self._assemble(buckets, arrived, sums)
+                    self._cluster.wait(calls, "export")
+                    self._compare(calls[0].result(), sums, "this process", None)
+
+    def _result(self, work: Future[Any], calls: Sequence[Call]) -> Any:
+        """What the thread beside waits for; a sender's death or error ends the wait."""
+        while not work.done():
+            self._cluster.look("export", calls)
+            wait_for([work], timeout=_LOOK_SECONDS)
+        return work.result()
 
     def close(self) -> None:
         if self._host is not None:
@@ -181,12 +194,11 @@ class Resharder:
         return [self._actor.start(rank, "send_weights", stream, buckets) for rank in self._stage_ranks[stage]]
 
     def _assemble(
-        self, receiver: Receiver, buckets: Sequence[Bucket], sums: dict[int, int]
+        self, buckets: Sequence[Bucket], arrived: Iterable[torch.Tensor], sums: dict[int, int]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         shapes = {tensor.name: tensor.shape for tensor in self._tensors}
         partial: dict[str, torch.Tensor] = {}
-        for bucket in buckets:
-            data = receiver.receive(bucket)
+        for bucket, data in zip(buckets, arrived, strict=True):
             sums[bucket.id] = checksum(data)
             for name, start, values in unpack(bucket, data):
                 size = prod(shapes[name])

@@ -8,7 +8,6 @@ import torch
 
 from rlhfspec_mega.actor.actor import Actor
 from rlhfspec_mega.actor.weights import MappedParameter, mapped_parameters, merge_parameter
-from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.resharding.buckets import Bucket, checksum, pack
 from rlhfspec_mega.resharding.transport import Sender
 
@@ -45,41 +44,50 @@ class WeightExporter:
             {bucket id: checksum} on the first rank, empty on the others.
 
         Raises:
-            RunError: the transport failed; only after all gathers, so that no other rank waits in one.
+            RunError: the transport failed.
+            Exception: the first of any kind (memory ran out, say), only after all gathers, so that no other rank waits
+                in one.
         """
         self._last_names = []  # weights have changed since the last update
         sums: dict[int, int] = {}
-        size = max(bucket.bytes for bucket in buckets)
-        buffer = torch.empty(size if sender else 0, dtype=torch.uint8, device=self._actor.device)
-        failure: RunError | None = None
+        buffer: torch.Tensor | None = None
+        failure: Exception | None = None
         for bucket in buckets:
-            merged = self._merged(bucket)
-            if sender is None or failure is not None:
-                for _ in merged:
-                    pass  # only takes part in the gathers
-                continue
-            flat = pack(bucket, merged, buffer)
-            sums[bucket.id] = checksum(flat)
-            try:
-                sender.send(bucket, flat)
-            except RunError as error:
-                failure = error
+            names = iter(bucket.names)
+            if sender is not None and failure is None:
+                try:
+                    if buffer is None:
+                        size = max(bucket.bytes for bucket in buckets)
+                        buffer = torch.empty(size, dtype=torch.uint8, device=self._actor.device)
+                    flat = pack(bucket, self._merged(names), buffer)
+                    sums[bucket.id] = checksum(flat)
+                    sender.send(bucket, flat)
+                except Exception as error:
+                    failure = error
+            for name in names:  # not taken by `pack`: only takes part in the gathers
+                try:
+                    self._gather(name)
+                except Exception as error:
+                    failure = failure or error
         self._last.clear()
         if failure is not None:
             raise failure
         return sums
 
-    def _merged(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full tensors in the bucket's order (nothing on ranks but the first).
+    def _merged(self, names: Iterator[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full tensors of these names, on the group's first rank."""
+        for name in names:
+            self._gather(name)
+            yield name, self._last[name]
+
+    def _gather(self, name: str) -> None:
+        """Bring the tensor of this name into `_last` on the group's first rank; collective over the group.
 
         A parameter is gathered once, also when its tensors (Q, K and V of one `linear_qkv`) or the parts of a large one
         fall into several buckets: the last one gathered is kept. Every rank of the group follows the same order.
         """
-        for name in bucket.names:
-            if name not in self._last_names:
-                mapped = self._by_name[name]
-                self._last.clear()
-                self._last.update(merge_parameter(mapped, self._actor.shape) or {})
-                self._last_names = mapped.hf_names
-            if name in self._last:
-                yield name, self._last[name]
+        if name not in self._last_names:
+            mapped = self._by_name[name]
+            self._last.clear()
+            self._last_names = mapped.hf_names  # also if merging fails here: the other ranks do not gather it again
+            self._last.update(merge_parameter(mapped, self._actor.shape) or {})

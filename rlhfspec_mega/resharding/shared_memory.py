@@ -16,9 +16,12 @@ from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.resharding.buckets import Bucket
 
 _SLOTS = 2  # the next bucket is gathered and sent while the engines load the last
-_HEADER = 4096  # bytes, as 64-bit words: [sent, bucket id in slot 0, in slot 1, released by receiver 0, by 1, ...]
+# Bytes, as 64-bit words: [sent, bucket id in slot 0, in slot 1, closed, released by receiver 0, by 1, ...]
+_HEADER = 4096
+_CLOSED = 1 + _SLOTS
+_RELEASED = _CLOSED + 1
 _FOREVER = 2**62  # more buckets than any run sends
-_MAX_RECEIVERS = _HEADER // 8 - 1 - _SLOTS
+_MAX_RECEIVERS = _HEADER // 8 - _RELEASED
 
 
 class SharedMemoryHost:
@@ -42,18 +45,19 @@ class SharedMemoryHost:
         self._descriptor = os.memfd_create("rlhfspec_mega.resharding")
         os.ftruncate(self._descriptor, size)
         self.address = SharedMemoryAddress(os.getpid(), self._descriptor, slot_bytes, receivers, deadline)
-        self._memory: _Memory | None = None
+        self._memory: _Memory | None = _Memory(self.address)
 
     def drop(self, receiver: int) -> None:
         """Count every bucket, also those to come, as released by this receiver."""
-        self._memory = self._memory or _Memory(self.address)
-        self._memory.release(receiver, _FOREVER)
+        if self._memory is not None:
+            self._memory.release(receiver, _FOREVER)
 
     def close(self) -> None:
-        """Refuse further ends; those that exist go on."""
-        if self._descriptor >= 0:
+        """Refuse further ends; those that wait, or come to wait, raise RunError. Safe to call twice."""
+        if self._memory is not None:
+            self._memory.closed = True
+            self._memory = None
             os.close(self._descriptor)
-            self._descriptor = -1
 
 
 @dataclass(frozen=True)
@@ -110,17 +114,29 @@ class _Memory:
     def set_bucket_id(self, number: int, bucket_id: int) -> None:
         self._header[1 + number % _SLOTS] = bucket_id
 
+    @property
+    def closed(self) -> bool:
+        """Whether the host was closed: what is waited for then will not come."""
+        return bool(self._header[_CLOSED])
+
+    @closed.setter
+    def closed(self, value: bool) -> None:
+        self._header[_CLOSED] = value
+
     def released(self) -> list[int]:
         """Buckets that each receiver is done with."""
-        return self._header[1 + _SLOTS : 1 + _SLOTS + self.address.receivers].tolist()
+        return self._header[_RELEASED : _RELEASED + self.address.receivers].tolist()
 
     def release(self, receiver: int, count: int) -> None:
-        self._header[1 + _SLOTS + receiver] = count
+        """The receiver is done with the first `count` buckets; what was released, as by a drop, stays so."""
+        self._header[_RELEASED + receiver] = max(self._header[_RELEASED + receiver], count)
 
     def wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Poll with growing pauses (50 us to 2 ms). Raises RunError with `what()` after the deadline."""
+        """Poll with growing pauses (50 us to 2 ms). Raises RunError with `what()` on closing and after the deadline."""
         end, pause = time.monotonic() + self.address.deadline, 5e-5
         while not ready():
+            if self.closed:
+                raise RunError(f"{what()}: the transport was closed, as when another worker has died.")
             if time.monotonic() > end:
                 raise RunError(f"{what()} within {self.address.deadline:g} s: look for a dead or stuck worker.")
             time.sleep(pause)

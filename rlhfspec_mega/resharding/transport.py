@@ -44,10 +44,15 @@ class Host(Protocol):
     address: Any
 
     def drop(self, receiver: int) -> None:
-        """A receiver has died: senders no longer wait for it, where the transport can do without it."""
+        """A receiver has died: senders no longer wait for it. Where the transport cannot do without it, all waits end.
+
+        May be said again, and after `close`.
+        """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Whoever still waits at an end raises RunError, and so does whoever makes one later. Safe to call twice."""
+        ...
 
 
 class OpenHost(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ from rlhfspec_mega.rollout.assignment import Assignment
 from rlhfspec_mega.types import GenerationRequest, GenerationResult
 
 Progress = Callable[[int, int], None]
+_PAUSE_SECONDS = 0.01
 
 
 class EngineCall(Protocol):
@@ -31,6 +33,8 @@ class EnginePool(Protocol):
     def serving(self) -> list[int]: ...
 
     def alive(self) -> list[int]: ...
+
+    def launches(self, rank: int) -> int: ...
 
 
 class Wait(Protocol):
@@ -79,17 +83,21 @@ class RolloutManager:
         """
         work = Assignment(requests, self._engines.size, self._engines.serving(), ledger, repeat=self._deterministic)
         calls: dict[int, EngineCall] = {}
+        given: dict[int, int] = {}  # by rank: the process that holds its samples
         while not work.done:
-            self._bury_the_dead(work, calls)
+            self._take_back(work, given, calls)
             for rank in self._engines.serving():
                 if rank not in calls and work.has_work(rank):
+                    given[rank] = self._engines.launches(rank)
                     calls[rank] = self._engines.start(rank, "advance", work.take(rank), self._poll_seconds)
-            if not calls:
+            if not calls and not self._engines.serving():
                 self._revive()
-                continue
+            elif not calls:
+                time.sleep(_PAUSE_SECONDS)  # a suspect engine holds what is left: it comes back or is given up
             for call in self._wait(list(calls.values()), phase, first=True, check=False):
                 del calls[call.rank]
                 if call.dead:
+                    del given[call.rank]
                     work.lose(call.rank, self._engines.serving())
                 else:
                     work.report(call.rank, call.result())
@@ -97,9 +105,11 @@ class RolloutManager:
                 progress(len(work.results), len(requests))
         return work.results
 
-    def _bury_the_dead(self, work: Assignment, calls: dict[int, EngineCall]) -> None:
-        """Engines that died between two calls, and work left with them when no engine served."""
+    def _take_back(self, work: Assignment, given: dict[int, int], calls: dict[int, EngineCall]) -> None:
+        """The work of engines that died between two calls, and of those that were away from the start."""
         alive = self._engines.alive()
         for rank in work.holders():
-            if rank not in alive and rank not in calls:
+            there = rank in alive and given.get(rank, self._engines.launches(rank)) == self._engines.launches(rank)
+            if not there and rank not in calls:
+                given.pop(rank, None)
                 work.lose(rank, self._engines.serving())

@@ -3,8 +3,8 @@
     python -m tests.e2e.chaos --runs 20 --seed 0
 
 Every run is deterministic (trainer.deterministic=true): metrics, samples and trained weights must be, bit for bit,
-those of the run that nobody disturbed. A run whose driver died, or that ended because of the death, is resumed. The
-exit status is 0 only when nothing differs and nothing was lost.
+those of the run that nobody disturbed. A run whose driver died is resumed; so is one that ended before its first
+step. The exit status is 0 only when nothing differs, nothing was lost and no other run ended.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from itertools import count
 from pathlib import Path
 from uuid import uuid4
 
@@ -29,7 +30,6 @@ from safetensors.torch import load_file
 
 from tests.e2e.conftest import make_model, marked, small_run, start
 
-VICTIMS = ("driver", "actor-0", "actor-1", "engine-0", "engine-1")
 TIMED = ("time", "generation_tokens_per_second")  # and seconds/<phase>: what the clock says, not the algorithm
 RUN_SECONDS = 300.0
 
@@ -119,33 +119,48 @@ class Chaos:
             raise SystemExit(f"The undisturbed run failed: {errors}")
 
     def _wait_for_workers(self, name: str, process: subprocess.Popen[str]) -> None:
-        while not (self._root / name / "logs" / "actor-1.log").exists() and process.poll() is None:
+        while not (self._root / name / "logs" / "actor-0.log").exists() and process.poll() is None:
             time.sleep(0.01)
 
     def disturb(self, number: int, chance: random.Random) -> Outcome:
-        name, victim, done = f"run{number}", chance.choice(VICTIMS), chance.randint(0, self._steps)
-        moment = chance.random() * self._seconds[done]
-        directory, process = self._root / name, self._start(name)
-        self._wait_for_workers(name, process)
-        while steps_done(directory) < done and process.poll() is None:
-            time.sleep(0.01)
-        time.sleep(moment)
-        target = process_of(process.pid, victim) if process.poll() is None else None
-        if target is not None:
-            target.send_signal(signal.SIGKILL)
-        self._end(process)
-        ended = f"status {process.returncode}" if target else "was over before"
-        resumed = 0
-        while process.returncode and resumed < 3:
-            resumed += 1
-            process = self._start(name, *(["trainer.resume=true"] if directory.exists() else []))
-            errors = self._end(process)
+        """One run with one kill; a moment at which the victim was gone already is drawn anew."""
+        for attempt in count():
+            name, done = f"run{number}.{attempt}", chance.randint(0, self._steps)
+            moment = chance.random() * self._seconds[done]
+            process = self._start(name)
+            self._wait_for_workers(name, process)
+            victims = ["driver", *sorted(log.stem for log in (self._root / name / "logs").glob("*-*.log"))]
+            victim = chance.choice(victims)
+            while steps_done(self._root / name) < done and process.poll() is None:
+                time.sleep(0.01)
+            time.sleep(moment)
+            target = process_of(process.pid, victim) if process.poll() is None else None
+            if target is not None:
+                target.send_signal(signal.SIGKILL)
+                return Outcome(number, victim, done, round(moment, 2), *self._outcome(name, process, victim, done))
+            self._end(process)
+        raise AssertionError
+
+    def _outcome(self, name: str, process: subprocess.Popen[str], victim: str, done: int) -> tuple[str, int, str]:
+        """How the run ended, how often it was resumed, and the verdict.
+
+        Only the driver's death may end a run, or any death before the first step: work has not begun, and a sentence
+        says so.
+        """
+        errors, resumed = self._end(process), 0
+        ended = f"status {process.returncode}"
+        if "Traceback" in errors:
+            return ended, resumed, f"TRACEBACK: {errors.strip()[-300:]}"
+        if process.returncode and victim != "driver" and done:
+            return ended, resumed, f"ENDED: {errors.strip()[-300:]}"
         if process.returncode:
-            verdict = f"FAILED: {errors.strip()[-300:]}"
-        else:
-            wrong = differences(self.quiet, directory)
-            verdict = f"DIFFERS: {', '.join(wrong)}" if wrong else "same bits"
-        return Outcome(number, victim, done, round(moment, 2), ended, resumed, verdict)
+            resumed = 1
+            process = self._start(name, *(["trainer.resume=true"] if (self._root / name).exists() else []))
+            errors = self._end(process)
+            if process.returncode:
+                return ended, resumed, f"NOT RESUMED: {errors.strip()[-300:]}"
+        wrong = differences(self.quiet, self._root / name)
+        return ended, resumed, f"DIFFERS: {', '.join(wrong)}" if wrong else "same bits"
 
     def _start(self, name: str, *more: str) -> subprocess.Popen[str]:
         self._mark = uuid4().hex

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhfspec_mega.config.compose import load_config
-from rlhfspec_mega.config.output_dir import claim_output_dir
+from rlhfspec_mega.config.output_dir import claimed_output_dir
 from tests.e2e.conftest import marked, small_run, start, train
 
 LIVES = {
@@ -84,21 +84,29 @@ def small_disk(finished: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk(finished: Path, model: Path, small_disk: Path) -> None:
-    """The second checkpoint finds no room: the run says so in a sentence, and resumes from the first given room."""
-    options = small_run(model, small_disk, "full", "trainer.checkpoint_every=2", "trainer.export=false")
+    """There is room for the first checkpoint only: the run goes on without others, but fails when the last one fails.
+
+    Given room, it resumes from the first.
+    """
+    options = small_run(model, small_disk, "full", "trainer.checkpoint_every=1", "trainer.export=false")
     result = train(*options)
-    assert "step_4 was not saved" in result.stdout + result.stderr and "MiB are free" in result.stdout + result.stderr
-    assert "Traceback" not in result.stderr and names(small_disk / "full") == {"latest", "step_2"}
+    assert result.returncode == 1
+    (sentence,) = result.stderr.strip().splitlines()
+    assert "step_4 was not saved" in sentence and "MiB are free" in sentence
+    notes = [line for line in result.stdout.splitlines() if "was not saved" in line]
+    assert ["step_2" in notes[0], "step_3" in notes[1]] == [True, True] and len(notes) == 2
+    assert len(steps_of(small_disk / "full")) == 4 and names(small_disk / "full") == {"latest", "step_1"}
     subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
     resumed = train(*options, "trainer.resume=true")
     assert resumed.returncode == 0, resumed.stderr
-    assert names(small_disk / "full") == {"latest", "step_2", "step_4"}
+    assert names(small_disk / "full") == {"latest", "step_3", "step_4"}
     check_same_run(small_disk / "full", finished)
 
 
 def test_a_run_that_died_before_its_first_checkpoint_begins_again(model: Path, tmp_path: Path) -> None:
     options = small_run(model, tmp_path, "early", "trainer.steps=1", "trainer.export=false")
-    claim_output_dir(load_config(options))
+    with claimed_output_dir(load_config(options)) as directory:
+        (directory / "logs").mkdir()
     result = train(*options, "trainer.resume=true")
     assert result.returncode == 0, result.stderr
     assert "holds no checkpoint yet" in result.stdout + result.stderr

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rlhfspec_mega.config.compose import load_config
+from rlhfspec_mega.config.output_dir import claimed_output_dir
 from tests.e2e.conftest import small_run, train
 
 
@@ -58,6 +60,15 @@ def test_data_files(content: str, words: list[str], model: Path, tmp_path: Path)
     sentence = refused(*[option for option in options if option not in idle])
     for word in words:
         assert word in sentence
+
+
+def test_a_run_that_another_process_has(model: Path, tmp_path: Path) -> None:
+    options = small_run(model, tmp_path, "twice")
+    with claimed_output_dir(load_config(options)) as directory:
+        before = sorted((path.name, path.read_bytes()) for path in directory.iterdir())
+        sentence = refused(*options, "trainer.resume=true")
+        assert str(directory) in sentence and "in use by process" in sentence and "name=twice2" in sentence
+        assert sorted((path.name, path.read_bytes()) for path in directory.iterdir()) == before
 
 
 def test_reward_that_does_not_exist(model: Path, tmp_path: Path) -> None:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from rlhfspec_mega.actor.rendezvous import Rendezvous
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.launchers import transport as open_transport
+from rlhfspec_mega.cluster.liveness import WorkerState
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.cluster.supervised import Group
 from rlhfspec_mega.config.schema import ActorConfig, RolloutConfig
-from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.errors import RunError, WorkerDied
 from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.resharding.buckets import Bucket
@@ -38,10 +42,11 @@ RANKS = {"one": 1, "tp2": 2, "dp2": 2, "pp2": 2, "pp2_interleaved": 2, "tp2_pp2"
 
 
 class EngineUnderTest(TorchEngineWorker):
-    """An engine that shows its weights, and can be told to misread one bucket or to die at one."""
+    """An engine that shows its weights, and can be told to misread a bucket, to be slow, or to die at some moment."""
 
     flip_in: int | None = None
-    last: int | None = None
+    dies: str = ""
+    slow = False
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in self._model.hf_tensors().items()}
@@ -49,23 +54,44 @@ class EngineUnderTest(TorchEngineWorker):
     def misread(self, bucket_id: int | None) -> None:
         self.flip_in = bucket_id
 
-    def die_at(self, bucket_id: int) -> None:
-        self.last = bucket_id
+    def die(self, moment: str) -> None:
+        self.dies = moment
+
+    def be_slow(self) -> None:
+        self.slow = True
 
     def connect(self, address: Any, index: int) -> None:
+        self._die_if("connect")
         super().connect(address, index)
         receive = self._receiver.receive
 
-        def flipping(bucket: Bucket) -> torch.Tensor:
-            if bucket.id == self.last:
-                os.kill(os.getpid(), signal.SIGKILL)
+        def disturbed(bucket: Bucket) -> torch.Tensor:
+            if bucket.id == 2:
+                self._die_if("receive")
             data = receive(bucket)
             if bucket.id == self.flip_in:
                 data = data.clone()
                 data[5] ^= 1
             return data
 
-        self._receiver.receive = flipping
+        self._receiver.receive = disturbed
+
+    def receive_weights(self, *arguments: Any) -> dict[int, int]:
+        sums = super().receive_weights(*arguments)
+        if self.dies == "after":
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if self.slow:
+            self.slow = False
+            time.sleep(3.0)
+        return sums
+
+    def end_update(self, version: int) -> None:
+        self._die_if("end")
+        super().end_update(version)
+
+    def _die_if(self, moment: str) -> None:
+        if self.dies == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def launch(cluster: LocalCluster, layout: str, model: Path, tmp_path: Path) -> tuple[Group, Group]:
@@ -170,16 +196,47 @@ def test_an_engine_that_dies_in_an_update_is_left_out_and_joins_the_next(
     actor, engines = launch(cluster, "tp2", model, tmp_path)
     actor.call("load_weights", model, phase="load")
     stream = resharder(cluster, actor, model, transport)
+
+    def update(version: int, expected: list[int]) -> None:
+        cluster.publish(version)
+        assert stream.update(engines, [0, 1], version) == expected == engines.serving()
+        for held in engines.call("weights", phase="test", ranks=expected):
+            assert all(torch.equal(tensor, weights.get(name)) for name, tensor in held.items())
+
+    update(0, [0, 1])
+    for number, moment in enumerate(["receive", "after", "end", "connect"]):
+        victim = number % 2  # the other was restarted in the round before, so that both connect again
+        engines.call("die", moment, phase="test", ranks=[victim])
+        engines.call("be_slow", phase="test", ranks=[1 - victim])
+        update(number + 1, [1 - victim])
+        cluster.wait_started()
+        assert engines.launches(victim) == number // 2 + 2
+    update(9, [0, 1])
+    stream.close()
+
+
+def test_an_actors_death_ends_the_waits_of_an_export_and_of_an_update(
+    models: dict, cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """Only its death can end these waits before the deadline; the engines come back from theirs."""
+    model = models["llama_tied"]
+    actor, engines = launch(cluster, "tp2", model, tmp_path)
+    actor.call("load_weights", model, phase="load")
+    stream = resharder(cluster, actor, model, "shared_memory")
     cluster.publish(0)
     stream.update(engines, [0, 1], 0)
-    engines.call("die_at", stream.buckets[2].id, phase="test", ranks=[0])
-    cluster.publish(1)
-    assert stream.update(engines, [0, 1], 1) == [1] == engines.serving()
-    held = engines.call("weights", phase="test", ranks=[1])[0]
-    assert all(torch.equal(tensor, weights.get(name)) for name, tensor in held.items())
-    cluster.wait_started()
-    cluster.publish(2)
-    assert stream.update(engines, [0, 1], 2) == [0, 1] == engines.serving()
-    for held in engines.call("weights", phase="test"):
-        assert all(torch.equal(tensor, weights.get(name)) for name, tensor in held.items())
+    exported = stream.stream()
+    next(exported)
+    os.kill(next(p.pid for p in psutil.Process().children() if is_rank(p, "actor-0")), signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="phase 'export', actor rank 0 died"):
+        list(exported)
+    receives = [engines.start(rank, "receive_weights", 1, [], stream.buckets) for rank in (0, 1)]
     stream.close()
+    cluster.end("actor")
+    cluster.settle("engine", 30.0)
+    assert engines.ranks(WorkerState.SERVING) == [0, 1], "none was given up"
+    assert all("the transport was closed" in str(call.error) for call in receives)
+
+
+def is_rank(process: psutil.Process, name: str) -> bool:
+    return os.readlink(f"/proc/{process.pid}/fd/1").endswith(f"{name}.log")

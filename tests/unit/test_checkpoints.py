@@ -14,6 +14,7 @@ import pytest
 
 from rlhfspec_mega import checkpoints
 from rlhfspec_mega.actor.checkpoint_files import FileSum, first_damage, sync_and_sum
+from rlhfspec_mega.checkpoints.directory import CheckpointDirectory
 from rlhfspec_mega.errors import CheckpointError, UserError
 
 CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "open"}
@@ -185,3 +186,35 @@ def test_the_drivers_own_files_may_fail(name: str, run_dir: Path, monkeypatch: p
     monkeypatch.undo()
     shutil.rmtree(root / "latest.partial", ignore_errors=True)
     assert names(run_dir) == {"latest", "step_2", "step_3"} and load(run_dir) == (3, 30)
+
+
+@pytest.mark.parametrize("missing", ["shard", "common"])
+def test_files_that_the_driver_cannot_see(missing: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a rank's output_dir is another node's own disk: a save that no load could use does not succeed."""
+    whole_save = OneFileActor.save
+
+    def save_elsewhere(actor: OneFileActor, directory: Path) -> dict[str, FileSum]:
+        files = whole_save(actor, directory)
+        (directory / missing).unlink()
+        return files
+
+    monkeypatch.setattr(OneFileActor, "save", save_elsewhere)
+    with pytest.raises(CheckpointError, match=rf"step_5 was not saved.*actor/{missing} .*output_dir must be on a file"):
+        save(run_dir, 5, 50)
+    assert names(run_dir) == {"latest", "step_2", "step_3"} and load(run_dir) == (3, 30)
+
+
+@pytest.mark.parametrize("step", [3, 5])
+def test_a_good_save_whose_predecessors_cannot_be_removed(
+    step: int, run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def cannot(self: CheckpointDirectory, path: Path) -> None:
+        raise PermissionError(f"{path} cannot be removed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointDirectory, "_remove", cannot)
+        save(run_dir, step, 50)
+    assert len(caplog.records) == 1 and f"step_{step} was saved" in caplog.text
+    assert load(run_dir) == (step, 50)
+    save(run_dir, 6, 60)
+    assert names(run_dir) == {"latest", "step_6"}

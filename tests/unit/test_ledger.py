@@ -46,6 +46,15 @@ def bring(ledger, names, last):
         ledger.advance(names, state)
 
 
+def owned(ledger, owner):
+    """Ids of an owner's samples in the order of opening."""
+    return [entry["id"] for entry in ledger.state_dict()["open"] if entry["owner"] == owner]
+
+
+def last_settled(ledger, purpose):
+    return ledger.state_dict()["tallies"][purpose]["last_step"]
+
+
 def refuses(ledger, error, words, method, *arguments):
     """The call raises `error` with these words and changes nothing."""
     before = ledger.state_dict()
@@ -63,17 +72,16 @@ def test_a_step_from_prompt_to_update():
     for name in reversed(names):
         ledger.assign(name, "engine 1")
     assert {sample.state for sample in samples} == {GENERATING}
-    assert ledger.owned("engine 1") == names
+    assert owned(ledger, "engine 1") == names
     for state in (FINISHED, SCORED, TRAINED):
         ledger.advance(names, state)
         assert {sample.state for sample in samples} == {state}
         assert {ledger.state(name) for name in names} == {state}
-        assert ledger.owned("engine 1") == []
+        assert owned(ledger, "engine 1") == []
     ledger.settle(0, TRAIN)
-    nothing = {"opened": 0, "settled": 0, "discarded": 0, "open": 0}
-    assert ledger.counts() == {"train": {"opened": 6, "settled": 6, "discarded": 0, "open": 0}, "evaluate": nothing}
-    assert ledger.last_settled(TRAIN) == 0
-    assert ledger.last_settled(EVALUATE) == -1
+    nothing = {"opened": 0, "settled": 0, "open": 0}
+    assert ledger.counts() == {"train": {"opened": 6, "settled": 6, "open": 0}, "evaluate": nothing}
+    assert (last_settled(ledger, TRAIN), last_settled(ledger, EVALUATE)) == (0, -1)
     refuses(ledger, RunError, ["0.0.0", "not open"], "state", "0.0.0")
     refuses(ledger, RunError, ["Step 0", "no open samples"], "settle", 0, TRAIN)
 
@@ -84,7 +92,7 @@ def test_a_dead_engine_loses_its_samples_and_its_late_results_do_not_count():
     for place, name in enumerate(reversed(names)):
         ledger.assign(name, f"engine {place % 2}")
     ledger.advance(names[:1], FINISHED, owner="engine 1")
-    assert ledger.release("engine 1") == [names[2], names[4]]
+    ledger.release("engine 1")
     assert [sample.state for sample in samples] == [FINISHED, *[GENERATING, PENDING] * 2, GENERATING]
     refuses(ledger, RunError, [f"{names[2]} (pending)"], "advance", [names[2]], FINISHED, "engine 1")
     ledger.assign(names[2], "engine 0")
@@ -92,8 +100,9 @@ def test_a_dead_engine_loses_its_samples_and_its_late_results_do_not_count():
     late = f"{names[2]} (generating, engine 0) was returned by engine 1"
     refuses(ledger, RunError, [late], "advance", [names[4], names[2]], FINISHED, "engine 1")
     ledger.advance([names[2]], FINISHED, owner="engine 0")
-    assert ledger.owned("engine 1") == [names[4]]
-    assert ledger.release("engine 7") == []
+    assert owned(ledger, "engine 1") == [names[4]]
+    ledger.release("engine 7")  # which has none
+    assert owned(ledger, "engine 1") == [names[4]]
 
 
 def test_states_go_forward_one_by_one():
@@ -143,7 +152,7 @@ def test_nothing_is_trained_on_twice():
     ledger.open(make(4, [8, 7]), TRAIN)  # more of a step that is open
     ledger.open(make(4, [6], first_member=2), TRAIN)
     refuses(ledger, RunError, ["5.8.0", "next is prompt 9"], "open", make(5, [8]), TRAIN)
-    assert ledger.counts()["train"] == {"opened": 12, "settled": 4, "discarded": 0, "open": 8}
+    assert ledger.counts()["train"] == {"opened": 12, "settled": 4, "open": 8}
 
 
 def test_a_step_is_settled_only_when_complete_and_in_order():
@@ -179,24 +188,6 @@ def test_the_highest_prompt_counts_in_whatever_order_steps_were_opened():
         refuses(ledger, RunError, ["next is prompt 6"], "open", make(3, [5]), TRAIN)
 
 
-def test_given_up_samples_are_counted_and_may_be_opened_again():
-    ledger, samples = opened()
-    opened(prompts=range(2), members=1, purpose=EVALUATE, ledger=ledger)
-    bring(ledger, ids(samples)[:2], TRAINED)
-    ledger.assign(ids(samples)[2], "engine 0")
-    assert ledger.discard_open() == 8
-    assert ledger.owned("engine 0") == []
-    assert ledger.counts() == {
-        "train": {"opened": 6, "settled": 0, "discarded": 6, "open": 0},
-        "evaluate": {"opened": 2, "settled": 0, "discarded": 2, "open": 0},
-    }
-    _, again = opened(ledger=ledger)
-    bring(ledger, ids(again), TRAINED)
-    ledger.settle(0, TRAIN)
-    assert ledger.counts()["train"] == {"opened": 12, "settled": 6, "discarded": 6, "open": 0}
-    assert ledger.discard_open() == 0
-
-
 def restored(ledger):
     other, _ = opened(step=9)  # what it held before must not matter
     other.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
@@ -215,14 +206,15 @@ def test_a_restored_ledger_goes_on_where_it_was():
     other = restored(ledger)
     assert other.state_dict() == ledger.state_dict()
     assert other.counts() == ledger.counts()
-    assert other.release("engine 1") == names[1:3]
+    other.release("engine 1")
+    assert [other.state(name) for name in names[:3]] == [FINISHED, PENDING, PENDING]
     assert samples[1].state is GENERATING  # the Sample objects are not those of the restored ledger
     refuses(other, RunError, ["next is prompt 6"], "open", make(2, [5]), TRAIN)
     other.advance(names[:1], SCORED)
     bring(other, names[1:], TRAINED)
     other.advance(names[:1], TRAINED)
     other.settle(1, TRAIN)
-    assert other.counts()["train"] == {"opened": 12, "settled": 12, "discarded": 0, "open": 0}
+    assert other.counts()["train"] == {"opened": 12, "settled": 12, "open": 0}
 
 
 def broken_state_dicts():
@@ -276,7 +268,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self):
         self.ledger = Ledger()
-        self.open_ones, self.settled, self.discarded, self.count = [], [], [], 0
+        self.open_ones, self.settled, self.count = [], [], 0
         self.save()
 
     def last(self, key, purpose):
@@ -359,10 +351,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(owner=st.sampled_from(OWNERS))
     def engine_dies(self, owner):
-        lost = [one for one in self.open_ones if one["owner"] == owner]
-        assert self.ledger.release(owner) == [one["id"] for one in lost]
-        for one in lost:
-            one.update(state=PENDING, owner="")
+        self.ledger.release(owner)
+        for one in self.open_ones:
+            if one["owner"] == owner:
+                one.update(state=PENDING, owner="")
 
     def advance(self, names, state, owner):
         ones = [self.find(name) for name in names]
@@ -385,7 +377,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def engine_returns_all_it_has(self, owner):
         names = [one["id"] for one in self.open_ones if one["owner"] == owner]
-        assert self.ledger.owned(owner) == names
         self.advance(names, FINISHED, owner)
 
     def advance_all(self, state):
@@ -420,7 +411,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.open_ones = [one for one in self.open_ones if one not in due]
 
     def model(self):
-        plain = [[one | {"sample": None} for one in ones] for ones in (self.open_ones, self.settled, self.discarded)]
+        plain = [[one | {"sample": None} for one in ones] for ones in (self.open_ones, self.settled)]
         return plain, self.count
 
     @rule()
@@ -428,13 +419,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.saved = json.dumps(self.ledger.state_dict()), self.model()
 
     @rule()
-    def go_back_and_give_up_open_samples(self):
+    def go_back(self):
         state, (ones, self.count) = self.saved
         self.ledger.load_state_dict(json.loads(state))
-        self.open_ones, self.settled, self.discarded = copy.deepcopy(ones)
-        assert self.ledger.discard_open() == len(self.open_ones)
-        self.discarded += self.open_ones
-        self.open_ones = []
+        self.open_ones, self.settled = copy.deepcopy(ones)
 
     @rule()
     def restore(self):
@@ -446,9 +434,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def the_balance_holds(self):
         counts = self.ledger.counts()
         for purpose in Purpose:
-            for name, ones in (("open", self.open_ones), ("settled", self.settled), ("discarded", self.discarded)):
+            for name, ones in (("open", self.open_ones), ("settled", self.settled)):
                 assert counts[purpose][name] == sum(one["purpose"] is purpose for one in ones)
-            assert self.ledger.last_settled(purpose) == self.last("step", purpose)
+            assert last_settled(self.ledger, purpose) == self.last("step", purpose)
         assert sum(count["opened"] for count in counts.values()) == self.count
 
     @invariant()
@@ -457,7 +445,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.ledger.state(one["id"]) is one["state"]
             assert one["sample"] is None or one["sample"].state is one["state"]
         for owner in OWNERS:
-            assert self.ledger.owned(owner) == [one["id"] for one in self.open_ones if one["owner"] == owner]
+            assert owned(self.ledger, owner) == [one["id"] for one in self.open_ones if one["owner"] == owner]
 
     @invariant()
     def every_id_is_settled_once_and_no_prompt_is_trained_on_in_two_steps(self):

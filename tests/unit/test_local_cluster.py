@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +16,11 @@ from typing import Any
 import psutil
 import pytest
 
+from rlhfspec_mega.cluster.channel import Channel
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.liveness import WorkerState
 from rlhfspec_mega.cluster.local import LocalCluster, visible_devices
+from rlhfspec_mega.cluster.stacks import write_report
 from rlhfspec_mega.cluster.supervised import Group
 from rlhfspec_mega.errors import RunError, UserError, WorkerDied
 from tests.clusters import local_cluster
@@ -31,7 +37,9 @@ class Echo:
     def greet(self, who: str) -> str:
         return f"{self.name} greets {who}"
 
-    def sleep(self, seconds: float) -> float:
+    def sleep(self, seconds: float, file: str = "/dev/null") -> float:
+        """The file says that it sleeps."""
+        Path(file).touch()
         time.sleep(seconds)
         return seconds
 
@@ -49,6 +57,37 @@ class Echo:
 
     def environment(self, name: str) -> str | None:
         return os.environ.get(name)
+
+    def size(self, data: bytes, file: str) -> int:
+        """The length of a long message; the file says that it came."""
+        Path(file).touch()
+        return len(data)
+
+    def wait_for(self, file: str) -> None:
+        end = time.monotonic() + 10
+        while not Path(file).exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert Path(file).exists()
+
+    def repeat(self, data: bytes, times: int) -> bytes:
+        return data * times
+
+    def hold(self) -> int:
+        """Have another process trace this one: when killed, it does not end before that process. -1: not allowed."""
+        holder = subprocess.Popen(
+            [sys.executable, "-c", _HOLD, str(os.getpid())], start_new_session=True, stdout=subprocess.PIPE
+        )
+        assert holder.stdout is not None
+        return holder.pid if holder.stdout.readline() == b"held\n" else -1
+
+
+_HOLD = """
+import ctypes, sys, time
+libc, seize = ctypes.CDLL(None), 0x4206
+if libc.ptrace(seize, int(sys.argv[1]), None, None) == 0:
+    print("held", flush=True)
+    time.sleep(60)
+"""
 
 
 def spec(name: str, **arguments: Any) -> WorkerSpec:
@@ -127,9 +166,12 @@ def test_a_stopped_worker_ends_the_wait_with_its_stacks(tmp_path: Path) -> None:
     try:
         group = cluster.launch("echo", [spec("a"), spec("b")])
         cluster.wait_started()
-        calls = [group.start(0, "sleep", 30), group.start(1, "sleep", 30)]
+        asleep = tmp_path / "asleep"
+        calls = [group.start(0, "wait_for", str(asleep)), group.start(1, "sleep", 30, str(asleep))]
+        cluster.wait(calls[:1], "test")
+        calls[0] = group.start(0, "sleep", 30)
         os.kill(pid(1), signal.SIGSTOP)
-        with pytest.raises(RunError, match="phase 'update', echo rank 1 shows no sign of life") as raised:
+        with pytest.raises(RunError, match="phase 'update', no sign of life from echo rank 1") as raised:
             cluster.wait(calls, "update")
         assert not isinstance(raised.value, WorkerDied)
         report = (tmp_path / "logs" / "stacks-1.txt").read_text()
@@ -240,3 +282,111 @@ def test_devices_count_among_those_the_driver_was_given(given: str | None, devic
 def test_a_workers_own_sentence_is_passed_on(group: Group) -> None:
     with pytest.raises(RunError, match="rank 0 failed with The bucket is wrong"):
         group.call("stop", phase="test", ranks=[0])
+
+
+LONG = 5_000_000  # bytes; far more than a socket holds
+
+
+def test_long_messages_arrive_whole_both_ways(group: Group, tmp_path: Path) -> None:
+    data = os.urandom(LONG)
+    assert group.call("size", data, str(tmp_path / "came"), phase="test") == [LONG, LONG]
+    assert group.call("repeat", data, 3, phase="test") == [data * 3] * 2
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 7, 70_000), (3_000_000, 0, 1)])
+def test_messages_survive_every_way_of_being_cut(sizes: tuple[int, ...]) -> None:
+    """Sent and received piece by piece on sockets that never wait, the small buffers cut them at many places."""
+    left, right = socket.socketpair()
+    for end in (left, right):
+        end.setblocking(False)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 5000)
+    sender, receiver = Channel(left), Channel(right)
+    messages = [os.urandom(size) for size in sizes]
+    for message in messages:
+        sender.send(message)
+    came: list[bytearray] = []
+    while len(came) < len(messages):
+        sender.flush()
+        if (piece := receiver.receive()) is not None:
+            came.append(piece)
+    assert came == messages and not sender.sending and receiver.receive() is None
+    sender.close()
+    with pytest.raises(EOFError):
+        receiver.receive()
+    receiver.close()
+
+
+def test_a_long_message_to_a_stopped_worker_does_not_stop_the_driver(cluster: LocalCluster, group: Group) -> None:
+    os.kill(pid(0), signal.SIGSTOP)
+    call = group.start(0, "size", b"x" * LONG, "/dev/null")
+    with pytest.raises(RunError, match=r"no answer within 1 s from echo rank 0 \(size since"):
+        cluster.wait([call], "update", seconds=1.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_worker_lost_in_the_middle_of_its_answer(cluster: LocalCluster, group: Group, number: int) -> None:
+    call = group.start(0, "repeat", b"x", 10 * LONG)
+    descriptor = cluster.process("echo", 0).channel.fileno()  # type: ignore[attr-defined]
+    with socket.socket(fileno=os.dup(descriptor)) as peeking:
+        assert select.select([peeking], [], [], 10)[0]
+        while 0 < len(peeking.recv(50_000, socket.MSG_PEEK)) < 50_000:
+            pass  # until the answer is well under way
+    os.kill(pid(0), number)
+    expected = "died with exit status -9" if number == signal.SIGKILL else "no answer within 1 s from echo rank 0"
+    with pytest.raises(RunError, match=expected):
+        cluster.wait([call], "update", seconds=1.0 if number == signal.SIGSTOP else 20.0)
+
+
+def test_a_message_is_sent_on_while_another_worker_is_waited_for(
+    cluster: LocalCluster, group: Group, tmp_path: Path
+) -> None:
+    came = str(tmp_path / "came")
+    long = group.start(0, "size", b"x" * LONG, came)
+    cluster.wait([other := group.start(1, "wait_for", came)], "test")
+    other.result()
+    cluster.wait([long], "test")
+    assert long.result() == LONG
+
+
+def test_a_report_with_a_worker_that_stays_down(tmp_path: Path) -> None:
+    cluster = local_cluster(tmp_path, max_restarts=0)
+    try:
+        group = cluster.launch("echo", [spec("a"), spec("b")], replaceable=True)
+        cluster.wait_started()
+        cluster.wait([group.start(0, "die")], "generate", check=False)
+        down = cluster.process("echo", 0)
+        beat = down.last_beat()
+        call = group.start(1, "sleep", 30)
+        cluster.wait([call], "generate", seconds=0.5, check=False)
+        assert call.dead
+        report = (tmp_path / "logs" / "stacks-1.txt").read_text()
+        assert "echo rank 0: dead" in report and "no stacks: it ended with exit status -9" in report
+        assert "in sleep" in report
+        down.ask_stacks()
+        down.post(("greet", ("you",)))
+        assert down.stacks() == "" and down.last_beat() == beat and down.exit_reason() == "exit status -9"
+    finally:
+        cluster.close()
+
+
+def test_a_report_does_not_kill_workers_that_are_starting(cluster: LocalCluster) -> None:
+    group = cluster.launch("echo", [spec("a"), spec("b")])
+    write_report(cluster.log_dir, [cluster.process("echo", rank) for rank in (0, 1)], cluster.liveness)
+    cluster.wait_started()
+    assert group.call("greet", "you", phase="test") == ["a greets you", "b greets you"]
+
+
+def test_the_end_does_not_wait_for_a_process_that_cannot_end(
+    cluster: LocalCluster, group: Group, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlhfspec_mega.cluster.local._KILL_SECONDS", 2.0)
+    holder, other = group.call("hold", phase="test", ranks=[0])[0], pid(1)
+    if holder < 0:
+        pytest.skip("this system does not allow a process to trace another")
+    held = pid(0)
+    try:
+        cluster.close()
+        assert f"echo rank 0 (process {held}) was killed but has not ended" in caplog.text
+        assert "rank 1" not in caplog.text and not psutil.pid_exists(other)
+    finally:
+        os.kill(holder, signal.SIGKILL)

@@ -47,7 +47,7 @@ class Pool:
 
     def __init__(self, engines: Sequence[Any], deaths: dict[int, bool] | None = None) -> None:
         self.engines, self.size, self.down = engines, len(engines), set[int]()
-        self.deaths, self.calls = deaths or {}, 0
+        self.deaths, self.calls, self.starts, self.suspect = deaths or {}, 0, 1, dict[int, int]()
 
     def start(self, rank: int, method: str, *args: Any) -> Answered:
         assert rank not in self.down
@@ -64,17 +64,22 @@ class Pool:
         return Answered(rank, None, dead=True)
 
     def serving(self) -> list[int]:
+        return [rank for rank in self.alive() if not self.suspect.get(rank)]
+
+    def alive(self) -> list[int]:
         return [rank for rank in range(self.size) if rank not in self.down]
 
-    alive = serving
+    def launches(self, rank: int) -> int:
+        return self.starts
 
     def revive(self) -> None:
         assert not self.serving(), "engines are brought back in a rollout only when none is left"
         self.down.clear()
+        self.starts += 1
 
-
-def wait(calls: Sequence[Answered], phase: str, *, first: bool, check: bool) -> Sequence[Answered]:
-    return calls[:1]
+    def wait(self, calls: Sequence[Answered], phase: str, *, first: bool, check: bool) -> Sequence[Answered]:
+        self.suspect = {rank: rounds - 1 for rank, rounds in self.suspect.items() if rounds > 1}
+        return calls[:1]
 
 
 def make_engine() -> TorchEngineWorker:
@@ -105,7 +110,7 @@ def generate(
     progress: Callable[[int, int], None] | None = None,
     poll: float = 0.0,
 ) -> dict[str, GenerationResult]:
-    manager = RolloutManager(pool, wait, revive=pool.revive, poll_seconds=poll, deterministic=deterministic)
+    manager = RolloutManager(pool, pool.wait, revive=pool.revive, poll_seconds=poll, deterministic=deterministic)
     ledger = opened(requests)
     results = manager.generate(requests, ledger, "generate", progress)
     assert {ledger.state(request.sample_id) for request in requests} <= {"finished"}
@@ -172,6 +177,34 @@ def test_an_engine_that_is_away_from_the_start_gets_nothing() -> None:
     requests = [request(group, 0) for group in range(3)]
     for deterministic in (False, True):
         assert generate(pool, requests, deterministic).keys() == {"0.0", "1.0", "2.0"}
+
+
+def test_a_suspect_engine_keeps_its_samples_until_it_is_heard_again() -> None:
+    pool = Pool(ENGINES[:2])
+    requests = [replace(request(group, 0), ignore_stop=True) for group in range(2)]
+
+    def suspected(done: int, total: int) -> None:
+        if pool.calls == 4:
+            pool.suspect = {1: 30}  # falls silent between two calls, and the other finishes meanwhile
+
+    results = generate(pool, requests, progress=suspected)
+    assert results == generate(Pool(ENGINES[:2]), requests)
+    assert pool.starts == 1, "nobody was revived"
+
+
+def test_an_engine_that_was_replaced_unnoticed_has_lost_what_it_held() -> None:
+    pool = Pool(ENGINES[:2])
+    requests = [replace(request(group, 0), ignore_stop=True) for group in range(2)]
+
+    def replaced(done: int, total: int) -> None:
+        if pool.calls == 4 and pool.starts == 1:
+            for engine in ENGINES[:2]:
+                engine.clear()
+            pool.starts += 1
+
+    results = generate(pool, requests, progress=replaced)
+    expected = generate(Pool(ENGINES[:2]), requests)
+    assert {i: result.tokens for i, result in results.items()} == {i: result.tokens for i, result in expected.items()}
 
 
 @given(st.lists(st.integers(1, 9), max_size=20), st.integers(1, 8))

@@ -240,9 +240,10 @@ def test_two_nodes_meet_and_hand_over_weights(ray_cluster: RayCluster) -> None:
     assert "Warning" not in (cluster.log_dir / "echo-1.log").read_text()
 
 
-def test_transports_that_wait_in_vain(ray_cluster: RayCluster) -> None:
+def test_transports_that_wait_in_vain(ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = ray_cluster
-    group = launched(cluster, 2, replaceable=True)
+    monkeypatch.setattr(cluster, "grace_seconds", 0.2)  # nobody dies here
+    group = launched(cluster, 2)
     host = ObjectStoreHost(2, DEADLINE)
     with pytest.raises(RunError, match=r"Bucket 2 found no room, engines \[0, 1\] did not take .* within 2 s"):
         group.call("send", host.address, BUCKETS, phase="reshard", ranks=[0])
@@ -261,10 +262,15 @@ def test_transports_that_wait_in_vain(ray_cluster: RayCluster) -> None:
     group.call("send", host.address, BUCKETS[1:2], phase="reshard", ranks=[0])
     with pytest.raises(RunError, match="Engine 0 got bucket 1 instead of 0"):
         group.call("receive", host.address, 0, BUCKETS, phase="reshard", ranks=[1])
-    cluster.wait([group.start(0, "die")], "reshard", check=False)
-    with pytest.raises(RunError, match=r"Engine 0 did not get bucket 1: its sender .* has ended"):
-        group.call("receive", host.address, 0, BUCKETS[1:], phase="reshard", ranks=[1])
     host.close()
+
+    host = ObjectStoreHost(1, 60.0)
+    waiting = group.start(1, "receive", host.address, 0, BUCKETS)
+    cluster.wait([group.start(0, "sleep", 0.5)], "reshard")
+    assert not waiting.done
+    host.close()
+    with pytest.raises(RunError, match=r"Engine 0 did not get bucket 0: its sender or .* mailbox has ended"):
+        cluster.wait([waiting], "reshard")
 
 
 def test_roles_that_share_devices_share_a_group() -> None:
@@ -320,13 +326,14 @@ group = cluster.launch("echo", [WorkerSpec("tests.echo.Echo")])
 cluster.wait_started()
 print(*group.call("pid", phase="test"), flush=True)
 sys.stdin.read()
+group.call("greet", "you", phase="test")
 cluster.close()
 cluster.close()
 """
 
 
 def test_two_own_instances_at_once_leave_nothing(tmp_path: Path) -> None:
-    """One is closed; the driver of the other is killed while its worker is stopped."""
+    """One is closed, after signals of a batch system; the driver of the other is killed while its worker is stopped."""
     temporary = tempfile.mkdtemp(dir="/tmp")  # short: Ray makes sockets in it
     environment = os.environ | {"TMPDIR": temporary, "HOME": temporary}
     drivers = [
@@ -346,6 +353,10 @@ def test_two_own_instances_at_once_leave_nothing(tmp_path: Path) -> None:
         for process in tree:
             listeners = [c for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
             assert {c.laddr.ip.removeprefix("::ffff:") for c in listeners} <= {"127.0.0.1"}, process
+    for process in trees[0]:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            process.send_signal(number)
+    time.sleep(2.0)
     drivers[0].stdin.close()
     assert drivers[0].wait(60) == 0
     assert not [process for process in trees[0] if not gone(process.pid, 0.0)], "close waits for all"

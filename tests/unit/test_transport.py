@@ -5,7 +5,10 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
+import threading
+import time
 import traceback
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from rlhfspec_mega.resharding.shared_memory import SharedMemoryHost
 from rlhfspec_mega.types import TensorInfo
 
 OWNERS, RECEIVERS, UPDATES, SLOT, DEADLINE = 2, 3, 3, 4096, 60.0
+NEVER = 3600.0  # a deadline that does not pass in a test: what ends before has been cancelled
 # Stage 0 holds 3 buckets, stage 1 holds 2: an odd number, so that buckets change slots from update to update.
 BUCKETS = plan_buckets([TensorInfo(f"t{i}", (700,), "float32") for i in range(5)], lambda name: int(name[1]) // 3, SLOT)
 
@@ -104,6 +108,53 @@ def test_two_buckets_are_in_flight_and_the_third_waits():
     assert torch.equal(held, content(0, third)[: held.numel()])  # the first bucket's slot
 
 
+def beside(work, *args):
+    """Run in a thread that does not keep a failed test from ending."""
+    future = Future()
+
+    def run():
+        try:
+            future.set_result(work(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def test_closed_shared_memory_ends_the_waits_of_both_ends():
+    host = SharedMemoryHost(SLOT, 2, NEVER)
+    sender, receivers = host.address.sender(0), [host.address.receiver(i) for i in range(2)]
+    for bucket in BUCKETS[:2]:
+        sender.send(bucket, content(0, bucket))
+        receivers[0].receive(bucket)
+    waits = [
+        beside(sender.send, BUCKETS[2], content(0, BUCKETS[2])),
+        beside(receivers[0].receive, BUCKETS[2]),
+    ]
+    time.sleep(0.2)
+    assert not any(wait.done() for wait in waits)
+    for _ in range(2):
+        host.close()
+    with pytest.raises(RunError, match=r"Bucket 2 found no free slot, engines \[1\] did .*: the transport was closed"):
+        waits[0].result(DEADLINE)
+    with pytest.raises(RunError, match="Engine 0 did not get bucket 2: the transport was closed"):
+        waits[1].result(DEADLINE)
+    assert torch.equal(receivers[1].receive(BUCKETS[0]), content(0, BUCKETS[0]))  # what was sent is there still
+    for receiver in receivers:
+        receiver.close()
+    host.drop(1)  # too late to matter
+
+
+def test_nobody_waits_again_for_a_dropped_receiver():
+    host = SharedMemoryHost(SLOT, 1, 1.0)
+    sender, receiver = host.address.sender(0), host.address.receiver(0)
+    host.drop(0)
+    receiver.close()  # one that failed, and is still there
+    for bucket in BUCKETS[:3]:
+        sender.send(bucket, content(0, bucket))
+
+
 def test_receiver_waits_until_the_deadline_and_refuses_another_plan():
     host = SharedMemoryHost(SLOT, 1, 0.1)
     sender, receiver = host.address.sender(0), host.address.receiver(0)
@@ -167,5 +218,51 @@ def test_collective_waits_until_the_deadline():
 
 def test_collective_members_that_do_not_come_are_missed():
     host = CollectiveHost("127.0.0.1", 1, 2, SLOT, 1.0)
-    with pytest.raises(RunError, match="pipeline stage 0 did not form"):
+    with pytest.raises(RunError, match=r"pipeline stage 0 did not form within 1 s, 1 of 3 members came"):
         host.address.receiver(0)
+
+
+@pytest.mark.parametrize("end", ["drop", "close"])
+def test_collective_members_do_not_wait_for_one_that_will_not_come(end):
+    host = CollectiveHost("127.0.0.1", OWNERS, 2, SLOT, NEVER)
+    came = [beside(host.address.sender, 0), beside(host.address.sender, 1), beside(host.address.receiver, 0)]
+    time.sleep(0.2)
+    assert not any(member.done() for member in came)
+    if end == "drop":
+        host.drop(1)
+        host.drop(1)
+        came.append(beside(host.address.receiver, 1))  # slow rather than dead
+        why = "engine 1 has died or failed"
+    else:
+        host.close()
+        host.close()
+        host.drop(1)
+        came.append(beside(host.address.receiver, 1))
+        why = "the transport .*was closed"
+    for member in came:
+        with pytest.raises(RunError, match=f"group of pipeline stage [01] did not form: {why}"):
+            member.result(DEADLINE)
+
+
+def waiting_receiver(address, said):
+    receiver = address.receiver(0)
+    said.put("connected")
+    try:
+        receiver.receive(BUCKETS[0])
+    except RunError as error:
+        said.put(str(error))
+    receiver.close()
+
+
+def test_a_broadcast_ends_with_its_host():
+    host = CollectiveHost("127.0.0.1", 1, 1, SLOT, NEVER)
+    said = CONTEXT.Queue()
+    process = CONTEXT.Process(target=waiting_receiver, args=(host.address, said))
+    process.start()
+    sender = host.address.sender(0)  # which sends nothing
+    assert said.get(timeout=DEADLINE) == "connected"
+    host.close()
+    assert said.get(timeout=DEADLINE).startswith("The broadcast of bucket 0 was cancelled: the transport was closed")
+    sender.close()
+    process.join(DEADLINE)
+    assert process.exitcode == 0
