@@ -68,12 +68,12 @@ class Switch:
     def __init__(self, run: Run) -> None:
         self._run, self._ledger, self._nothing = run, run.ledger, NoLedger()
         self._engines, self._cluster = run.system._engines, run.system._cluster
-        self._look = self._cluster._look
+        self._watch = self._cluster._watch
 
     def set(self, variant: str) -> None:
         on = variant == "supervised"
         self._engines.call("switch_reports", on, phase="benchmark")
-        self._cluster._look = self._look if on else lambda *_, **__: None  # type: ignore[method-assign]
+        self._cluster._watch = self._watch if on else lambda *_, **__: None  # type: ignore[method-assign]
         self._run.ledger = self._run.generator._ledger = self._ledger if on else self._nothing  # type: ignore[assignment]
         self._run.prompts.load_state_dict(self._run.beginning["prompts"])
         self._ledger.load_state_dict(self._run.beginning["ledger"])

@@ -23,7 +23,8 @@ from rlhfspec_mega.actor.rendezvous import Rendezvous
 from rlhfspec_mega.algorithm.microbatch import TrainSequence
 from rlhfspec_mega.algorithm.objectives import supervised_objective
 from rlhfspec_mega.cluster.interface import WorkerSpec
-from rlhfspec_mega.cluster.local import LocalCluster, LocalGroup
+from rlhfspec_mega.cluster.local import LocalCluster
+from rlhfspec_mega.cluster.supervised import Group
 from rlhfspec_mega.config.schema import ActorConfig, OptimizerConfig
 from rlhfspec_mega.errors import CheckpointError, UserError
 from rlhfspec_mega.models.hf_directory import write_directory
@@ -58,7 +59,7 @@ class Ranks:
     """Two ranks, the driver's view of them, and the warnings of loads."""
 
     cluster: LocalCluster
-    group: LocalGroup
+    group: Group
     actor: ActorGroup
     warnings: list[str] = field(default_factory=list)
 
