@@ -33,6 +33,7 @@ from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.workers.actor import ActorWorker
 from rlhfspec_mega.workers.actor_group import ActorGroup
+from tests.clusters import local_cluster
 
 SHAPE = ModelShape("llama", 32, 2, 4, 2, 8, 64, 96, 64, 1e4, 1e-5, True)
 SEED = 7
@@ -75,7 +76,7 @@ class Ranks:
 
 
 def start(directory: Path, config: ActorConfig) -> Ranks:
-    cluster = LocalCluster(directory / "logs", threads=1, deadline_seconds=60, start_seconds=120, use_gpus=False)
+    cluster = local_cluster(directory)
     arguments = {
         "shape": SHAPE,
         "config": config,
