@@ -3,8 +3,10 @@
     python -m benchmarks.supervision --pairs 20
 
 One run of the demo's sizes; the same step (same prompts, seeds and, with a learning rate of 1e-30, weights) is repeated
-with and without ledger, reports and looks, in alternating order. Heartbeats cannot be switched off: their share is the
-CPU time of the beating threads over the time that has passed. Prints a table; the last line is one JSON object.
+with and without ledger, reports and looks, in alternating order. Ratios are noisy on small machines, so the time spent
+in ledger, looks and reports is also measured directly (direct_share, of a supervised step). Heartbeats cannot be
+switched off: their share is the CPU time of the beating threads over the time that has passed. Prints a table; the last
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.startup import Run, started
 from rlhfspec_mega.system import System
 from rlhfspec_mega.trainer import train_step
-from rlhfspec_mega.types import EngineReport
+from rlhfspec_mega.types import EngineReport, SampleProgress
 from rlhfspec_mega.workers.engine import TorchEngineWorker
 
 VARIANTS = ("supervised", "bare")
@@ -37,6 +41,17 @@ class SwitchedEngine(TorchEngineWorker):
     """An engine whose progress reports can be switched off."""
 
     reports = True
+    spent = 0.0
+
+    def progress(self) -> list[SampleProgress]:
+        start = time.perf_counter()
+        gained = super().progress()
+        self.spent += time.perf_counter() - start
+        return gained
+
+    def report_seconds(self) -> float:
+        """Spent on reports so far."""
+        return self.spent
 
     def switch_reports(self, on: bool) -> None:
         self.reports = on
@@ -55,6 +70,26 @@ class SwitchedEngine(TorchEngineWorker):
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+class Timed:
+    """An object whose methods are timed together; `spent` in seconds."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.spent = inner, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return self.timed(getattr(self.inner, name))
+
+    def timed(self, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.spent += time.perf_counter() - start
+
+        return call
+
+
 class NoLedger:
     """Takes what the ledger takes and remembers nothing."""
 
@@ -66,9 +101,14 @@ class Switch:
     """Turns one run's supervision on and off."""
 
     def __init__(self, run: Run) -> None:
-        self._run, self._ledger, self._nothing = run, run.ledger, NoLedger()
+        self._run, self._nothing = run, NoLedger()
+        self._ledger: Any = Timed(run.ledger)
         self._engines, self._cluster = run.system._engines, run.system._cluster
-        self._watch = self._cluster._watch
+        self._watch = self._ledger.timed(self._cluster._watch)
+
+    def spent(self) -> float:
+        """Seconds that ledger, looks and (of the slowest engine) reports took so far."""
+        return self._ledger.spent + max(self._engines.call("report_seconds", phase="benchmark"))
 
     def set(self, variant: str) -> None:
         on = variant == "supervised"
@@ -76,12 +116,13 @@ class Switch:
         self._cluster._watch = self._watch if on else lambda *_, **__: None  # type: ignore[method-assign]
         self._run.ledger = self._run.generator._ledger = self._ledger if on else self._nothing  # type: ignore[assignment]
         self._run.prompts.load_state_dict(self._run.beginning["prompts"])
-        self._ledger.load_state_dict(self._run.beginning["ledger"])
+        self._ledger.inner.load_state_dict(self._run.beginning["ledger"])
 
 
 def measure(pairs: int, overrides: Sequence[str]) -> dict[str, Any]:
     """Seconds of every step by variant, in order, and the share of heartbeats."""
     seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    cpu: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     with tempfile.TemporaryDirectory(prefix="benchmark.") as output:
         config = load_config(
             [f"output_dir={output}", "actor.optimizer.lr=1e-30", "logger.console=false", "seed=0", *overrides]
@@ -96,12 +137,20 @@ def measure(pairs: int, overrides: Sequence[str]) -> dict[str, Any]:
                     begin, beats = time.monotonic(), _beats(run)
                 for variant in VARIANTS if pair % 2 else reversed(VARIANTS):
                     switch.set(variant)
-                    start = time.monotonic()
+                    start, used = time.monotonic(), _cpu_seconds()
                     train_step(run, 0)
                     if pair >= 0:
                         seconds[variant].append(time.monotonic() - start)
+                        cpu[variant].append(_cpu_seconds() - used)
             share = (_beats(run) - beats) / (time.monotonic() - begin) / run.sizes.engines
-    return {"seconds": seconds, "heartbeat_share": share}
+            direct = switch.spent() / (pairs + 1) / statistics.median(seconds["supervised"])
+    return {"seconds": seconds, "cpu_seconds": cpu, "heartbeat_share": share, "direct_share": direct}
+
+
+def _cpu_seconds() -> float:
+    """Of this process and its workers so far."""
+    times = [process.cpu_times() for process in (psutil.Process(), *psutil.Process().children())]
+    return sum(time.user + time.system for time in times)
 
 
 def _beats(run: Run) -> float:
@@ -120,12 +169,17 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
     on, off = (found["seconds"][variant] for variant in VARIANTS)
     ratios = [a / b for a, b in zip(on, off, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
+    cpu = [a / b for a, b in zip(*(found["cpu_seconds"][variant] for variant in VARIANTS), strict=True)]
+    cpu_low, cpu_middle, cpu_high = statistics.quantiles(cpu, n=4)
     return {
+        "cpu_ratio_median": cpu_middle,
+        "cpu_ratio_quartiles": [cpu_low, cpu_high],
         "supervised_seconds_median": statistics.median(on),
         "bare_seconds_median": statistics.median(off),
         "ratio_median": middle,
         "ratio_quartiles": [low, high],
         "ratio_of_medians": statistics.median(on) / statistics.median(off),
+        "direct_share": found["direct_share"],
         "heartbeat_share": found["heartbeat_share"],
         "pairs": len(ratios),
         "cpu": platform.processor() or platform.machine(),
