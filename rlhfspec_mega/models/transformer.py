@@ -22,7 +22,13 @@ class Attention(Protocol):
     """What mixes positions in one forward."""
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Rotated qkv [B, Q, heads + 2 * kv_heads, head_dim] -> [B, Q, heads, head_dim]."""
+        """Rotated qkv [..., heads + 2 * kv_heads, head_dim] -> [..., heads, head_dim]; [...] as the tokens'."""
+
+
+class Tap(Protocol):
+    """Called with each layer's number and its output [tokens, hidden], valid until the next call."""
+
+    def __call__(self, layer: int, output: torch.Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -87,23 +93,31 @@ class Transformer:
                 )
             target.copy_(tensors[name])
 
-    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
-        """Final normed states [B, Q, hidden] of int64 tokens [B, Q] at int64 positions [B, Q]."""
+    def rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin) [..., 1, head_dim] of positions [...], for `rope.rotate_`."""
+        return self._cos[positions].unsqueeze(-2), self._sin[positions].unsqueeze(-2)
+
+    def hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention, tap: Tap | None = None
+    ) -> torch.Tensor:
+        """Final normed states [..., hidden] of int64 tokens [...] at int64 positions [...]."""
         shape, heads = self.shape, self.shape.num_heads
         rotated = heads + shape.num_kv_heads
-        cos, sin = self._cos[positions].unsqueeze(-2), self._sin[positions].unsqueeze(-2)
+        cos, sin = self.rotation(positions)
         x = F.embedding(tokens.flatten(), self.embedding)
         for index, layer in enumerate(self.layers):
             qkv = F.linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
             qkv = qkv.view(*tokens.shape, -1, shape.head_dim)
             if layer.q_norm is not None and layer.k_norm is not None:
-                qkv[:, :, :heads] = self._norm(qkv[:, :, :heads], layer.q_norm)
-                qkv[:, :, heads:rotated] = self._norm(qkv[:, :, heads:rotated], layer.k_norm)
-            rotate_(qkv[:, :, :rotated], cos, sin)
+                qkv[..., :heads, :] = self._norm(qkv[..., :heads, :], layer.q_norm)
+                qkv[..., heads:rotated, :] = self._norm(qkv[..., heads:rotated, :], layer.k_norm)
+            rotate_(qkv[..., :rotated, :], cos, sin)
             mixed = attention(index, qkv)
             x = torch.addmm(x, mixed.reshape(len(x), -1), layer.out.t())
             gate, up = F.linear(self._norm(x, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
             x = torch.addmm(x, F.silu(gate).mul_(up), layer.down.t())
+            if tap is not None:
+                tap(index, x)
         return self._norm(x, self.final_norm).view(*tokens.shape, -1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ LAYERS = {
     "config": 3,  # checks and sizes read shapes and plans
     "config.schema": 0,
     "models.shape": 0,
+    "models.draft_shape": 0,
     "algorithm": 1,
     "planning": 1,
     "sampling": 1,
@@ -26,6 +27,7 @@ LAYERS = {
     "reward": 2,
     "observe": 2,
     "models": 2,
+    "drafting": 2,
     "actor": 2,
     "rollout": 2,
     "resharding": 3,

@@ -1,0 +1,88 @@
+"""The EAGLE-3 draft for inference: one forward, whatever attends; weights named as in SGLang's checkpoints.
+
+The draft's entry t reads the target's states at position t and the token at t + 1, and predicts the token at t + 2. Of
+draft tokens the target's states are not known yet: there an entry reads the state that its parent's entry put out.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from rlhfspec_mega.models.draft_shape import TAPS, DraftShape
+from rlhfspec_mega.models.rope import rotate_
+from rlhfspec_mega.models.transformer import Attention, Transformer
+
+
+class DraftModel:
+    """A draft with zero weights until they are written through `tensors`.
+
+    Args:
+        target: shares its embedding and its table of rotations with the draft.
+    """
+
+    def __init__(self, shape: DraftShape, target: Transformer):
+        self.shape = shape
+        self._target = target
+        weights = target.embedding
+
+        def zeros(*size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=weights.dtype, device=weights.device)
+
+        hidden, mixed = shape.hidden_size, shape.num_heads * shape.head_dim
+        self.fc = zeros(hidden, TAPS * hidden)
+        self.input_norm, self.hidden_norm, self.post_norm, self.norm = (zeros(hidden) for _ in range(4))
+        self.qkv = zeros((shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, 2 * hidden)
+        self.out = zeros(hidden, mixed)
+        self.gate_up = zeros(2 * shape.ffn_size, hidden)
+        self.down = zeros(hidden, shape.ffn_size)
+        self.head = zeros(shape.vocab_size, hidden)
+        # Target token of each draft token; None while the two vocabularies are the same.
+        self.target_ids: torch.Tensor | None = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Weights by name, as contiguous views to be written in place."""
+        shape = self.shape
+        q_rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        q, k, v = self.qkv.split((q_rows, kv_rows, kv_rows))
+        gate, up = self.gate_up.chunk(2)
+        return {
+            "fc.weight": self.fc,
+            "midlayer.hidden_norm.weight": self.hidden_norm,
+            "midlayer.input_layernorm.weight": self.input_norm,
+            "midlayer.self_attn.q_proj.weight": q,
+            "midlayer.self_attn.k_proj.weight": k,
+            "midlayer.self_attn.v_proj.weight": v,
+            "midlayer.self_attn.o_proj.weight": self.out,
+            "midlayer.post_attention_layernorm.weight": self.post_norm,
+            "midlayer.mlp.gate_proj.weight": gate,
+            "midlayer.mlp.up_proj.weight": up,
+            "midlayer.mlp.down_proj.weight": self.down,
+            "norm.weight": self.norm,
+            "lm_head.weight": self.head,
+        }
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """States [N, hidden] of the target's tapped outputs [N, 3 * hidden], low to high."""
+        return F.linear(features, self.fc)
+
+    def advance(
+        self, tokens: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attention: Attention
+    ) -> torch.Tensor:
+        """States that entries put out [N, hidden], from int64 `tokens` [N], the states they read, and positions [N]."""
+        shape = self.shape
+        rotated = shape.num_heads + shape.num_kv_heads
+        embedded = F.embedding(tokens, self._target.embedding)
+        inputs = torch.cat((self._norm(embedded, self.input_norm), self._norm(states, self.hidden_norm)), dim=-1)
+        qkv = F.linear(inputs, self.qkv).view(len(tokens), -1, shape.head_dim)
+        rotate_(qkv[:, :rotated], *self._target.rotation(positions))
+        x = torch.addmm(states, attention(0, qkv).flatten(1), self.out.t())
+        gate, up = F.linear(self._norm(x, self.post_norm), self.gate_up).chunk(2, dim=-1)
+        return torch.addmm(x, F.silu(gate).mul_(up), self.down.t())
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """float32 [N, draft vocabulary] of the states that entries put out."""
+        return F.linear(self._norm(states, self.norm), self.head).float()
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.shape.target.norm_eps)

@@ -1,0 +1,59 @@
+"""The shape of an EAGLE-3 draft (Li et al. 2025, arXiv 2503.01840): one decoder layer reading its target's states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhfspec_mega.models.shape import ModelShape
+
+TAPS = 3  # hidden states of the target that a draft reads: low, middle, high
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """Sizes of a draft; RoPE, norm epsilon and positions are its target's.
+
+    Attributes:
+        vocab_size: of the draft's output head; less than the target's when the vocabulary is reduced.
+        taps: target layers whose outputs are read (0 is the output of the first layer), low to high.
+    """
+
+    target: ModelShape
+    vocab_size: int
+    taps: tuple[int, int, int]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    num_layers: int = 1
+
+    @property
+    def hidden_size(self) -> int:
+        """The target's: the two share the embedding."""
+        return self.target.hidden_size
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights, without the target's embedding."""
+        hidden = self.hidden_size
+        attention = hidden * self.head_dim * (2 * (self.num_heads + 2 * self.num_kv_heads) + self.num_heads)
+        return TAPS * hidden * hidden + attention + 3 * hidden * self.ffn_size + (self.vocab_size + 4) * hidden
+
+
+def draft_shape(target: ModelShape, vocab_size: int | None = None) -> DraftShape:
+    """The usual draft of a target: a layer of the target's own sizes; taps after an early, the middle and a late layer.
+
+    Args:
+        vocab_size: of a reduced draft vocabulary; None: the target's.
+    """
+    layers = target.num_layers
+    return DraftShape(
+        target=target,
+        vocab_size=vocab_size or target.vocab_size,
+        # The output of the very last layer is left to the head: serving engines cannot tap it.
+        taps=(min(1, max(layers - 4, 0)), max(layers // 2 - 1, 0), max(layers - 2, 0)),
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        ffn_size=target.ffn_size,
+    )
