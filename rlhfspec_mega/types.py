@@ -110,6 +110,13 @@ class EngineLoad:
     policy_version: int
 
 
+class WeightTarget(StrEnum):
+    """Whose weights an update brings to the engines."""
+
+    ACTOR = "actor"
+    DRAFT = "draft"
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """Name (Hugging Face spelling), shape and dtype (e.g. "float32") of one full weight tensor."""

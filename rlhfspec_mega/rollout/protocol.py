@@ -8,7 +8,27 @@ from typing import Any, Protocol
 
 import torch
 
-from rlhfspec_mega.types import EngineLoad, GenerationRequest, GenerationResult, SampleProgress, TensorInfo
+from rlhfspec_mega.types import (
+    EngineLoad,
+    GenerationRequest,
+    GenerationResult,
+    SampleProgress,
+    TensorInfo,
+    WeightTarget,
+)
+
+
+@dataclass
+class DraftPast:
+    """What a draft needs of a sample's past, without its tokens.
+
+    Attributes:
+        kv: [1, 2, kv_heads, entries, head_dim] of the tokens it has read.
+        features: [n, 3 * hidden], the target's states that belong to the last n tokens, which it has not read yet.
+    """
+
+    kv: torch.Tensor
+    features: torch.Tensor
 
 
 @dataclass
@@ -17,6 +37,7 @@ class SampleSnapshot:
 
     Attributes:
         kv: [layers, 2, kv_heads, positions, head_dim] of the settled positions, or None: the importer prefills again.
+        draft: the draft's part; without it an engine that drafts prefills again.
     """
 
     request: GenerationRequest
@@ -24,6 +45,7 @@ class SampleSnapshot:
     logprobs: list[float]
     versions: list[int]
     kv: torch.Tensor | None = None
+    draft: DraftPast | None = None
 
 
 class RolloutEngine(Protocol):
@@ -47,8 +69,13 @@ class RolloutEngine(Protocol):
     def load(self) -> EngineLoad:
         """Load figures now."""
 
-    def begin_update(self, version: int, tensors: Sequence[TensorInfo]) -> None:
-        """Announce new weights; no decoding until `end_update`. Raises RunError on a name or shape it does not hold."""
+    def begin_update(
+        self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget = WeightTarget.ACTOR
+    ) -> None:
+        """Announce new weights of the target; no decoding until `end_update`.
+
+        Versions of the two targets are counted apart. Raises RunError on a name or shape it does not hold.
+        """
 
     def update_weights(self, pieces: Sequence[tuple[str, int, torch.Tensor]]) -> None:
         """Write pieces (name, first element in the flattened full tensor, flat values) of the announced tensors."""

@@ -14,30 +14,43 @@ class Selection(NamedTuple):
     logprobs: torch.Tensor
 
 
+def scaled_logits(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """logits / T in float32, with T = 1 in greedy rows; logits [..., V], temperatures [...]."""
+    return logits.float() / torch.where(temperatures > 0, temperatures, 1.0)[..., None]
+
+
+def perturbed_scores(
+    scaled: torch.Tensor, temperatures: torch.Tensor, noise: torch.Tensor | None, banned: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Scores float64 [..., V] whose order is that of log p + g; target and draft are ranked by the same function.
+
+    The normaliser of log p is the same for a whole row, so the scores leave it out.
+
+    Args:
+        scaled: float32 [..., V] from `scaled_logits`.
+        temperatures: float32 [...]; 0 means greedy.
+        noise: float64 [..., V] from `noise.gumbel`, ignored in greedy rows; None if every row is greedy.
+        banned: bool [..., V], tokens that may not be chosen.
+    """
+    scores = scaled.double()
+    if noise is not None:
+        scores.addcmul_(noise, (temperatures > 0)[..., None].double())  # greedy rows: finite noise times zero
+    if banned is not None:
+        scores.masked_fill_(banned, float("-inf"))
+    return scores
+
+
 def select_tokens(
     logits: torch.Tensor, temperatures: torch.Tensor, noise: torch.Tensor | None, banned: torch.Tensor | None = None
 ) -> Selection:
-    """Choose one token per row of logits; the leading shapes need only broadcast.
+    """Choose one token per row of logits float [..., V] over the true vocabulary; arguments as `perturbed_scores`.
 
-    An argmax over log p + g is an exact sample of p (Gumbel-max; Gumbel 1954, Maddison et al. 2014). The normaliser
-    of log p is the same for a whole row, so the scores leave it out.
-
-    Args:
-        logits: float [..., V] over the true vocabulary.
-        temperatures: float32 [...]; 0 means greedy.
-        noise: float64 [..., V] from `noise.gumbel`, ignored in greedy rows; None if every row is greedy.
-        banned: bool [..., V], tokens that may not be chosen. Log-probs still cover the full vocabulary, as the actor's.
+    An argmax over log p + g is an exact sample of p (Gumbel-max; Gumbel 1954, Maddison et al. 2014).
 
     Returns:
-        tokens and log_softmax(logits / T) of each, with T = 1 in greedy rows.
+        tokens and log_softmax(logits / T) of each over the full vocabulary, as the actor's, with T = 1 in greedy rows.
     """
-    sampled = temperatures > 0
-    scaled = logits.float() / torch.where(sampled, temperatures, 1.0)[..., None]
-    scores = scaled.double()
-    if noise is not None:
-        scores.addcmul_(noise, sampled[..., None].double())  # greedy rows: finite noise times zero
-    if banned is not None:
-        scores.masked_fill_(banned, float("-inf"))
-    tokens = scores.argmax(dim=-1)
+    scaled = scaled_logits(logits, temperatures)
+    tokens = perturbed_scores(scaled, temperatures, noise, banned).argmax(dim=-1)
     logprobs = scaled.log_softmax(dim=-1).gather(-1, tokens[..., None])
     return Selection(tokens, logprobs[..., 0])

@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
-from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.rollout.torch_engine.inputs import Inputs
+
+
+class AttentionShape(Protocol):
+    """What a cache must know of a model; ModelShape and DraftShape are such."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
 
 
 class KVCache:
-    """Keys and values [layers, 2, slots, kv_heads, positions, head_dim]; the 2 is (key, value)."""
+    """Keys and values [layers, 2, slots, kv_heads, places, head_dim]; the 2 is (key, value).
+
+    A settled token lies at the place of its position; draft tokens lie behind, until they are accepted or overwritten.
+    """
 
     def __init__(
-        self, shape: ModelShape, *, slots: int, positions: int, dtype: torch.dtype, device: torch.device | str
+        self, shape: AttentionShape, *, slots: int, places: int, dtype: torch.dtype, device: torch.device | str
     ):
-        size = (shape.num_layers, 2, slots, shape.num_kv_heads, positions, shape.head_dim)
+        size = (shape.num_layers, 2, slots, shape.num_kv_heads, places, shape.head_dim)
         self.kv = torch.zeros(size, dtype=dtype, device=device)
         self.scale = shape.head_dim**-0.5
         self.heads = shape.num_heads
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of one slot to another."""
+        """Copy the first `length` places of one slot to another."""
         self.kv[:, :, target, :, :length] = self.kv[:, :, source, :, :length]
 
     def fill(self, first: int, count: int, prefix: torch.Tensor) -> None:
@@ -27,44 +48,52 @@ class KVCache:
         self.kv[:, :, first : first + count, :, : prefix.shape[3]] = prefix.unsqueeze(2)
 
     def prefix(self, slot: int, length: int) -> torch.Tensor:
-        """View [layers, 2, kv_heads, length, head_dim] of a slot's first positions."""
+        """View [layers, 2, kv_heads, length, head_dim] of a slot's first places."""
         return self.kv[:, :, slot, :, :length]
+
+    def settle(self, rows: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy place sources[i] of slot rows[i] to place targets[i], all at once: int64 [n] each."""
+        self.kv[:, :, rows, :, targets] = self.kv[:, :, rows, :, sources]
 
 
 class CachedAttention:
-    """Attention of Q input tokens in each of the first B slots over those slots' cached positions.
+    """Attention of flat inputs over their slots' cached places; implements `models.transformer.Attention`.
 
-    Args:
-        positions: int64 [B, Q], where the inputs' keys and values are written.
-        visible: bool [B, Q, L] (or broadcastable), which of the first L positions each input attends to.
-
-    Plain matrix products: at one query token per sample they beat the fused kernels on a CPU.
+    The projections of a forward run on the flat tokens; only here are rows of fewer inputs padded. Plain matrix
+    products: at one query token per sample they beat the fused kernels on a CPU.
     """
 
-    def __init__(self, cache: KVCache, positions: torch.Tensor, visible: torch.Tensor):
-        batch, inputs = positions.shape
-        kv_heads = cache.kv.shape[3]
-        self._cache = cache
-        self._shape = (batch, inputs, kv_heads, cache.heads // kv_heads)
-        self._length = visible.shape[-1]
-        self._positions = positions
-        self._rows = torch.arange(batch, device=positions.device)[:, None]
-        bias = torch.zeros(visible.shape, dtype=cache.kv.dtype, device=visible.device)
-        bias.masked_fill_(~visible, float("-inf"))
-        # One row of scores per (kv head, head of its group, input): the order of `_fold`.
-        full = (batch, kv_heads, self._shape[3], inputs, self._length)
-        self._bias = bias[:, None, None].expand(full).reshape(batch * kv_heads, -1, self._length)
+    def __init__(self, cache: KVCache, inputs: Inputs):
+        count, self._length = inputs.visible.shape
+        self._cache, self._inputs = cache, inputs
+        batch, queries, kv_heads = inputs.batch, inputs.queries, cache.kv.shape[3]
+        self._sizes = (batch, queries, kv_heads, cache.heads // kv_heads)
+        self._spread = None if count == batch * queries else inputs.rows * queries + inputs.columns
+        bias = torch.zeros(inputs.visible.shape, dtype=cache.kv.dtype, device=inputs.visible.device)
+        bias.masked_fill_(~inputs.visible, float("-inf"))
+        # One row of scores per (kv head, head of its group, input): the order of the folded queries below.
+        full = (batch, kv_heads, self._sizes[3], queries, self._length)
+        padded = self._pad(bias).view(batch, 1, 1, queries, self._length)
+        self._bias = padded.expand(full).reshape(batch * kv_heads, -1, self._length)
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """See `models.transformer.Attention`."""
-        batch, inputs, kv_heads, group = self._shape
-        kv = self._cache.kv[layer]
-        new = qkv[:, :, self._cache.heads :].unflatten(2, (2, kv_heads))
-        kv[:, self._rows, :, self._positions] = new
+        """[N, heads + 2 * kv_heads, head_dim] -> [N, heads, head_dim]; caches the new keys and values."""
+        batch, queries, kv_heads, group = self._sizes
+        kv, heads = self._cache.kv[layer], self._cache.heads
+        kv[:, self._inputs.rows, :, self._inputs.places] = qkv[:, heads:].unflatten(1, (2, kv_heads))
         keys, values = kv[:, :batch, :, : self._length].flatten(1, 2)
-        queries = qkv[:, :, : self._cache.heads].unflatten(2, (kv_heads, group))
-        queries = queries.permute(0, 2, 3, 1, 4).reshape(batch * kv_heads, group * inputs, -1)
-        scores = torch.baddbmm(self._bias, queries, keys.transpose(1, 2), alpha=self._cache.scale)
+        folded = self._pad(qkv[:, :heads]).view(batch, queries, kv_heads, group, -1)
+        folded = folded.permute(0, 2, 3, 1, 4).reshape(batch * kv_heads, group * queries, -1)
+        scores = torch.baddbmm(self._bias, folded, keys.transpose(1, 2), alpha=self._cache.scale)
         weights = scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype)
-        mixed = torch.bmm(weights, values).view(batch, kv_heads, group, inputs, -1)
-        return mixed.permute(0, 3, 1, 2, 4).flatten(2, 3)
+        mixed = torch.bmm(weights, values).view(batch, kv_heads, group, queries, -1)
+        mixed = mixed.permute(0, 3, 1, 2, 4).reshape(batch * queries, heads, -1)
+        return mixed if self._spread is None else mixed[self._spread]
+
+    def _pad(self, flat: torch.Tensor) -> torch.Tensor:
+        """[N, ...] -> [batch * queries, ...], zero where a row has no input: there everything is attended to."""
+        if self._spread is None:
+            return flat.contiguous()
+        padded = flat.new_zeros(self._sizes[0] * self._sizes[1], *flat.shape[1:])
+        padded[self._spread] = flat
+        return padded

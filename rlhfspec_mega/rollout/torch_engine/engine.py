@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from rlhfspec_mega.errors import RunError, UserError
+from rlhfspec_mega.models.draft_shape import DraftShape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer
-from rlhfspec_mega.rollout.protocol import SampleSnapshot
-from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, KVCache
+from rlhfspec_mega.planning.tree import DraftingPolicy
+from rlhfspec_mega.rollout.protocol import DraftPast, SampleSnapshot
 from rlhfspec_mega.rollout.torch_engine.checks import check_request, check_snapshot
+from rlhfspec_mega.rollout.torch_engine.decoder import Decoded, Decoder
+from rlhfspec_mega.rollout.torch_engine.drafter import Drafter
 from rlhfspec_mega.rollout.torch_engine.prefill import Prefill
 from rlhfspec_mega.rollout.torch_engine.scheduler import LiveSample, Scheduler
-from rlhfspec_mega.rollout.torch_engine.slots import SlotTensors
+from rlhfspec_mega.rollout.torch_engine.slots import SlotState
 from rlhfspec_mega.rollout.torch_engine.update import WeightUpdate
-from rlhfspec_mega.sampling.noise import gumbel_from_states
-from rlhfspec_mega.sampling.select import Selection, select_tokens
 from rlhfspec_mega.types import (
     EngineLoad,
     FinishReason,
@@ -27,34 +28,25 @@ from rlhfspec_mega.types import (
     GenerationResult,
     SampleProgress,
     TensorInfo,
+    WeightTarget,
 )
-
-
-class Proposal(NamedTuple):
-    """Inputs of one decode step: Q tokens of each of the B active samples; plain decoding has Q = 1.
-
-    Attributes:
-        tokens: int64 [B, Q].
-        positions: int64 [B, Q].
-        visible: bool [B, Q, L], which of the first L cached positions each input attends to.
-    """
-
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    visible: torch.Tensor
 
 
 class TorchEngine:
     """Implements `rollout.protocol.RolloutEngine` on one device.
 
-    A step advances one prefill by up to `prefill_chunk` tokens, admits prefilled samples to free slots and decodes one
-    token of each active sample. Weights may change while samples run: the KV of running samples is kept, as in
-    PipelineRL (Piché et al. 2025, arXiv 2509.19128), and each token records its policy version.
+    A step advances one prefill by up to `prefill_chunk` tokens, admits prefilled samples to free slots and decodes at
+    least one token of each active sample: exactly one without a draft. Weights may change while samples run: the KV of
+    running samples is kept, as in PipelineRL (Piché et al. 2025, arXiv 2509.19128), and each token records its policy
+    version.
 
     Args:
         slots: samples decoded at once.
         max_positions: longest prompt + response in tokens; sets the size of the KV cache.
         prefill_chunk: most prompt tokens prefilled per step.
+        draft, policy: of the draft and its use; without them every step is plain. Until the draft's weights come,
+            steps are plain too.
+        draft_vocabulary: int64, the target's token of each of the draft's; None: they are the same.
     """
 
     def __init__(
@@ -66,6 +58,9 @@ class TorchEngine:
         prefill_chunk: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        draft: DraftShape | None = None,
+        policy: DraftingPolicy | None = None,
+        draft_vocabulary: torch.Tensor | None = None,
     ):
         for name, value in (("slots", slots), ("max_positions", max_positions), ("prefill_chunk", prefill_chunk)):
             if value < 1:
@@ -73,12 +68,14 @@ class TorchEngine:
         self._max_positions = max_positions
         self._prefill_chunk = prefill_chunk
         self._model = Transformer(shape, max_positions=max_positions, dtype=dtype, device=device)
-        self._cache = KVCache(shape, slots=slots, positions=max_positions, dtype=dtype, device=device)
-        self._slots = SlotTensors(slots, shape.vocab_size, device)
-        self._all_positions = torch.arange(max_positions, device=device)
+        drafter = None
+        if draft and policy:
+            drafter = Drafter(draft, self._model, policy, slots=slots, vocabulary=draft_vocabulary)
+        self._decoder = Decoder(self._model, SlotState(slots, shape.vocab_size, device), drafter)
         self._scheduler = Scheduler(slots)
         self._prefill: Prefill | None = None
         self._update: WeightUpdate | None = None
+        self._updating = WeightTarget.ACTOR
         self._version: int | None = None
         self._finished: list[GenerationResult] = []
         self._ids: set[str] = set()  # unfinished samples
@@ -132,21 +129,26 @@ class TorchEngine:
         """
         if sample_id not in self._ids:
             raise RunError(f"Sample {sample_id} cannot be exported: this engine does not hold it, or it has finished.")
-        slot = self._scheduler.find(sample_id)
-        kv = None
+        slot, drafter = self._scheduler.find(sample_id), self._decoder.drafter
+        kv = draft = None
         if slot is not None:
-            kv = self._cache.prefix(slot, self._scheduler.active[slot].length - 1).clone()
+            kv = self._decoder.cache.prefix(slot, self._scheduler.active[slot].length - 1).clone()
+            draft = drafter.past(slot) if drafter else None
         sample = self._remove(sample_id)
-        return SampleSnapshot(sample.request, sample.tokens, sample.logprobs, sample.versions, kv)
+        return SampleSnapshot(sample.request, sample.tokens, sample.logprobs, sample.versions, kv, draft)
 
     def import_sample(self, snapshot: SampleSnapshot) -> None:
         """Go on with a sample exported elsewhere, ahead of the waiting ones. Raises UserError if it does not fit."""
         check_request(snapshot.request, self._model.shape.vocab_size, self._max_positions, self._ids)
-        check_snapshot(snapshot, self._cache.kv)
+        check_snapshot(snapshot, self._decoder.cache.kv)
         sample = LiveSample(snapshot.request, list(snapshot.tokens), list(snapshot.logprobs), list(snapshot.versions))
-        kv = None if snapshot.kv is None else snapshot.kv.to(self._cache.kv.device)
         self._ids.add(snapshot.request.sample_id)
-        self._scheduler.enqueue_first(sample, kv)
+        kv, draft, device = snapshot.kv, snapshot.draft, self._decoder.cache.kv.device
+        if kv is None or (self._decoder.drafting and draft is None):
+            self._scheduler.enqueue_first(sample, None, None)
+        else:
+            draft = DraftPast(draft.kv.to(device), draft.features.to(device)) if draft else None
+            self._scheduler.enqueue_first(sample, kv.to(device), draft)
 
     def load(self) -> EngineLoad:
         """Load figures now; the policy version is -1 before the first weights."""
@@ -166,17 +168,25 @@ class TorchEngine:
 
     # Weights
 
-    def begin_update(self, version: int, tensors: Sequence[TensorInfo]) -> None:
+    def begin_update(
+        self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget = WeightTarget.ACTOR
+    ) -> None:
         """Announce weights; nothing is decoded until `end_update`. Beginning again discards an unfinished update.
 
-        Raises RunError on a name or shape the model does not hold, and when the first update lacks a tensor.
+        Raises RunError on a name or shape the model does not hold, and when its first update lacks a tensor.
         """
-        own = self._model.hf_tensors()
-        if self._version is None and (missing := sorted(own.keys() - {info.name for info in tensors})):
+        drafter = self._decoder.drafter
+        if target is WeightTarget.ACTOR:
+            own, first = self._model.hf_tensors(), self._version is None
+        elif drafter is not None:
+            own, first = drafter.model.tensors(), not self._decoder.drafting
+        else:
+            raise RunError("Weights of a draft came to an engine without one; set drafting.policy.")
+        if first and (missing := sorted(own.keys() - {info.name for info in tensors})):
             raise RunError(
                 f"The first update must bring all weights; it lacks {len(missing)}, among them {missing[0]}."
             )
-        self._update = WeightUpdate(version, tensors, own)
+        self._update, self._updating = WeightUpdate(version, tensors, own), target
 
     def update_weights(self, pieces: Sequence[tuple[str, int, torch.Tensor]]) -> None:
         """Write pieces (name, first element in the flattened full tensor, flat values) of the announced tensors."""
@@ -191,7 +201,11 @@ class TorchEngine:
         if version != update.version:
             raise RunError(f"Update {version} was ended, but update {update.version} was begun.")
         update.check_complete()
-        self._version, self._update = version, None
+        self._update = None
+        if self._updating is WeightTarget.ACTOR:
+            self._version = version
+        else:
+            self._decoder.drafting = True
         self._prefill = None
         self._scheduler.forget_prefills()
 
@@ -209,8 +223,7 @@ class TorchEngine:
         self._admit()
         prefilled = time.perf_counter()
         if self._scheduler.active:
-            proposal = self._propose()
-            self._commit(self._select(self._forward(proposal), proposal.positions))
+            self._commit(self._decoder.step(len(self._scheduler.active)))
         self._seconds["prefill_seconds"] += prefilled - started
         self._seconds["decode_seconds"] += time.perf_counter() - prefilled
 
@@ -220,63 +233,35 @@ class TorchEngine:
             if not groups:
                 return
             self._counts["prefill_tokens"] += sum(len(group.prefix) for group in groups)
-            self._prefill = Prefill(self._model, groups)
+            drafter = self._decoder.drafter if self._decoder.drafting else None
+            self._prefill = Prefill(self._model, drafter.model if drafter else None, groups)
         if self._prefill.advance(self._prefill_chunk):
             self._prefill = None
 
     def _admit(self) -> None:
         for admission in self._scheduler.admit():
-            if admission.kv is not None:
-                self._cache.fill(admission.first, len(admission.samples), admission.kv)
-            self._slots.assign(admission.first, admission.samples)
+            self._decoder.admit(admission)
 
-    def _propose(self) -> Proposal:
-        """Each sample's last token, which sees everything up to itself."""
-        samples = self._scheduler.active
-        positions = self._slots.positions[: len(samples), None]
-        longest = max(sample.length for sample in samples)
-        visible = self._all_positions[:longest] <= positions[..., None]
-        return Proposal(self._slots.tokens[: len(samples), None], positions, visible)
-
-    def _forward(self, proposal: Proposal) -> torch.Tensor:
-        """Logits float32 [B, Q, V]; the inputs' KV is cached on the way."""
-        attention = CachedAttention(self._cache, proposal.positions, proposal.visible)
-        return self._model.logits(self._model.hidden(proposal.tokens, proposal.positions, attention))
-
-    def _select(self, logits: torch.Tensor, positions: torch.Tensor) -> Selection:
-        """The target's choice after every input: tokens and log-probs [B, Q] from logits [B, Q, V]."""
-        samples, slots = self._scheduler.active, self._slots
-        active = len(samples)
-        noise = banned = None
-        if any(sample.request.temperature > 0 for sample in samples):
-            noise = gumbel_from_states(slots.noise[:active, None], positions, logits.shape[-1])
-        if any(sample.request.ignore_stop for sample in samples):
-            banned = slots.banned[:active, None]
-        return select_tokens(logits, slots.temperatures[:active, None], noise, banned)
-
-    def _commit(self, selection: Selection) -> None:
-        """Append the chosen tokens [B, Q], make the last ones the next inputs and retire samples that have ended."""
+    def _commit(self, decoded: Decoded) -> None:
+        """Append the new tokens and retire samples that have ended."""
         assert self._version is not None
-        samples = self._scheduler.active
-        self._slots.tokens[: len(samples)] = selection.tokens[:, -1]
-        self._slots.positions[: len(samples)] += selection.tokens.shape[1]
-        ended = []
-        rows = zip(samples, selection.tokens.tolist(), selection.logprobs.tolist(), strict=True)
-        for slot, (sample, tokens, logprobs) in enumerate(rows):
-            reason = sample.extend(tokens, logprobs, self._version)
+        samples, ended, first = self._scheduler.active, [], 0
+        for slot, (sample, count) in enumerate(zip(samples, decoded.counts.tolist(), strict=True)):
+            new, known = slice(first, first + count), len(sample.tokens)
+            first += count
+            reason = sample.extend(decoded.tokens[new], decoded.logprobs[new], self._version)
+            self._counts["generated_tokens"] += len(sample.tokens) - known
             if reason is not None:
                 ended.append(slot)
                 self._finished.append(sample.result(reason))
                 self._ids.discard(sample.request.sample_id)
         self._counts["decode_steps"] += 1
-        self._counts["generated_tokens"] += selection.tokens.numel()
         self._counts["finished_samples"] += len(ended)
         self._retire(ended)
 
     def _retire(self, slots: Sequence[int]) -> None:
         for move in self._scheduler.retire(slots):
-            self._cache.move(*move)
-            self._slots.move(move.source, move.target)
+            self._decoder.move(*move)
 
     def _remove(self, sample_id: str) -> LiveSample:
         """Take an unfinished sample out, from its slot or from the queue."""

@@ -6,38 +6,69 @@ from collections.abc import Sequence
 
 import torch
 
+from rlhfspec_mega.models.draft_model import DraftModel
 from rlhfspec_mega.models.transformer import Transformer
-from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, KVCache
+from rlhfspec_mega.rollout.protocol import DraftPast
+from rlhfspec_mega.rollout.torch_engine.cache import AttentionShape, CachedAttention, KVCache
+from rlhfspec_mega.rollout.torch_engine.features import Features
+from rlhfspec_mega.rollout.torch_engine.inputs import Inputs
 from rlhfspec_mega.rollout.torch_engine.scheduler import PrefixGroup
 
 
 class Prefill:
-    """One batch of prefixes, padded to the longest, in a KV cache of its own that the groups then keep."""
+    """One batch of prefixes, padded to the longest, in KV caches of its own that the groups then keep.
 
-    def __init__(self, model: Transformer, groups: Sequence[PrefixGroup]):
+    Args:
+        draft: reads the prefixes too; its entry t takes the token at t + 1, so the last one waits for the first step.
+    """
+
+    def __init__(self, model: Transformer, draft: DraftModel | None, groups: Sequence[PrefixGroup]):
         longest = max(len(group.prefix) for group in groups)
         weights = model.embedding
-        self._model = model
-        self._groups = groups
-        self._tokens = torch.tensor(
-            [group.prefix + (0,) * (longest - len(group.prefix)) for group in groups], device=weights.device
-        )
-        self._cache = KVCache(
-            model.shape, slots=len(groups), positions=longest, dtype=weights.dtype, device=weights.device
-        )
-        self._done = 0
+        self._model, self._draft, self._groups = model, draft, groups
+        padded = [group.prefix + (0,) * (longest + 1 - len(group.prefix)) for group in groups]
+        self._tokens = torch.tensor(padded, device=weights.device)
+
+        def cache(shape: AttentionShape) -> KVCache:
+            return KVCache(shape, slots=len(groups), places=longest, dtype=weights.dtype, device=weights.device)
+
+        self._cache = cache(model.shape)
+        self._draft_cache = cache(draft.shape) if draft else None
+        self._last_features: dict[int, torch.Tensor] = {}  # by group: the target's states at its last position
+        self._longest, self._done = longest, 0
 
     def advance(self, max_tokens: int) -> bool:
         """Prefill up to `max_tokens` (at least one) more positions of each prefix; True when the groups are ready."""
-        tokens = self._tokens[:, self._done : self._done + max_tokens]
-        end = self._done + tokens.shape[1]
-        positions = torch.arange(self._done, end, device=tokens.device)
-        visible = torch.arange(end, device=tokens.device) <= positions[:, None]
-        attention = CachedAttention(self._cache, positions.expand_as(tokens), visible.expand(len(tokens), -1, -1))
-        self._model.hidden(tokens, positions.expand_as(tokens), attention)
+        end = min(self._done + max_tokens, self._longest)
+        inputs = self._chunk(self._done, end, shift=0)
+        features = Features(self._draft.shape.taps) if self._draft else None
+        self._model.hidden(inputs.tokens, inputs.positions, CachedAttention(self._cache, inputs), features)
+        if self._draft and self._draft_cache and features:
+            inputs, states = self._chunk(self._done, end, shift=1), features.concatenated()
+            attention = CachedAttention(self._draft_cache, inputs)
+            self._draft.advance(inputs.tokens, self._draft.fuse(states), inputs.positions, attention)
+            self._keep_last(states.unflatten(0, (len(self._groups), -1)), end)
         self._done = end
-        if end < self._tokens.shape[1]:
+        if end < self._longest:
             return False
         for row, group in enumerate(self._groups):
             group.kv = self._cache.prefix(row, len(group.prefix))
+            if self._draft_cache:
+                kv = self._draft_cache.prefix(row, len(group.prefix) - 1)
+                group.draft = DraftPast(kv, self._last_features[row])
         return True
+
+    def _chunk(self, first: int, end: int, shift: int) -> Inputs:
+        """Positions first .. end - 1 of every group, with the tokens `shift` places later."""
+        groups, device = len(self._groups), self._tokens.device
+        columns = torch.arange(end - first, device=device).repeat(groups)
+        rows = torch.arange(groups, device=device).repeat_interleave(end - first)
+        places = columns + first
+        tokens = self._tokens[:, first + shift : end + shift].flatten()
+        visible = torch.arange(end, device=device) <= places[:, None]
+        return Inputs(tokens, places, rows, columns, places, visible, groups, end - first)
+
+    def _keep_last(self, states: torch.Tensor, end: int) -> None:
+        for row, group in enumerate(self._groups):
+            if self._done < len(group.prefix) <= end:
+                self._last_features[row] = states[row, len(group.prefix) - 1 - self._done][None].clone()

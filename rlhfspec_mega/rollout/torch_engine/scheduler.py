@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from rlhfspec_mega.rollout.protocol import DraftPast
 from rlhfspec_mega.types import FinishReason, GenerationRequest, GenerationResult, SampleProgress
 
 
@@ -40,8 +41,12 @@ class LiveSample:
         return self.tokens[-1] if self.tokens else self.request.prompt_tokens[-1]
 
     @property
+    def sequence(self) -> tuple[int, ...]:
+        return (*self.request.prompt_tokens, *self.tokens)
+
+    @property
     def prefix(self) -> tuple[int, ...]:
-        return (*self.request.prompt_tokens, *self.tokens)[:-1]
+        return self.sequence[:-1]
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> FinishReason | None:
         """Add tokens up to the one that ends the sample; the reason if there is one."""
@@ -66,11 +71,15 @@ class LiveSample:
 
 @dataclass
 class PrefixGroup:
-    """Waiting samples that share `prefix`; `kv` [layers, 2, kv_heads, len(prefix), head_dim] once prefilled."""
+    """Waiting samples that share `prefix`; `kv` [layers, 2, kv_heads, len(prefix), head_dim] once prefilled.
+
+    `draft` is the draft's part of it, where an engine drafts.
+    """
 
     prefix: tuple[int, ...]
     members: list[LiveSample]
     kv: torch.Tensor | None = None
+    draft: DraftPast | None = None
 
     @property
     def ready(self) -> bool:
@@ -83,6 +92,7 @@ class Admission(NamedTuple):
     first: int
     samples: list[LiveSample]
     kv: torch.Tensor | None
+    draft: DraftPast | None
 
 
 class Move(NamedTuple):
@@ -125,9 +135,9 @@ class Scheduler:
                 groups[prefix] = PrefixGroup(prefix, [sample])
                 self._waiting.append(groups[prefix])
 
-    def enqueue_first(self, sample: LiveSample, kv: torch.Tensor | None) -> None:
+    def enqueue_first(self, sample: LiveSample, kv: torch.Tensor | None, draft: DraftPast | None) -> None:
         """Queue a sample that has waited elsewhere ahead of all others."""
-        self._waiting.appendleft(PrefixGroup(sample.prefix, [sample], kv))
+        self._waiting.appendleft(PrefixGroup(sample.prefix, [sample], kv, draft))
 
     def next_prefill(self, max_tokens: int) -> list[PrefixGroup]:
         """Groups to prefill together: of slots' worth of members, in queue order, at most `max_tokens` once padded.
@@ -155,7 +165,7 @@ class Scheduler:
             entering = group.members[: self.slots - first]
             if not entering:
                 break
-            admissions.append(Admission(first, entering, group.kv))
+            admissions.append(Admission(first, entering, group.kv, group.draft))
             self.active += entering
             del group.members[: len(entering)]
         self._drop_empty()
@@ -188,7 +198,7 @@ class Scheduler:
     def forget_prefills(self) -> None:
         """Drop the KV of waiting groups: the weights that made it are gone."""
         for group in self._waiting:
-            group.kv = None
+            group.kv = group.draft = None
 
     def _drop_empty(self) -> None:
         self._waiting = deque(group for group in self._waiting if group.members)

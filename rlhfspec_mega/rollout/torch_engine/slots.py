@@ -1,48 +1,113 @@
-"""What the decode step needs of each slot's sample, as preallocated device tensors in slot order."""
+"""What the decode step needs of each slot's sample: tensors on the device, and lengths on the host, in slot order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from rlhfspec_mega.rollout.torch_engine.scheduler import LiveSample
-from rlhfspec_mega.sampling.noise import seed_states
+from rlhfspec_mega.sampling.noise import gumbel_from_states, seed_states
+from rlhfspec_mega.sampling.select import perturbed_scores, scaled_logits
 
 
-class SlotTensors:
-    """Tensors over slots; like the KV cache, the first `active` rows are live.
+class SlotState:
+    """Arrays over slots; like the KV cache, the first rows are live.
 
     Attributes:
         tokens: int64, the last token of each sample: the next input, whose KV is not cached yet.
-        positions: int64, its position.
         noise: int32, hash state of the sample's seed.
         temperatures: float32.
-        banned: bool [slots, vocab], stop tokens of samples that ignore them.
+        stops: bool [slots, vocab], the stop tokens.
+        forced: bool, stop tokens are masked instead of obeyed.
+        lengths, generated, remaining: int64 on the host; tokens of the sample, of its response, and still allowed.
+        host_temperatures: float64 on the host.
     """
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device | str):
         self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(slots, dtype=torch.int64, device=device)
         self.noise = torch.zeros(slots, dtype=torch.int32, device=device)
         self.temperatures = torch.zeros(slots, dtype=torch.float32, device=device)
-        self.banned = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
-        self._all = (self.tokens, self.positions, self.noise, self.temperatures, self.banned)
+        self.stops = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
+        self.forced = torch.zeros(slots, dtype=torch.bool, device=device)
+        self.lengths, self.generated, self.remaining = (np.zeros(slots, np.int64) for _ in range(3))
+        self.host_temperatures = np.zeros(slots)
+        self.any_forced = False
+        self._tensors = (self.tokens, self.noise, self.temperatures, self.stops, self.forced)
+        self._arrays = (self.lengths, self.generated, self.remaining, self.host_temperatures)
 
     def assign(self, first: int, samples: Sequence[LiveSample]) -> None:
         """Set the rows from `first` on to these samples."""
         rows = slice(first, first + len(samples))
         device = self.tokens.device
+        requests = [sample.request for sample in samples]
         self.tokens[rows] = torch.tensor([sample.last_token for sample in samples], device=device)
-        self.positions[rows] = torch.tensor([sample.length - 1 for sample in samples], device=device)
-        self.noise[rows] = seed_states(torch.tensor([sample.request.seed for sample in samples], device=device))
-        self.temperatures[rows] = torch.tensor([sample.request.temperature for sample in samples], device=device)
-        self.banned[rows] = False
-        for slot, sample in enumerate(samples, start=first):
-            if sample.request.ignore_stop:
-                self.banned[slot, list(sample.request.stop_tokens)] = True
+        self.noise[rows] = seed_states(torch.tensor([request.seed for request in requests], device=device))
+        self.temperatures[rows] = torch.tensor([request.temperature for request in requests], device=device)
+        self.forced[rows] = torch.tensor([request.ignore_stop for request in requests], device=device)
+        self.stops[rows] = False
+        for slot, request in enumerate(requests, start=first):
+            self.stops[slot, list(request.stop_tokens)] = True
+        self.any_forced |= any(request.ignore_stop for request in requests)
+        self.lengths[rows] = [sample.length for sample in samples]
+        self.generated[rows] = [len(sample.tokens) for sample in samples]
+        self.remaining[rows] = [sample.request.max_new_tokens - len(sample.tokens) for sample in samples]
+        self.host_temperatures[rows] = [request.temperature for request in requests]
 
     def move(self, source: int, target: int) -> None:
         """Copy one row over another."""
-        for tensor in self._all:
-            tensor[target] = tensor[source]
+        for values in (*self._tensors, *self._arrays):
+            values[target] = values[source]
+
+    def grow(self, last_tokens: torch.Tensor, counts: np.ndarray) -> None:
+        """The first rows have gained counts[i] tokens, the last of which is last_tokens[i]."""
+        rows = slice(len(counts))
+        self.tokens[rows] = last_tokens
+        self.lengths[rows] += counts
+        self.generated[rows] += counts
+        self.remaining[rows] -= counts
+
+    def ends(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Whether these tokens end the samples of these rows: bool [n]."""
+        return self.stops[rows, tokens] & ~self.forced[rows]
+
+
+class StepNoise:
+    """The noise of one step: of every live sample at its next positions, for draft and target alike.
+
+    Args:
+        depths: positions; depth 0 is that of the token after the sample's last one.
+    """
+
+    def __init__(self, slots: SlotState, batch: int, depths: int):
+        self._temperatures = slots.temperatures[:batch]
+        self._table = self._banned = None
+        if slots.host_temperatures[:batch].any():
+            device = slots.tokens.device
+            first = torch.from_numpy(slots.lengths[:batch] - 1).to(device)
+            positions = first[:, None] + torch.arange(depths, device=device)
+            self._table = gumbel_from_states(slots.noise[:batch, None], positions, slots.stops.shape[1])
+        if slots.any_forced:
+            self._banned = slots.stops[:batch] & slots.forced[:batch, None]
+
+    def scores(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        depths: torch.Tensor | int,
+        token_ids: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits / T in float32, perturbed scores in float64) of logits [n, V] after nodes of these rows and depths.
+
+        Args:
+            token_ids: int64 [V], the target's tokens that the logits are of, when they are not 0 .. V - 1.
+        """
+        temperatures = self._temperatures[rows]
+        noise = None if self._table is None else self._table[rows, depths]
+        banned = None if self._banned is None else self._banned[rows]
+        if token_ids is not None:
+            noise = None if noise is None else noise[:, token_ids]
+            banned = None if banned is None else banned[:, token_ids]
+        scaled = scaled_logits(logits, temperatures)
+        return scaled, perturbed_scores(scaled, temperatures, noise, banned)

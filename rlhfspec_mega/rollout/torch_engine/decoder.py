@@ -1,0 +1,168 @@
+"""One decode step on tensors: propose, forward, select, accept. Knows slots and nothing of requests."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from rlhfspec_mega.models.transformer import Transformer
+from rlhfspec_mega.planning.tree import ROOT, Batch, DraftTree, Ints, StepRecord
+from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, KVCache
+from rlhfspec_mega.rollout.torch_engine.drafter import Drafter
+from rlhfspec_mega.rollout.torch_engine.features import Features
+from rlhfspec_mega.rollout.torch_engine.scheduler import Admission
+from rlhfspec_mega.rollout.torch_engine.slots import SlotState, StepNoise
+from rlhfspec_mega.rollout.torch_engine.verification import Verification, plain, with_drafts
+from rlhfspec_mega.sampling.select import Selection
+from rlhfspec_mega.sampling.verify import accepted_nodes
+
+
+class Decoded(NamedTuple):
+    """New tokens of the active samples, one after the other; sample i has counts[i] of them.
+
+    Attributes:
+        record: what was drafted and what it took; None without a draft.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    counts: Ints
+    record: StepRecord | None
+
+
+class Decoder:
+    """Target, KV cache, slots and, where there is one, the draft.
+
+    Args:
+        slots: samples decoded at once.
+
+    Attributes:
+        drafting: whether the draft has weights; without them every step is a plain one.
+    """
+
+    def __init__(self, model: Transformer, slots: SlotState, drafter: Drafter | None):
+        self.model, self.slots, self.drafter = model, slots, drafter
+        weights = model.embedding
+        room = drafter.policy.max_nodes if drafter else 0
+        self.cache = KVCache(
+            model.shape,
+            slots=len(slots.tokens),
+            places=model.max_positions + room,
+            dtype=weights.dtype,
+            device=weights.device,
+        )
+        self.drafting = False
+
+    def admit(self, admission: Admission) -> None:
+        """Samples of a group enter their slots."""
+        first, samples, kv, past = admission
+        if kv is not None:
+            self.cache.fill(first, len(samples), kv)
+        self.slots.assign(first, samples)
+        if self.drafter:
+            if self.drafting and kv is None:
+                past = self.drafter.no_past()
+            for slot, sample in enumerate(samples, start=first):
+                self.drafter.admit(slot, past, sample.sequence)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy a slot, of which `length` positions are cached, over another."""
+        self.cache.move(source, target, length)
+        self.slots.move(source, target)
+        if self.drafter:
+            self.drafter.move(source, target)
+
+    def step(self, batch: int) -> Decoded:
+        """Decode at least one token of each of the first `batch` slots."""
+        if self.drafter is None or not self.drafting:
+            verification = plain(self.slots.tokens[:batch], self.slots.lengths[:batch])
+            noise = StepNoise(self.slots, batch, 1)
+            return self._accept(verification, self._select(verification, noise, None), None)[0]
+        return self._speculate(self.drafter, batch)
+
+    def _speculate(self, drafter: Drafter, batch: int) -> Decoded:
+        started, slots = time.perf_counter(), self.slots
+        drafter.make_room(batch)
+        state = self._batch(drafter, batch)
+        depth = drafter.policy.depth(state)
+        noise = StepNoise(slots, batch, depth + 1)
+        tree, drafted, chosen = DraftTree(), 0, np.zeros(0, np.int64)
+        verification = None
+        if depth > 0:
+            grown = drafter.grow(state, slots, noise, depth)
+            tree, drafted = grown.tree, grown.drafted
+            if tree.size:
+                chosen = drafter.policy.choose(state, tree)
+                verification = with_drafts(slots.tokens[:batch], slots.lengths[:batch], tree, chosen, grown.tokens)
+        if verification is None:
+            verification = plain(slots.tokens[:batch], slots.lengths[:batch])
+        features = Features(drafter.model.shape.taps)
+        proposed = time.perf_counter()
+        decoded, accepted = self._accept(verification, self._select(verification, noise, features), features)
+        record = StepRecord(
+            batch=state,
+            tree=tree,
+            chosen=chosen,
+            accepted=accepted,
+            drafted=drafted,
+            draft_seconds=proposed - started,
+            verify_seconds=time.perf_counter() - proposed,
+        )
+        drafter.policy.observe(record)
+        return decoded._replace(record=record)
+
+    def _batch(self, drafter: Drafter, batch: int) -> Batch:
+        slots = self.slots
+        return Batch(
+            lengths=slots.lengths[:batch].copy(),
+            generated=slots.generated[:batch].copy(),
+            remaining=slots.remaining[:batch].copy(),
+            temperatures=slots.host_temperatures[:batch].copy(),
+            backlog=int(drafter.unread[:batch].sum()),
+        )
+
+    def _select(self, verification: Verification, noise: StepNoise, features: Features | None) -> Selection:
+        """The target's choice after every input and its log-prob."""
+        inputs = verification.inputs
+        hidden = self.model.hidden(inputs.tokens, inputs.positions, CachedAttention(self.cache, inputs), features)
+        scaled, scores = noise.scores(self.model.logits(hidden), inputs.rows, verification.depths)
+        tokens = scores.argmax(dim=-1)
+        return Selection(tokens, scaled.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0])
+
+    def _accept(
+        self, verification: Verification, selection: Selection, features: Features | None
+    ) -> tuple[Decoded, np.ndarray]:
+        """Keep the path that the target took; also whether each chosen node lies on it."""
+        inputs, batch = verification.inputs, verification.inputs.batch
+        choices, logprobs = selection
+        taken = None
+        if verification.depth:
+            taken = accepted_nodes(choices, inputs.tokens, verification.parents, verification.roots, verification.depth)
+            choices, logprobs, rows, depths = (
+                values[taken] for values in (choices, logprobs, inputs.rows, verification.depths)
+            )
+            self._settle(inputs.places[taken], rows, depths)
+            counts = torch.bincount(rows, minlength=batch).cpu().numpy()
+        else:
+            rows, depths, counts = inputs.rows, verification.depths, np.ones(batch, np.int64)
+        if features is not None and self.drafter is not None:
+            states = features.concatenated()
+            self.drafter.accept(rows, depths, states if taken is None else states[taken], choices, counts)
+        last = torch.from_numpy(np.cumsum(counts) - 1).to(choices.device)
+        self.slots.grow(choices[last], counts)
+        accepted = np.zeros(0, np.bool_)
+        if taken is not None:
+            accepted = taken.cpu().numpy()[verification.nodes != ROOT]
+            accepted = accepted[np.argsort(verification.nodes[verification.nodes != ROOT])]
+        return Decoded(choices.tolist(), logprobs.tolist(), counts, None), accepted
+
+    def _settle(self, places: torch.Tensor, rows: torch.Tensor, depths: torch.Tensor) -> None:
+        """Move the KV of accepted draft tokens from behind the longest sample to their positions."""
+        lengths = torch.from_numpy(self.slots.lengths).to(rows.device)
+        targets = lengths[rows] - 1 + depths
+        moved = (targets != places).nonzero()[:, 0]
+        if len(moved):
+            self.cache.settle(rows[moved], places[moved], targets[moved])
