@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from rlhfspec_mega.models.draft_shape import TAPS, DraftShape
+from rlhfspec_mega.models.packed_weights import PackedWeights
 from rlhfspec_mega.models.rope import rotate_
 from rlhfspec_mega.models.transformer import Attention, Transformer
 
@@ -37,6 +38,7 @@ class DraftModel:
         self.gate_up = zeros(2 * shape.ffn_size, hidden)
         self.down = zeros(hidden, shape.ffn_size)
         self.head = zeros(shape.vocab_size, hidden)
+        self._packed = PackedWeights()
         # Target token of each draft token; None while the two vocabularies are the same.
         self.target_ids: torch.Tensor | None = None
 
@@ -62,6 +64,10 @@ class DraftModel:
             "lm_head.weight": self.head,
         }
 
+    def weights_changed(self) -> None:
+        """To be called after writing through `tensors`, before the next forward."""
+        self._packed.pack((self.qkv, self.gate_up, self.head))
+
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """States [N, hidden] of the target's tapped outputs [N, 3 * hidden], low to high."""
         return F.linear(features, self.fc)
@@ -74,15 +80,15 @@ class DraftModel:
         rotated = shape.num_heads + shape.num_kv_heads
         embedded = F.embedding(tokens, self._target.embedding)
         inputs = torch.cat((self._norm(embedded, self.input_norm), self._norm(states, self.hidden_norm)), dim=-1)
-        qkv = F.linear(inputs, self.qkv).view(len(tokens), -1, shape.head_dim)
+        qkv = self._packed.linear(inputs, self.qkv).view(len(tokens), -1, shape.head_dim)
         rotate_(qkv[:, :rotated], *self._target.rotation(positions))
         x = torch.addmm(states, attention(0, qkv).flatten(1), self.out.t())
-        gate, up = F.linear(self._norm(x, self.post_norm), self.gate_up).chunk(2, dim=-1)
+        gate, up = self._packed.linear(self._norm(x, self.post_norm), self.gate_up).chunk(2, dim=-1)
         return torch.addmm(x, F.silu(gate).mul_(up), self.down.t())
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """float32 [N, draft vocabulary] of the states that entries put out."""
-        return F.linear(self._norm(states, self.norm), self.head).float()
+        return self._packed.linear(self._norm(states, self.norm), self.head).float()
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, self.shape.target.norm_eps)

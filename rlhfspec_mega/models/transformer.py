@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.models.packed_weights import PackedWeights
 from rlhfspec_mega.models.rope import rope_table, rotate_
 from rlhfspec_mega.models.shape import ModelShape
 
@@ -67,6 +68,7 @@ class Transformer:
         self.head = self.embedding if shape.tie_embeddings else zeros(shape.vocab_size, shape.hidden_size)
         cos, sin = rope_table(shape, max_positions, device)
         self._cos, self._sin = cos.to(dtype), sin.to(dtype)
+        self._packed = PackedWeights()
 
     def hf_tensors(self) -> dict[str, torch.Tensor]:
         """Weights under its Hugging Face name, as a contiguous view; no lm_head.weight when embeddings are tied."""
@@ -92,6 +94,12 @@ class Transformer:
                     "check the sizes in the model's config."
                 )
             target.copy_(tensors[name])
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """To be called after writing through `hf_tensors`, before the next forward."""
+        self._packed.pack(weight for layer in self.layers for weight in (layer.qkv, layer.gate_up))
+        self._packed.pack([self.head])
 
     def rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos, sin) [..., 1, head_dim] of positions [...], for `rope.rotate_`."""
@@ -102,11 +110,11 @@ class Transformer:
     ) -> torch.Tensor:
         """Final normed states [..., hidden] of int64 tokens [...] at int64 positions [...]."""
         shape, heads = self.shape, self.shape.num_heads
-        rotated = heads + shape.num_kv_heads
+        rotated, linear = heads + shape.num_kv_heads, self._packed.linear
         cos, sin = self.rotation(positions)
         x = F.embedding(tokens.flatten(), self.embedding)
         for index, layer in enumerate(self.layers):
-            qkv = F.linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
+            qkv = linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
             qkv = qkv.view(*tokens.shape, -1, shape.head_dim)
             if layer.q_norm is not None and layer.k_norm is not None:
                 qkv[..., :heads, :] = self._norm(qkv[..., :heads, :], layer.q_norm)
@@ -114,7 +122,7 @@ class Transformer:
             rotate_(qkv[..., :rotated, :], cos, sin)
             mixed = attention(index, qkv)
             x = torch.addmm(x, mixed.reshape(len(x), -1), layer.out.t())
-            gate, up = F.linear(self._norm(x, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
+            gate, up = linear(self._norm(x, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
             x = torch.addmm(x, F.silu(gate).mul_(up), layer.down.t())
             if tap is not None:
                 tap(index, x)
@@ -122,7 +130,7 @@ class Transformer:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [..., vocab_size]."""
-        return F.linear(hidden, self.head).float()
+        return self._packed.linear(hidden.flatten(0, -2), self.head).float().unflatten(0, hidden.shape[:-1])
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, self.shape.norm_eps)

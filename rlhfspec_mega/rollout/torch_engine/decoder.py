@@ -56,6 +56,12 @@ class Decoder:
         )
         self.drafting = False
 
+    def draft_changed(self) -> None:
+        """New weights of the draft were written; from now on it is used."""
+        if self.drafter:
+            self.drafter.model.weights_changed()
+            self.drafting = True
+
     def admit(self, admission: Admission) -> None:
         """Samples of a group enter their slots."""
         first, samples, kv, past = admission

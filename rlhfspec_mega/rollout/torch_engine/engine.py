@@ -204,8 +204,9 @@ class TorchEngine:
         self._update = None
         if self._updating is WeightTarget.ACTOR:
             self._version = version
+            self._model.weights_changed()
         else:
-            self._decoder.drafting = True
+            self._decoder.draft_changed()
         self._prefill = None
         self._scheduler.forget_prefills()
 

@@ -1,0 +1,39 @@
+"""Weights in a CPU's own blocked layout, for products with few rows: decoding and verification.
+
+A BLAS product packs the whole weight matrix anew in every call. At one row (a matrix-vector product) it does not, so
+two rows cost nearly twice as much as one, which speculative decoding would pay in every step. oneDNN takes weights
+that were packed once: measured here, 2 rows cost 1.1 and 8 rows 1.6 of one, instead of 1.8 and 2.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+
+_MOST_ROWS = 64  # beyond, packing is a small part of a product
+_LEAST_WIDTH = 512  # outputs; below, the call costs more than it saves
+_TUNED_ROWS = 8  # the layout is made for about so many
+
+
+class PackedWeights:
+    """Packed copies of fp32 weights on a CPU, by the tensors they were made of; nothing elsewhere."""
+
+    def __init__(self) -> None:
+        self._packed: dict[int, torch.Tensor] = {}
+
+    @torch.inference_mode()
+    def pack(self, weights: Iterable[torch.Tensor]) -> None:
+        """Copy these matrices [out, in]; to be called again whenever they have changed."""
+        for weight in weights:
+            wanted = weight.device.type == "cpu" and weight.dtype == torch.float32 and len(weight) >= _LEAST_WIDTH
+            if wanted and torch.backends.mkldnn.is_available():
+                self._packed[id(weight)] = torch.ops.mkldnn._reorder_linear_weight(weight, _TUNED_ROWS)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x W^T + b for x [rows, in], from the packed copy where there is one and it pays."""
+        packed = self._packed.get(id(weight)) if 1 < len(x) <= _MOST_ROWS else None
+        if packed is None:
+            return F.linear(x, weight, bias)
+        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
