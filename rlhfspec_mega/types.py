@@ -97,6 +97,40 @@ class EngineReport:
     unfinished: int
 
 
+TALLY_EDGES = (0, 1, 2, 4, 8, 16)  # classes of draft tokens verified for a sample in a step: 0, 1, 2, 3-4, ... above
+
+
+@dataclass
+class DraftingTally:
+    """What speculation did on an engine over a while; sums, so that tallies of engines and steps add up.
+
+    Attributes:
+        sample_steps: decode steps, counted once per sample.
+        drafted_sample_steps: those that verified a draft token.
+        verified, accepted: draft tokens.
+        sample_steps_by_verified: sample steps by class of draft tokens verified, see TALLY_EDGES.
+        paired_seconds, paired_plain_seconds: of steps followed by a plain control step, and what their tokens would
+            have taken at the control's pace.
+        calibration_error: of the predicted probabilities of acceptance, so far; None before the first outcome.
+        predicted_accepted, realised_accepted: draft tokens accepted per step with drafting, lately.
+        collapsed_rate: acceptance of first draft tokens that stopped drafting; None while it goes on.
+        usual_rate: of first draft tokens, before.
+    """
+
+    sample_steps: int = 0
+    drafted_sample_steps: int = 0
+    verified: int = 0
+    accepted: int = 0
+    sample_steps_by_verified: list[int] = field(default_factory=lambda: [0] * (len(TALLY_EDGES) + 1))
+    paired_seconds: float = 0.0
+    paired_plain_seconds: float = 0.0
+    calibration_error: float | None = None
+    predicted_accepted: float = 0.0
+    realised_accepted: float = 0.0
+    collapsed_rate: float | None = None
+    usual_rate: float | None = None
+
+
 @dataclass(frozen=True)
 class EngineLoad:
     """Load figures of one engine, the manager's input for decisions."""

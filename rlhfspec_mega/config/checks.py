@@ -7,6 +7,7 @@ import re
 from operator import attrgetter
 from pathlib import Path
 
+from rlhfspec_mega.config.drafting import check_drafting, idle_drafting
 from rlhfspec_mega.config.hardware import cpu_has_fast_bf16, device_type, gpu_memory, host_memory
 from rlhfspec_mega.config.model_shape import BYTE_VOCABULARY, model_shape
 from rlhfspec_mega.config.output_dir import check_output_dir
@@ -37,6 +38,7 @@ def check_config(config: RunConfig) -> Sizes:
     _check_available(config)
     _check_useless(config)
     _check_algorithm(config)
+    check_drafting(config)
     _check_data(config)
     check_output_dir(config)
     shape = model_shape(config.model)
@@ -139,6 +141,7 @@ def _check_useless(config: RunConfig) -> None:
         "trainer.eval_prompts": (not config.trainer.eval_every, "trainer.eval_every=20"),
         "cluster.address": (config.cluster.launcher == "local", "cluster.launcher=ray"),
         "logger.wandb_project": (not config.logger.wandb, "logger=wandb"),
+        **idle_drafting(config),
     }
     for key, (unused, remedy) in idle.items():
         value, default = attrgetter(key)(config), attrgetter(key)(RunConfig())

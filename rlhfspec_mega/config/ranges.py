@@ -22,7 +22,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.overlong": ("keep", "mask", "penalize"),
     "rollout.engine": ("torch", "sglang"),
     "rollout.dtype": DTYPES,
-    "drafting.policy": ("off",),
+    "drafting.policy": ("off", "adaptive", "uniform", "fixed", "ema_tiers", "bandit"),
     "reallocation.policy": ("off",),
     "placement.mode": ("colocated", "separate"),
     "data.kind": ("chain_sums", "files"),
@@ -39,6 +39,8 @@ ABOVE_ZERO = (
     "algorithm.clip_low",
     "algorithm.clip_high",
     "algorithm.importance_cap",
+    "drafting.refresh_seconds",
+    "drafting.learning_rate",
     "reward.time_limit",
     "data.median_terms",
     "cluster.deadline_seconds",
@@ -55,6 +57,8 @@ FROM_ZERO = (
     "algorithm.kl_coef",
     "algorithm.overlong_penalty",
     "rollout.temperature",
+    "drafting.tail_weight",
+    "drafting.refresh_every",
     "cluster.max_restarts",
     "data.sigma_terms",
     "logger.rollouts_per_step",
@@ -86,6 +90,15 @@ FROM_ONE = (
     "rollout.max_new_tokens",
     "rollout.slots",
     "rollout.prefill_chunk",
+    "drafting.max_depth",
+    "drafting.max_tokens",
+    "drafting.width",
+    "drafting.depth",
+    "drafting.tokens",
+    "drafting.check_every",
+    "drafting.max_batch",
+    "drafting.refresh_steps",
+    "drafting.buffer_tokens",
     "data.max_operand",
     "data.max_sum",
     "cluster.nodes",
@@ -99,7 +112,15 @@ FROM_ONE = (
 FROM_FIVE = ("cluster.silence_seconds",)  # workers show a sign of life once a second
 POLLS = ("rollout.poll_seconds",)  # an engine that answers later would be taken for stuck when the actor restarts
 FROM_TWO = ("data.max_terms",)  # a sum has at least two terms
-FRACTIONS = ("actor.optimizer.min_lr_ratio", "warmup.target_exact", "warmup.least_exact")
+FRACTIONS = (
+    "actor.optimizer.min_lr_ratio",
+    "drafting.ema_weight",
+    "drafting.epsilon",
+    "drafting.collapse_ratio",
+    "warmup.target_exact",
+    "warmup.least_exact",
+)
+MARGINS = ("drafting.down_hysteresis", "drafting.up_hysteresis")  # the candidates they separate are one token apart
 
 
 def check_ranges(config: RunConfig) -> None:
@@ -119,6 +140,7 @@ def check_ranges(config: RunConfig) -> None:
         "5 or more": (FROM_FIVE, lambda value: value >= 5),
         "above 0 and at most 5": (POLLS, lambda value: 0 < value <= 5),
         "from 0 to 1": (FRACTIONS, lambda value: 0 <= value <= 1),
+        "from -1 to 1": (MARGINS, lambda value: -1 <= value <= 1),
     }
     for words, (keys, holds) in bounds.items():
         for key in keys:

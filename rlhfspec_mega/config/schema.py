@@ -106,7 +106,34 @@ class RolloutConfig:
 
 @dataclass
 class DraftingConfig:
-    policy: str = "off"
+    """Speculative decoding: how much to draft, and how the draft is kept fresh. A policy reads only what names it."""
+
+    policy: str = "off"  # off | adaptive | uniform | fixed | ema_tiers | bandit
+    path: str | None = None  # directory of a draft; null: made along with a model made here
+    max_depth: int = 8  # adaptive: layers
+    max_tokens: int = 32  # adaptive, uniform: draft tokens of a sample
+    width: int = 4  # adaptive, uniform, fixed: children of a node; uniform, fixed: also nodes drafted from per layer
+    tail_weight: float = 0.0  # adaptive: samples weigh (response tokens + 1) to this power
+    depth: int = 6  # uniform, fixed: layers
+    tokens: int = 8  # fixed: draft tokens of a sample
+    tiers: dict[int, list[int]] = field(  # ema_tiers: batch size -> candidate depths
+        default_factory=lambda: {1: [1, 3, 7], 8: [0, 1, 3], 32: [0, 1], 64: [0]}
+    )
+    ema_weight: float = 0.2  # ema_tiers: of the newest step in the average
+    check_every: int = 5  # ema_tiers: steps
+    down_hysteresis: float = -0.25  # ema_tiers: added to the accepted length below which the depth falls
+    up_hysteresis: float = 0.0  # ema_tiers: added to the accepted length above which the depth rises
+    arms: list[list[int]] = field(  # bandit: [depth, width, draft tokens of a sample] each
+        default_factory=lambda: [[3, 1, 3], [4, 2, 6], [6, 4, 16], [8, 8, 32]]
+    )
+    epsilon: float = 0.1  # bandit: share of steps that explore
+    max_batch: int = 32  # bandit: larger batches decode plainly
+    refresh_every: int = 4  # steps between refreshes of the draft; 0: never
+    refresh_seconds: float = 2.0  # time budget of a refresh
+    refresh_steps: int = 20  # optimizer steps of a refresh under trainer.deterministic, in place of the time budget
+    buffer_tokens: int = 65536  # newest tokens kept to refresh from, with their hidden states
+    learning_rate: float = 5e-4  # of the refresh
+    collapse_ratio: float = 0.5  # drafting stops when accepted length falls below this share of what it was
 
 
 @dataclass

@@ -24,6 +24,11 @@ SHOWN = (
     ("response_length_mean", "length mean", "{:.0f}"),
     ("response_length_max", "length max", "{:.0f}"),
     ("generation_tokens_per_second", "tokens/s", "{:,.0f}"),
+    ("tokens_per_step", "tokens/step", "{:.2f}"),
+    ("accepted_length", "accepted", "{:.2f}"),
+    ("verified_per_accepted", "verified/accepted", "{:.1f}"),
+    ("speedup_vs_plain", "vs plain", "{:.2f}x"),
+    ("calibration_error", "calibration error", "{:.3f}"),
     ("truncation_rate", "truncated", "{:.1%}"),
     ("entropy", "entropy", "{:.3f}"),
     ("kl", "KL", "{:.4f}"),
@@ -32,7 +37,10 @@ SHOWN = (
     ("logprob_difference_mean", "log-prob difference", "{:.1e}"),
 )
 PLAIN_SECONDS = 10.0  # between lines of a long job where there is no live panel
-BRIEF = ("reward", "exact", "eval_exact", "response_length_mean", "response_length_max", "generation_tokens_per_second")
+BRIEF = (
+    *("reward", "exact", "eval_exact", "response_length_mean", "response_length_max"),
+    *("generation_tokens_per_second", "tokens_per_step"),
+)
 
 
 class Console:

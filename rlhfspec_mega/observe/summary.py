@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhfspec_mega.observe.drafting import drafting_figures
+
 SUMMARY_FILE = "summary.json"
 PHASE_PREFIX = "seconds/"  # metric seconds/generate: seconds of phase generate
 ENDS = 5  # steps averaged at either end of a run
@@ -27,7 +29,8 @@ def summarize(rows: Rows, wall_seconds: float) -> dict[str, Any]:
         steps; reward_first and reward_last, exact_first and exact_last (means over the first and last five steps);
         eval_exact_first and eval_exact_last (first and last evaluation); generation_tokens_per_second (all tokens over
         all seconds of phase generate); logprob_difference_mean and response_length_mean (means over steps);
-        phase_seconds (totals); wall_seconds.
+        phase_seconds (totals); wall_seconds; with drafts also those of observe.drafting and the last
+        calibration_error.
     """
     steps = [row for row in rows if row.get("reward") is not None]
     phases: dict[str, float] = {}
@@ -38,7 +41,7 @@ def summarize(rows: Rows, wall_seconds: float) -> dict[str, Any]:
                 phases[phase] = phases.get(phase, 0.0) + value
     evaluations = _values(rows, "eval_exact")
     tokens, generating = sum(_values(steps, "generated_tokens")), phases.get("generate", 0.0)
-    return {
+    figures = {
         "steps": len(steps),
         "reward_first": _mean(_values(steps[:ENDS], "reward")),
         "reward_last": _mean(_values(steps[-ENDS:], "reward")),
@@ -52,6 +55,11 @@ def summarize(rows: Rows, wall_seconds: float) -> dict[str, Any]:
         "phase_seconds": phases,
         "wall_seconds": wall_seconds,
     }
+    drafting = drafting_figures(rows)
+    if drafting:
+        errors = _values(steps, "calibration_error")
+        drafting["calibration_error"] = errors[-1] if errors else None
+    return figures | drafting
 
 
 def write_summary(directory: Path, summary: Mapping[str, Any]) -> Path:
@@ -73,6 +81,8 @@ def summary_in_words(summary: Mapping[str, Any]) -> str:
         sentences.append(f"Exact answers to held-out prompts {_course(first, last)}.")
     if summary["generation_tokens_per_second"] is not None:
         sentences.append(f"Generation ran at {summary['generation_tokens_per_second']:,.0f} tokens per second.")
+    if "tokens_per_step" in summary:
+        sentences.append(_drafting_in_words(summary))
     if summary["logprob_difference_mean"] is not None:
         difference = summary["logprob_difference_mean"]
         sentences.append(f"Engine and actor log-probabilities differ by {difference:.1e} on average.")
@@ -82,6 +92,15 @@ def summary_in_words(summary: Mapping[str, Any]) -> str:
         parts = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in shares[:5])
         sentences.append(f"Time went to {parts}.")
     return " ".join(sentences)
+
+
+def _drafting_in_words(summary: Mapping[str, Any]) -> str:
+    words = f"A decode step gave {summary['tokens_per_step']:.2f} tokens per sample"
+    if "accepted_length" in summary:
+        words += f" ({summary['accepted_length']:.2f} draft tokens accepted where any were verified)"
+    if "speedup_vs_plain" in summary:
+        words += f", {summary['speedup_vs_plain']:.2f} times the pace of plain steps in between"
+    return words + "."
 
 
 def _values(rows: Rows, name: str) -> list[float]:

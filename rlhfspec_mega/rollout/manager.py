@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from rlhfspec_mega.ledger import Ledger
 from rlhfspec_mega.rollout.assignment import Assignment
-from rlhfspec_mega.types import GenerationRequest, GenerationResult
+from rlhfspec_mega.types import DraftingTally, GenerationRequest, GenerationResult
 
 Progress = Callable[[int, int], None]
 _PAUSE_SECONDS = 0.01
@@ -104,6 +104,13 @@ class RolloutManager:
             if progress:
                 progress(len(work.results), len(requests))
         return work.results
+
+    def take_tallies(self, phase: str) -> list[DraftingTally]:
+        """What speculation did on each serving engine since the last call; nothing without drafts."""
+        calls = [self._engines.start(rank, "take_tally") for rank in self._engines.serving()]
+        self._wait(calls, phase, first=False, check=False)
+        tallies = [call.result() for call in calls if not call.dead]
+        return [tally for tally in tallies if tally is not None]
 
     def _take_back(self, work: Assignment, given: dict[int, int], calls: dict[int, EngineCall]) -> None:
         """The work of engines that died between two calls, and of those that were away from the start."""

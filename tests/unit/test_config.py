@@ -43,6 +43,7 @@ NEED_MORE = {
     "data=gsm8k",
     "experiment=gsm8k",
 }
+CHECKED_ELSEWHERE = ("bool", "tuple", "list", "dict")  # kinds of options without one bound
 
 
 def load(*overrides: str) -> RunConfig:
@@ -208,6 +209,16 @@ def test_bad_names_and_types(override: str, words: str) -> None:
         ("resharding.transport=object_store", "resharding.transport=object_store is Ray's: add cluster=ray"),
         ("cluster.max_restarts=-1", "cluster.max_restarts=-1 is out of range"),
         ("cluster.silence_seconds=0", "cluster.silence_seconds=0.0 is out of range"),
+        ("drafting.width=2", "drafting.width=2 has no effect here: add drafting=adaptive, or set drafting.width=4"),
+        ("drafting=fixed drafting.tail_weight=1", "drafting.tail_weight=1.0 has no effect here: add drafting=adaptive"),
+        ("drafting=adaptive drafting.refresh_steps=5", "no effect here: add trainer.deterministic=true"),
+        ("drafting=adaptive drafting.refresh_every=0 drafting.refresh_seconds=9", "add drafting.refresh_every=4"),
+        ("drafting=adaptive drafting.path=/no/draft", "holds no config.json: give the directory of a draft"),
+        ("drafting=adaptive model.path=/no/such/model", "train one with tools/train_draft.py"),
+        ("drafting=ema_tiers drafting.tiers={1:[]}", "drafting.tiers={1: []"),
+        ("drafting=bandit drafting.arms=[[3,1]]", "drafting.arms=[[3, 1]] is not valid"),
+        ("drafting=bandit trainer.deterministic=true", "which trainer.deterministic=true forbids"),
+        ("drafting.policy=adaptve", "did you mean 'adaptive'"),
         ("model=70b", "Model 70b with 70.6 billion weights needs about"),
         ("model.path=/no/such/model", "model.path=/no/such/model does not exist"),
         ("name=a/b", "cannot name a directory"),
@@ -270,12 +281,13 @@ def test_every_number_has_bounds_and_every_bound_refuses(out: str) -> None:
         ranges.FROM_FIVE: 4,
         ranges.POLLS: 6,
         ranges.FRACTIONS: 1.5,
+        ranges.MARGINS: 2,
     }
     listed = [key for keys in tables for key in keys]
     numbers = {
         key for key, kind in option_types().items() if any(word in str(kind) for word in ("int", "float", "bool"))
     }
-    numbers = {key for key in numbers if not any(word in str(option_types()[key]) for word in ("bool", "tuple"))}
+    numbers = {key for key in numbers if not any(word in str(option_types()[key]) for word in CHECKED_ELSEWHERE)}
     assert sorted(listed) == sorted(numbers)
     default = load(out)
     for keys, bad in tables.items():

@@ -65,7 +65,7 @@ class TorchEngine:
         for name, value in (("slots", slots), ("max_positions", max_positions), ("prefill_chunk", prefill_chunk)):
             if value < 1:
                 raise UserError(f"The engine's {name} is {value}; it must be at least 1.")
-        self._max_positions = max_positions
+        self.max_positions = max_positions
         self._prefill_chunk = prefill_chunk
         self._model = Transformer(shape, max_positions=max_positions, dtype=dtype, device=device)
         drafter = None
@@ -82,13 +82,37 @@ class TorchEngine:
         self._counts = {"decode_steps": 0, "generated_tokens": 0, "prefill_tokens": 0, "finished_samples": 0}
         self._seconds = {"decode_seconds": 0.0, "prefill_seconds": 0.0}
 
+    @property
+    def vocab_size(self) -> int:
+        return self._model.shape.vocab_size
+
+    @property
+    def policy(self) -> DraftingPolicy | None:
+        """The drafting policy; another one may take its place, within the old one's width, depth and nodes."""
+        return self._decoder.drafter.policy if self._decoder.drafter else None
+
+    @policy.setter
+    def policy(self, policy: DraftingPolicy) -> None:
+        assert self._decoder.drafter is not None
+        self._decoder.drafter.policy = policy
+
+    @property
+    def drafting(self) -> bool:
+        """Whether the draft has weights and is used."""
+        return self._decoder.drafting
+
+    @property
+    def idle(self) -> bool:
+        """Whether the engine holds no sample."""
+        return not self._ids
+
     # Samples
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue samples. Raises UserError for one that is malformed or can never fit; then none is queued."""
         ids = set(self._ids)
         for request in requests:
-            check_request(request, self._model.shape.vocab_size, self._max_positions, ids)
+            check_request(request, self._model.shape.vocab_size, self.max_positions, ids)
             ids.add(request.sample_id)
         self._ids = ids
         self._scheduler.enqueue(requests)
@@ -139,7 +163,7 @@ class TorchEngine:
 
     def import_sample(self, snapshot: SampleSnapshot) -> None:
         """Go on with a sample exported elsewhere, ahead of the waiting ones. Raises UserError if it does not fit."""
-        check_request(snapshot.request, self._model.shape.vocab_size, self._max_positions, self._ids)
+        check_request(snapshot.request, self._model.shape.vocab_size, self.max_positions, self._ids)
         check_snapshot(snapshot, self._decoder.cache.kv)
         sample = LiveSample(snapshot.request, list(snapshot.tokens), list(snapshot.logprobs), list(snapshot.versions))
         self._ids.add(snapshot.request.sample_id)
@@ -165,6 +189,11 @@ class TorchEngine:
     def stats(self) -> dict[str, Any]:
         """Counters since start: steps, tokens, samples, and the seconds spent decoding and prefilling."""
         return self._counts | self._seconds
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        self._counts = dict.fromkeys(self._counts, 0)
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
 
     # Weights
 

@@ -1,0 +1,69 @@
+"""What speculation did, as metrics of a step and as figures of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhfspec_mega.types import TALLY_EDGES, DraftingTally
+
+PREFIX = "drafting/"  # sums, from which a summary is made
+BY_VERIFIED = [
+    *("0", "1", "2"),
+    *(f"{low + 1}-{high}" for low, high in zip(TALLY_EDGES[2:], TALLY_EDGES[3:], strict=False)),
+    f"over {TALLY_EDGES[-1]}",
+]
+_SUMS = ("sample_steps", "drafted_sample_steps", "verified", "accepted", "paired_seconds", "paired_plain_seconds")
+
+
+def drafting_metrics(tallies: Sequence[DraftingTally]) -> dict[str, float]:
+    """Metrics of the engines' tallies of one rollout; none without drafts.
+
+    The sums carry the prefix; beside them the ratios of `drafting_figures`, and of predictions how good they were:
+    calibration_error (mean over engines) and predicted_over_realised accepted draft tokens.
+    """
+    if not tallies:
+        return {}
+    metrics = {PREFIX + name: float(sum(getattr(tally, name) for tally in tallies)) for name in _SUMS}
+    for place, label in enumerate(BY_VERIFIED):
+        metrics[f"{PREFIX}n {label}"] = float(sum(tally.sample_steps_by_verified[place] for tally in tallies))
+    metrics |= {name: value for name, value in drafting_figures([metrics]).items() if isinstance(value, float)}
+    errors = [tally.calibration_error for tally in tallies if tally.calibration_error is not None]
+    if errors:
+        metrics["calibration_error"] = sum(errors) / len(errors)
+    realised = sum(tally.realised_accepted for tally in tallies)
+    if realised > 0:
+        metrics["predicted_over_realised"] = sum(tally.predicted_accepted for tally in tallies) / realised
+    return metrics
+
+
+def drafting_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Figures of some steps from the sums in their metrics; empty without drafts, and without what was not measured.
+
+    Returns:
+        tokens_per_step (accepted + 1, per sample), accepted_length (per step of a sample with draft tokens),
+        verified_per_accepted (draft tokens), speedup_vs_plain (against the control steps), share_by_verified.
+    """
+    names = (*_SUMS, *(f"n {label}" for label in BY_VERIFIED))
+    sums = {name: sum(row.get(PREFIX + name, 0.0) for row in rows) for name in names}
+    steps = sums["sample_steps"]
+    if not steps:
+        return {}
+    figures: dict[str, Any] = {"tokens_per_step": 1.0 + sums["accepted"] / steps}
+    if sums["drafted_sample_steps"]:
+        figures["accepted_length"] = sums["accepted"] / sums["drafted_sample_steps"]
+    if sums["accepted"]:
+        figures["verified_per_accepted"] = sums["verified"] / sums["accepted"]
+    if sums["paired_seconds"]:
+        figures["speedup_vs_plain"] = sums["paired_plain_seconds"] / sums["paired_seconds"]
+    return figures | {"share_by_verified": {label: sums[f"n {label}"] / steps for label in BY_VERIFIED}}
+
+
+def collapse_notes(tallies: Sequence[DraftingTally]) -> list[str]:
+    """One sentence for each engine whose draft no longer fits."""
+    return [
+        f"WARNING: the draft's first token is accepted in {tally.collapsed_rate:.0%} of the cases on an engine where "
+        f"{tally.usual_rate:.0%} was usual. Drafting is off there until it recovers; the samples are not affected."
+        for tally in tallies
+        if tally.collapsed_rate is not None and tally.usual_rate is not None
+    ]

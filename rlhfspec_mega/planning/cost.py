@@ -1,0 +1,289 @@
+"""How long the two parts of a decode step take: drafting, and verification with everything else."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlhfspec_mega.planning.regression import RecursiveRegression
+from rlhfspec_mega.planning.tree import Floats, StepRecord
+
+# Log-spaced, four thirds or three halves apart. A machine with known steps (graph sizes, tiles) gets its own.
+VERIFY_KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+DRAFT_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+FAR = 1e7  # beyond the last knot a curve goes on as a straight line, up to here
+LEAST_SECONDS = 1e-7
+SMALL_MODEL = (1e-2, 1e-3, 2e-3, 2e-4)  # seconds of a pass and of a token in it, of target and draft: a first guess
+SMOOTHNESS = 0.03  # weight of a bend in a curve against one measurement: fills in what was not measured
+SHRINKAGE = 0.03  # weight of a coefficient of 0: splits what batch and tokens explain alike
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """One measured decode step.
+
+    Attributes:
+        kv_tokens: tokens in the batch's KV caches.
+        tokens: read by the target: one per sample and its draft tokens.
+        backlog: tokens that the draft's first pass read.
+        depth: layers drafted; 0 is a plain step, whose draft_seconds count nothing.
+        drafted: nodes that the later depth - 1 passes ran on, all together.
+    """
+
+    batch: int
+    kv_tokens: int
+    tokens: int
+    backlog: int
+    depth: int
+    drafted: int
+    draft_seconds: float
+    verify_seconds: float
+
+
+def step_cost(record: StepRecord) -> StepCost:
+    """What a step that was taken says of the cost."""
+    batch, tree = record.batch, record.tree
+    return StepCost(
+        batch=batch.size,
+        kv_tokens=batch.kv_tokens,
+        tokens=batch.size + len(record.chosen),
+        backlog=batch.backlog,
+        depth=tree.depth,
+        drafted=record.drafted,
+        draft_seconds=record.draft_seconds,
+        verify_seconds=record.verify_seconds,
+    )
+
+
+class CostModel:
+    """Seconds of drafting and verification, from a warm-up profile and every step since.
+
+        verify = curve(tokens) + b * batch + c * kv_tokens + d * [any draft tokens]
+        draft  = first(backlog) + (depth - 1) * later(nodes per pass) + b * batch + c * depth * kv_tokens
+
+    Curves are values at knots with straight lines between (hat functions): a CPU's nearly straight line as well as a
+    GPU's floor, knee, slope and steps. Predictions never fall with tokens, backlog, nodes or depth, and are above 0:
+    curves are made monotone (the mean of the smallest monotone curve above and the largest below) when read, the
+    other coefficients are kept at 0 or above.
+
+    Attributes:
+        frozen: learn nothing more; for runs that must not depend on the clock.
+    """
+
+    def __init__(
+        self,
+        frozen: bool = False,
+        verify_knots: Sequence[int] = VERIFY_KNOTS,
+        draft_knots: Sequence[int] = DRAFT_KNOTS,
+    ) -> None:
+        """Knots are ascending; a step of the cost at k tokens is met by knots at k and k + 1.
+
+        Until `fit`, `observe` or `load_state_dict`, a small model on a small machine is assumed.
+        """
+        self.frozen = frozen
+        self._set_knots(verify_knots, draft_knots)
+        self._set_curves(*SMALL_MODEL)
+
+    @classmethod
+    def nominal(
+        cls,
+        parameters: int,
+        draft_parameters: int,
+        flops_per_second: float = 5e10,
+        bytes_per_second: float = 1e10,
+        parameter_bytes: int = 4,
+        pass_seconds: float = 2e-4,
+    ) -> CostModel:
+        """A frozen model without a clock: a pass reads all weights once and computes 2 FLOP per weight and token.
+
+        Defaults resemble one CPU core in fp32. `pass_seconds` is what any pass costs however small.
+        """
+        model = cls(frozen=True)
+        per_token = 2.0 / flops_per_second
+        per_pass = parameter_bytes / bytes_per_second
+        model._set_curves(
+            pass_seconds + parameters * per_pass,
+            parameters * per_token,
+            pass_seconds + draft_parameters * per_pass,
+            draft_parameters * per_token,
+        )
+        return model
+
+    def verify_seconds(self, batch: int, kv_tokens: int, tokens: int | Floats) -> Floats:
+        """Seconds of a step without its drafting; `tokens` may be an array of candidates, whose shape is returned."""
+        b, c, drafting = self._verify_rest
+        seconds = np.interp(tokens, self._verify_x, self._verify_y)
+        seconds = seconds + (b * batch + c * kv_tokens) + drafting * np.greater(tokens, batch)
+        return np.maximum(seconds, LEAST_SECONDS)
+
+    def draft_seconds(
+        self, batch: int, kv_tokens: int, backlog: int, depth: int | Floats, drafted: int | Floats
+    ) -> Floats:
+        """Seconds of drafting `depth` layers, 0 for none; `depth` and `drafted` may be arrays that broadcast."""
+        b, c = self._draft_rest
+        later_passes = np.maximum(np.subtract(depth, 1), 0)
+        nodes = np.divide(drafted, np.maximum(later_passes, 1))
+        first = float(np.interp(backlog, self._draft_x, self._first_y)) + b * batch
+        later = later_passes * np.interp(nodes, self._draft_x, self._later_y)
+        seconds = first + later + c * kv_tokens * np.asarray(depth)
+        return np.where(np.greater(depth, 0), np.maximum(seconds, LEAST_SECONDS), 0.0)
+
+    def drafting(self, batch: int, kv_tokens: int, backlog: int, depth: int, drafted: int) -> float:
+        """`draft_seconds` of one case, in a tenth of the time: asked for several times a step."""
+        if depth == 0:
+            return 0.0
+        b, c = self._draft_rest
+        first, later = self._draft_lines
+        seconds = _on_line(self._draft_xs, first, backlog) + b * batch + c * kv_tokens * depth
+        if depth > 1:
+            seconds += (depth - 1) * _on_line(self._draft_xs, later, drafted / (depth - 1))
+        return max(seconds, LEAST_SECONDS)
+
+    def fit(self, measurements: Sequence[StepCost]) -> None:
+        """Replace what is known by a profile; one without drafts leaves their cost as it is. ValueError if empty."""
+        if not measurements:
+            raise ValueError("a cost model cannot be fitted to no measurements")
+        rows = np.array([self._verify_row(m.batch, m.kv_tokens, m.tokens) for m in measurements])
+        targets = np.maximum([m.verify_seconds for m in measurements], LEAST_SECONDS)
+        self._verify.fit(rows, targets, _prior(rows, targets, [self._verify_knots]))
+        drafts = [m for m in measurements if m.depth > 0]
+        if drafts:
+            rows = np.array([self._draft_row(m.batch, m.kv_tokens, m.backlog, m.depth, m.drafted) for m in drafts])
+            targets = np.maximum([m.draft_seconds for m in drafts], LEAST_SECONDS)
+            self._draft.fit(rows, targets, _prior(rows, targets, [self._draft_knots] * 2))
+        self._read_verify()
+        self._read_draft()
+
+    def observe(self, step: StepCost) -> None:
+        """Learn from one step, unless frozen. Steps without a measured time are passed over."""
+        if self.frozen:
+            return
+        if step.verify_seconds > 0:
+            row = self._verify_row(step.batch, step.kv_tokens, step.tokens)
+            self._verify.observe(row, step.verify_seconds)
+            self._read_verify()
+        if step.depth > 0 and step.draft_seconds > 0:
+            row = self._draft_row(step.batch, step.kv_tokens, step.backlog, step.depth, step.drafted)
+            self._draft.observe(row, step.draft_seconds)
+            self._read_draft()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is known, as plain data for JSON; `frozen` is a choice of the run and not part of it."""
+        return {
+            "verify_knots": self._verify_knots.tolist(),
+            "draft_knots": self._draft_knots.tolist(),
+            "verify": self._verify.state_dict(),
+            "draft": self._draft.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        self._set_knots(state["verify_knots"], state["draft_knots"])
+        self._set_curves(*SMALL_MODEL)
+        self._verify.load_state_dict(state["verify"])
+        self._draft.load_state_dict(state["draft"])
+        self._read_verify()
+        self._read_draft()
+
+    def _set_knots(self, verify_knots: Sequence[int], draft_knots: Sequence[int]) -> None:
+        self._verify_knots = np.array(verify_knots, np.float64)
+        self._draft_knots = np.array(draft_knots, np.float64)
+        self._verify_x = np.append(self._verify_knots, FAR)
+        self._draft_x = np.append(self._draft_knots, FAR)
+        self._draft_xs = self._draft_x.tolist()
+
+    def _set_curves(self, target_pass: float, target_token: float, draft_pass: float, draft_token: float) -> None:
+        """Straight lines: seconds of a pass and of each token in it."""
+        target = target_pass + target_token * self._verify_knots
+        draft = draft_pass + draft_token * self._draft_knots
+        self._verify = _unfitted(np.append(target, np.zeros(3)), 3)
+        self._draft = _unfitted(np.concatenate((draft, draft, np.zeros(2))), 2)
+        self._read_verify()
+        self._read_draft()
+
+    def _verify_row(self, batch: int, kv_tokens: int, tokens: int) -> Floats:
+        count = len(self._verify_knots)
+        row = np.zeros(count + 3)
+        _put_hats(row, 0, self._verify_knots, tokens, 1.0)
+        row[count:] = batch, kv_tokens, tokens > batch
+        return row
+
+    def _draft_row(self, batch: int, kv_tokens: int, backlog: int, depth: int, drafted: int) -> Floats:
+        count, passes = len(self._draft_knots), depth - 1
+        row = np.zeros(2 * count + 2)
+        _put_hats(row, 0, self._draft_knots, backlog, 1.0)
+        if passes:
+            _put_hats(row, count, self._draft_knots, drafted / passes, passes)
+        row[2 * count :] = batch, kv_tokens * depth
+        return row
+
+    def _read_verify(self) -> None:
+        count = len(self._verify_knots)
+        self._verify_y = _monotone(self._verify_knots, self._verify.coefficients[:count])
+        self._verify_rest = self._verify.coefficients[count:].tolist()
+
+    def _read_draft(self) -> None:
+        count = len(self._draft_knots)
+        curves = self._draft.coefficients[: 2 * count].reshape(2, count)
+        self._first_y, self._later_y = lines = _monotone(self._draft_knots, curves)
+        self._draft_lines = lines.tolist()
+        self._draft_rest = self._draft.coefficients[2 * count :].tolist()
+
+
+def _on_line(xs: list[float], ys: list[float], value: float) -> float:
+    """Linear interpolation, level before the first of xs; what numpy's does, for one value below `FAR`."""
+    if value <= xs[0]:
+        return ys[0]
+    right = bisect_left(xs, value)
+    share = (value - xs[right - 1]) / (xs[right] - xs[right - 1])
+    return ys[right - 1] + share * (ys[right] - ys[right - 1])
+
+
+def _put_hats(row: Floats, start: int, knots: Floats, value: float, weight: float) -> None:
+    """Add the weights of the two knots around `value` to a row; beyond the last knot the last two extrapolate."""
+    value = max(value, float(knots[0]))
+    right = min(max(int(knots.searchsorted(value)), 1), len(knots) - 1)
+    left_knot = float(knots[right - 1])
+    share = (value - left_knot) / (float(knots[right]) - left_knot)
+    row[start + right - 1], row[start + right] = weight * (1.0 - share), weight * share
+
+
+def _unfitted(coefficients: Floats, nonnegative: int) -> RecursiveRegression:
+    """A regression that knows so little that its first observations decide; the first coefficient is a pass's time."""
+    covariance = np.eye(len(coefficients)) * (10.0 * coefficients[0]) ** 2
+    return RecursiveRegression(coefficients, covariance, slice(-nonnegative, None))
+
+
+def _monotone(knots: Floats, values: Floats) -> Floats:
+    """Curves [..., K] made non-decreasing and non-negative, with one more value at `FAR`: [..., K + 1]."""
+    curves = np.empty((*values.shape[:-1], values.shape[-1] + 1))
+    inner = curves[..., :-1]
+    np.maximum.accumulate(values, axis=-1, out=inner)
+    inner += np.minimum.accumulate(values[..., ::-1], axis=-1)[..., ::-1]
+    inner *= 0.5
+    np.maximum(inner, 0.0, out=inner)
+    slope = (FAR - float(knots[-1])) / (float(knots[-1]) - float(knots[-2]))
+    curves[..., -1] = inner[..., -1] * (1.0 + slope) - inner[..., -2] * slope
+    return curves
+
+
+def _prior(rows: Floats, targets: Floats, curves: list[Floats]) -> Floats:
+    """Information [k, k] of: no bends in the curves, which come first in a row, and no effect of the rest."""
+    typical = float(np.median(targets))
+    width = rows.shape[1]
+    information = np.zeros((width, width))
+    start = 0
+    for knots in curves:
+        gaps = np.diff(knots)
+        for k in range(1, len(knots) - 1):
+            bend = np.zeros(width)
+            at = knots[k] / gaps[k - 1], knots[k] / gaps[k]
+            bend[start + k - 1 : start + k + 2] = at[0], -at[0] - at[1], at[1]
+            information += (SMOOTHNESS / typical) ** 2 * np.outer(bend, bend)
+        start += len(knots)
+    size = np.sqrt((rows**2).mean(axis=0)) * SHRINKAGE / typical
+    return information + np.diag(size**2 + (1e-4 / typical) ** 2)

@@ -1,0 +1,58 @@
+"""A drafting policy under oversight: control steps, the watch for a collapse, and counting."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlhfspec_mega.planning.control import PlainControl
+from rlhfspec_mega.planning.tree import Batch, DraftingPolicy, DraftTree, Ints, StepRecord
+from rlhfspec_mega.planning.watch import CollapseWatch
+from rlhfspec_mega.types import TALLY_EDGES, DraftingTally
+
+
+class OverseenPolicy:
+    """Implements `DraftingPolicy` by another one, which decides all steps that need not be plain."""
+
+    def __init__(self, policy: DraftingPolicy, collapse_ratio: float) -> None:
+        self.width, self.max_depth, self.max_nodes = policy.width, policy.max_depth, policy.max_nodes
+        self._ratio, self._tally = collapse_ratio, DraftingTally()
+        self.begin_anew(policy)
+
+    def begin_anew(self, policy: DraftingPolicy) -> None:
+        """Go on with another policy of the same width, depth and nodes, forgetting all but the counts."""
+        self.policy = policy
+        self.watch = CollapseWatch(self._ratio)
+        self._control = PlainControl()
+
+    def depth(self, batch: Batch) -> int:
+        control, drafting = self._control.is_due(), self.watch.may_draft()
+        return self.policy.depth(batch) if drafting and not control else 0
+
+    def expand(self, batch: Batch, tree: DraftTree) -> Ints:
+        return self.policy.expand(batch, tree)
+
+    def choose(self, batch: Batch, tree: DraftTree) -> Ints:
+        return self.policy.choose(batch, tree)
+
+    def observe(self, record: StepRecord) -> None:
+        self.policy.observe(record)
+        self._control.observe(record, self._tally)
+        self.watch.observe(record)
+        self._count(record)
+
+    def _count(self, record: StepRecord) -> None:
+        tally, verified = self._tally, np.bincount(record.tree.rows[record.chosen], minlength=record.batch.size)
+        tally.sample_steps += record.batch.size
+        tally.drafted_sample_steps += int(np.count_nonzero(verified))
+        tally.verified += len(record.chosen)
+        tally.accepted += int(record.accepted.sum())
+        classes = np.bincount(np.searchsorted(TALLY_EDGES, verified), minlength=len(TALLY_EDGES) + 1)
+        for each, count in enumerate(classes.tolist()):
+            tally.sample_steps_by_verified[each] += count
+
+    def take_tally(self) -> DraftingTally:
+        """What was counted since the last call."""
+        taken, self._tally = self._tally, DraftingTally()
+        taken.collapsed_rate = self.watch.rate if self.watch.collapsed else None
+        taken.usual_rate = self.watch.usual
+        return taken

@@ -1,0 +1,111 @@
+"""What decode steps cost on this machine: measured on made-up samples before the first real one."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from rlhfspec_mega.planning.cost import StepCost, step_cost
+from rlhfspec_mega.planning.policy import places
+from rlhfspec_mega.planning.tree import Batch, DraftTree, Ints, StepRecord
+from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
+from rlhfspec_mega.types import GenerationRequest
+
+SECONDS = 5.0  # of a profile, about
+REPEATS = 3  # of a step; the median counts
+PROMPT_TOKENS = (16, 192)
+
+
+class Shape(NamedTuple):
+    """A step to measure: layers, nodes drafted from per sample and layer, draft tokens verified per sample."""
+
+    depth: int
+    drafted: int
+    verified: int
+
+
+SHAPES = (Shape(0, 0, 0), Shape(1, 0, 1), Shape(3, 1, 3), Shape(6, 1, 6), Shape(4, 3, 12), Shape(6, 4, 24))
+
+
+class ScriptedPolicy:
+    """Implements `DraftingPolicy`: drafts trees of the shape it is told, and notes what they took."""
+
+    def __init__(self, width: int, max_depth: int, max_nodes: int) -> None:
+        self.width, self.max_depth, self.max_nodes = width, max_depth, max_nodes
+        self.shape = SHAPES[0]
+        self.costs: list[StepCost] = []
+
+    def depth(self, batch: Batch) -> int:
+        return min(self.shape.depth, self.max_depth)
+
+    def expand(self, batch: Batch, tree: DraftTree) -> Ints:
+        nodes = np.arange(tree.size)[tree.last_layer]
+        return nodes[places(tree.rows[nodes]) < self.shape.drafted] if tree.depth < self.shape.depth else nodes[:0]
+
+    def choose(self, batch: Batch, tree: DraftTree) -> Ints:
+        # The first nodes of a sample are its first layer, and so on: with them come their parents.
+        return np.flatnonzero(places(tree.rows) < min(self.shape.verified, self.max_nodes))
+
+    def observe(self, record: StepRecord) -> None:
+        self.costs.append(step_cost(record))
+
+
+def profile(engine: TorchEngine, seconds: float = SECONDS) -> list[StepCost]:
+    """Decode made-up samples in batches and trees of many sizes; the engine is idle, has all its weights and a draft.
+
+    The largest and smallest batches come first: when the time is up, those between are left to interpolation.
+    """
+    own = engine.policy
+    assert own is not None
+    script = ScriptedPolicy(own.width, own.max_depth, own.max_nodes)
+    deadline, measured = time.monotonic() + seconds, list[StepCost]()
+    engine.policy = script
+    try:
+        for length in PROMPT_TOKENS:
+            for size in _outside_in(engine.load().slots):
+                if time.monotonic() > deadline:
+                    return measured
+                measured += _measure(engine, script, size, length, deadline)
+    finally:
+        engine.policy = own
+        engine.clear()
+        engine.reset_stats()
+    return measured
+
+
+def _measure(engine: TorchEngine, script: ScriptedPolicy, size: int, length: int, deadline: float) -> list[StepCost]:
+    tokens = REPEATS * (script.max_depth + 1) * len(SHAPES)
+    length = min(length, engine.max_positions - tokens)
+    if length < 2:
+        return []
+    prompt = tuple(int(token) for token in np.arange(length) % engine.vocab_size)
+    requests = [
+        GenerationRequest(f"profile.{i}", "profile", prompt, seed=i, max_new_tokens=tokens) for i in range(size)
+    ]
+    engine.submit(requests)
+    script.shape = SHAPES[0]
+    while engine.load().running < size:
+        engine.poll(0)
+    found = []
+    for shape in SHAPES:
+        script.shape = shape
+        script.costs.clear()
+        for _ in range(REPEATS):
+            if time.monotonic() < deadline:
+                engine.poll(0)
+        whole = [cost for cost in script.costs if cost.batch == size]
+        if whole:
+            found.append(sorted(whole, key=lambda cost: cost.draft_seconds + cost.verify_seconds)[len(whole) // 2])
+    engine.clear()
+    return found
+
+
+def _outside_in(largest: int) -> list[int]:
+    sizes = [2**power for power in range(largest.bit_length()) if 2**power < largest]
+    order = [largest]
+    while sizes:
+        order += [sizes.pop(0)]
+        order += [sizes.pop()] if sizes else []
+    return order
