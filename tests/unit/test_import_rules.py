@@ -38,6 +38,7 @@ LAYERS = {
     "learning": 5,
     "checkpoints": 5,
     "warmup": 5,
+    "first_draft": 5,
     "startup": 5,
     "recovery": 5,
     "stop": 0,

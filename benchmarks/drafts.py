@@ -1,0 +1,82 @@
+"""Drafts of the benchmarks' targets: distilled from the target's own samples, kept in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.samples import Target, sample
+from rlhfspec_mega.config.compose import load_config
+from rlhfspec_mega.drafting.collect import collect_examples
+from rlhfspec_mega.drafting.trainer import DraftTrainer
+from rlhfspec_mega.models.draft_directory import load_draft, load_target_ids, write_draft
+from rlhfspec_mega.models.draft_model import DraftModel
+from rlhfspec_mega.models.draft_shape import DraftShape, draft_shape
+from rlhfspec_mega.warmup import cache_root
+
+PHASES = ((2e-3, 0.7), (4e-4, 0.3))  # learning rate and share of the steps
+SAMPLING_SEED = 5
+_RECIPE_VERSION = 1  # part of the cache key: raise it when the recipe's code changes
+
+
+def draft_of(
+    target: Target, prompts: Sequence[tuple[int, ...]], *, tokens: int, steps: int, forced: bool
+) -> DraftModel:
+    """The draft in `own_draft`'s directory, ready to run beside the target."""
+    directory = own_draft(target, prompts, tokens=tokens, steps=steps, forced=forced)
+    shape, weights = load_draft(directory, target.shape)
+    draft = DraftModel(shape, target.model)
+    draft.target_ids = load_target_ids(directory, shape)
+    for name, tensor in draft.tensors().items():
+        tensor.copy_(weights[name])
+    return draft
+
+
+def own_draft(target: Target, prompts: Sequence[tuple[int, ...]], *, tokens: int, steps: int, forced: bool) -> Path:
+    """Directory of a draft trained on the target's samples at temperature 1, from the cache or made now.
+
+    Args:
+        tokens: longest response; every response has so many if `forced`.
+        steps: of training.
+    """
+    shape = draft_shape(target.shape)
+    recipe = (_RECIPE_VERSION, target.directory.name, list(prompts), tokens, steps, forced, shape, PHASES)
+    key = hashlib.sha256(repr(recipe).encode()).hexdigest()[:10]
+    directory = cache_root(load_config([])) / f"{target.directory.name}-draft-{key}"
+    if not (directory / "config.json").exists():
+        samples = sample(target, prompts, temperature=1.0, max_new_tokens=tokens, seed=SAMPLING_SEED, forced=forced)
+        sequences = [(list(s.tokens), s.prompt_length) for s in samples]
+        write_draft(directory, shape, _train(target, shape, sequences, steps))
+    return directory
+
+
+def _train(
+    target: Target, shape: DraftShape, sequences: Sequence[tuple[Sequence[int], int]], steps: int
+) -> dict[str, torch.Tensor]:
+    """The draft's tensors after `steps` steps, the last of them small."""
+    examples = collect_examples(target.model, shape, sequences)
+    tensors: dict[str, torch.Tensor] = {}
+    for rate, share in PHASES:
+        trainer = DraftTrainer(
+            shape,
+            buffer_tokens=sum(len(tokens) for tokens, _ in sequences),
+            learning_rate=rate,
+            temperature=1.0,
+            device="cpu",
+            seed=0,
+        )
+        trainer.set_target(target.model.embedding, target.model.head)
+        if tensors:
+            trainer.load(tensors)
+        trainer.add(examples)
+        report = trainer.refresh(steps=round(share * steps), seconds=None)
+        print(
+            f"draft of {target.directory.name}: {report.steps} steps in {report.seconds:.0f} s, accepted length on "
+            f"held-out samples {report.before:.2f} -> {report.after:.2f}",
+            flush=True,
+        )
+        tensors = trainer.tensors()
+    return tensors

@@ -1,0 +1,238 @@
+"""Speculative generation: tokens per second of every drafting policy, against plain decoding and outside peers.
+
+    python -m benchmarks.generation [--quick]
+
+One process, one thread, float32 (on a CPU without bfloat16 instructions bfloat16 is slower by far). All policies decode
+the same samples with forced lengths, interleaved. Settings of each family are selected on the first repeats and judged
+on later ones, with other prompts and noise. Ratios are times of a baseline over those of the adaptive policy: above 1,
+adaptive is quicker. Prints tables; the last line is one JSON object of ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.contenders import ADAPTIVE, EMA_TIERS, FAMILIES, FIXED, OFF, PUBLISHED, Contender, contenders
+from benchmarks.drafts import own_draft
+from benchmarks.generation_peers import against_peers, against_rejection, rules_on_text, rules_on_words
+from benchmarks.generation_plot import plot
+from benchmarks.hindsight import Hindsight, Predicted, share_of_oracle
+from benchmarks.paired import Interval, interleaved, ratio_interval
+from benchmarks.samples import load_target, word_prompts, words_target
+from benchmarks.scenarios import BATCHES, Bench, Scenario, batch_scenario, decay_scenario
+from rlhfspec_mega.planning.acceptance import AcceptanceModel
+from rlhfspec_mega.planning.uniform import Fixed
+
+RESULTS = Path(__file__).parent / "results" / "generation_cpu.json"
+CHECKED = (1, 2, 4, 8, 16, 32)  # draft tokens at which predicted tokens per step are compared with realised ones
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured.
+
+    Attributes:
+        batches: of the fixed batches at T = 1; `greedy`: at T = 0.
+        tokens: of each sample of a fixed batch.
+        samples: of a decay.
+        selecting, judging: repeats.
+    """
+
+    model: str
+    batches: tuple[int, ...]
+    greedy: tuple[int, ...]
+    tokens: int
+    samples: int
+    selecting: int
+    judging: int
+    draft_samples: int
+    draft_steps: int
+
+
+QUICK = Sizes("tiny", (1, 8, 32), (1,), 32, 16, 2, 6, 192, 300)
+FULL = Sizes("small", BATCHES, (1, 8, 32), 32, 32, 3, 8, 512, 1200)
+
+
+def scenarios(sizes: Sizes) -> list[Scenario]:
+    found = [batch_scenario(batch, sizes.tokens, 1.0) for batch in sizes.batches]
+    found += [batch_scenario(batch, sizes.tokens, 0.0) for batch in sizes.greedy]
+    return found + [decay_scenario(name, sizes.samples) for name in ("chat", "reasoning")]
+
+
+def measure(bench: Bench, scenario: Scenario, sizes: Sizes, all_of: Sequence[Contender]) -> dict[str, Any]:
+    """Seconds of the settings while selecting, the setting selected per family, and their seconds while judged."""
+    by_name = {contender.name: contender for contender in all_of}
+    selecting = _interleave(bench, scenario, all_of, sizes.selecting, first=0)
+    selected = {}
+    for family in FAMILIES:
+        names = [contender.name for contender in all_of if contender.family == family]
+        selected[family] = min(names, key=lambda name: statistics.median(selecting[name]))
+    judged_names = list(dict.fromkeys([*selected.values(), PUBLISHED]))
+    judging = _interleave(bench, scenario, [by_name[n] for n in judged_names], sizes.judging, first=sizes.selecting + 1)
+    return {"scenario": asdict(scenario), "selecting": selecting, "selected": selected, "judging": judging}
+
+
+def _interleave(
+    bench: Bench, scenario: Scenario, these: Sequence[Contender], repeats: int, first: int
+) -> dict[str, list[float]]:
+    """Seconds by name; every repeat has prompts and noise of its own, from number `first` on."""
+    runs = dict.fromkeys((contender.name for contender in these), first)
+
+    def once(contender: Contender) -> float:
+        repeat = runs[contender.name]
+        runs[contender.name] += 1
+        return bench.run(contender, scenario, repeat)
+
+    return interleaved({c.name: (lambda c=c: once(c)) for c in these}, repeats)
+
+
+def ratios(found: dict[str, Any]) -> dict[str, Interval]:
+    """Time of each family's selected setting over adaptive's, repeat by repeat."""
+    judging, ours = found["judging"], found["judging"][found["selected"][ADAPTIVE]]
+    families = {family: judging[name] for family, name in found["selected"].items() if family != ADAPTIVE}
+    families[PUBLISHED] = judging[PUBLISHED]
+    return {family: ratio_interval(times, ours) for family, times in families.items()}
+
+
+def judge_choices(bench: Bench, scenario: Scenario, contender: Contender, repeat: int) -> float:
+    """Share of the oracle: hindsight over n on the same ranked nodes and depth."""
+    policy = bench.policy(contender)
+    hindsight = Hindsight(policy, policy.cost)  # type: ignore[attr-defined]
+    bench.engine.policy = hindsight
+    bench.decode(bench.engine, scenario, repeat)
+    return share_of_oracle(hindsight.steps)
+
+
+def judge_predictions(bench: Bench, scenario: Scenario) -> dict[str, Any]:
+    """Predicted against realised tokens per step for every n, and predicted against measured seconds of a step."""
+    errors, times = {}, []
+    for nodes in CHECKED:
+        acceptance, cost = AcceptanceModel(), bench.cost_model()
+        policy = Fixed(acceptance, cost, 4, 8, nodes)
+        for repeat in range(2):  # the first one teaches
+            watched = Predicted(policy, cost)
+            bench.engine.policy = watched
+            bench.decode(bench.engine, scenario, repeat)
+        errors[nodes] = watched.found.tokens_error
+        times += watched.found.time_errors
+    return {"tokens_error_by_n": errors, "step_time_error": statistics.median(times)}
+
+
+def live_samples(bench: Bench, scenario: Scenario, contender: Contender) -> list[tuple[int, float]]:
+    """(live samples, draft tokens per sample) of every step of a decay under adaptive."""
+    policy = bench.policy(contender)
+    watched = Predicted(policy, policy.cost)  # type: ignore[attr-defined]
+    bench.engine.policy = watched
+    bench.decode(bench.engine, scenario, 0)
+    return watched.live
+
+
+def run(sizes: Sizes) -> dict[str, Any]:
+    """All figures; models and drafts are made on first use."""
+    started = time.monotonic()
+    target = load_target(words_target(sizes.model))
+    training = word_prompts(sizes.draft_samples, target.tokenizer, "train")
+    draft = own_draft(target, training, tokens=128, steps=sizes.draft_steps, forced=True)
+    bench = Bench(target, draft, word_prompts(256, target.tokenizer, "eval"))
+    all_of, found = contenders(quick=sizes.model == "tiny"), []
+    for scenario in scenarios(sizes):
+        found.append(measure(bench, scenario, sizes, all_of))
+        print(f"{scenario.name}: {time.monotonic() - started:.0f} s", flush=True)
+        print_scenario(found[-1])
+    adaptive = next(c for c in all_of if c.family == ADAPTIVE)
+    decays = [s for s in scenarios(sizes) if "decay" in s.name]
+    sampled = [s for s in scenarios(sizes) if s.temperature == 1]
+    shares = {s.name: judge_choices(bench, s, adaptive, 99) for s in sampled}
+    predictions = judge_predictions(bench, batch_scenario(8, 4 * sizes.tokens, 1.0))
+    words = rules_on_words(target, draft, word_prompts(28, target.tokenizer, "eval"), 4 * sizes.tokens)
+    text = rules_on_text(quick=sizes.model == "tiny")
+    live = {s.name: live_samples(bench, s, adaptive) for s in decays}
+    return {
+        "scenarios": found,
+        "share_of_oracle": shares,
+        "predictions": predictions,
+        "live": live,
+        "peers": against_peers(bench, target, adaptive, sizes.tokens, sizes.judging),
+        "rejection_chain": against_rejection(bench, found, words),
+        "tokens_per_step_n8": {"words": words.over_top_k(), "text": text.over_top_k()},
+        "conditions": {
+            "sizes": asdict(sizes),
+            "cpu": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "torch": torch.__version__,
+            "dtype": "float32",
+            "seconds": time.monotonic() - started,
+        },
+    }
+
+
+def print_scenario(found: dict[str, Any]) -> None:
+    """One line per family: selected setting, tokens per second, time over adaptive's."""
+    tokens, judging = sum(found["scenario"]["lengths"]), found["judging"]
+    over = ratios(found)
+    for family, name in [*found["selected"].items(), (PUBLISHED, PUBLISHED)]:
+        rate = tokens / statistics.median(judging[name])
+        print(f"  {family:<20} {name:<22} {rate:>8.0f} tokens/s  {over.get(family, '')}", flush=True)
+
+
+def summarize(found: dict[str, Any]) -> dict[str, Any]:
+    """The headline ratios; `worst_*` are upper ends of the intervals of the worst scenario."""
+    over = {entry["scenario"]["name"]: ratios(entry) for entry in found["scenarios"]}
+    peers = found["peers"]
+
+    def worst(family: str) -> float:
+        return min(each[family].high for each in over.values())
+
+    def mean(family: str) -> float:
+        return statistics.geometric_mean(each[family].value for each in over.values())
+
+    summary = {
+        "speedup_batch1": over["batch 1 T=1"][OFF].value,
+        "speedup_chat_decay": over["chat decay"][OFF].value,
+        "speedup_reasoning_decay": over["reasoning decay"][OFF].value,
+        "worst_vs_best_fixed": worst(FIXED),
+        "worst_vs_off": worst(OFF),
+        "share_of_oracle": statistics.mean(found["share_of_oracle"].values()),
+        "tokens_per_step_ratio_n8": found["tokens_per_step_n8"]["words"]["value"],
+        "tokens_per_step_ratio_n8_text": found["tokens_per_step_n8"]["text"]["value"],
+        "vs_rejection_chain": statistics.geometric_mean(found["rejection_chain"].values()),
+        "vs_ema_tiers": mean(EMA_TIERS),
+        "vs_ema_tiers_published": mean(PUBLISHED),
+        "vs_bandit": mean("bandit"),
+        "vs_uniform": mean("uniform"),
+        "vs_transformers_batch1": min(each["value"] for each in peers["batch 1"].values()),
+        "vs_transformers_batch32": min(each["value"] for each in peers["batch 32"].values()),
+        "tokens_per_step_error_worst": max(map(abs, found["predictions"]["tokens_error_by_n"].values())),
+        "step_time_error": found["predictions"]["step_time_error"],
+    }
+    return {name: round(float(value), 4) for name, value in summary.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the tiny model and few repeats, under five minutes")
+    parser.add_argument("--out", type=Path, help="JSON with all figures; the plot lies beside it")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    out = arguments.out or (RESULTS.with_stem("generation_quick") if arguments.quick else RESULTS)
+    found = run(QUICK if arguments.quick else FULL)
+    summary = summarize(found)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found | {"summary": summary}) + "\n", encoding="utf-8")
+    plot(found, out.with_suffix(".png"))
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()

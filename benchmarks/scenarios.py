@@ -1,0 +1,143 @@
+"""What the generation benchmark decodes: fixed batches and long-tail decays of forced lengths, on one engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.contenders import MOST_DEPTH, MOST_NODES, MOST_WIDTH, Contender
+from benchmarks.samples import PREFILL_CHUNK, Target
+from rlhfspec_mega.models.draft_directory import load_draft
+from rlhfspec_mega.planning.acceptance import AcceptanceModel
+from rlhfspec_mega.planning.cost import CostModel
+from rlhfspec_mega.planning.tree import DraftingPolicy
+from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
+from rlhfspec_mega.rollout.torch_engine.profile import ScriptedPolicy, profile
+from rlhfspec_mega.sampling.noise import sample_seed
+from rlhfspec_mega.types import GenerationRequest, TensorInfo, WeightTarget
+
+BATCHES = (1, 2, 4, 8, 16, 32)
+SLOTS = 32
+# Lognormal: median tokens and sigma of chat (LMSYS-like) and of reasoning RL, and the scale to what a small model
+# decodes in seconds.
+LENGTHS = {"chat": (119, 0.77, 0.17), "reasoning": (1300, 0.99, 0.02)}
+LONGEST = 320
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Samples that start together; `lengths` are forced, so that every policy decodes the same number of tokens."""
+
+    name: str
+    lengths: tuple[int, ...]
+    temperature: float = 1.0
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
+def batch_scenario(batch: int, tokens: int, temperature: float) -> Scenario:
+    """A batch that stays whole to its end."""
+    return Scenario(f"batch {batch} T={temperature:g}", (tokens,) * batch, temperature)
+
+
+def decay_scenario(name: str, samples: int) -> Scenario:
+    """Lognormal lengths at evenly spaced quantiles: the batch decays as a rollout's does."""
+    median, sigma, scale = LENGTHS[name]
+    quantiles = (np.arange(samples) + 0.5) / samples
+    normal = torch.special.ndtri(torch.from_numpy(quantiles)).numpy()
+    lengths = np.clip(np.rint(median * scale * np.exp(sigma * normal)), 1, LONGEST)
+    return Scenario(f"{name} decay", tuple(int(length) for length in lengths))
+
+
+class Bench:
+    """A plain engine and one with the draft, and the policies' own models of cost and acceptance."""
+
+    def __init__(self, target: Target, draft: Path, prompts: Sequence[tuple[int, ...]]) -> None:
+        self._target, self._prompts = target, prompts
+        self.prompt_length = sum(map(len, prompts)) // len(prompts)
+        positions = max(map(len, prompts)) + LONGEST
+        self._plain = self._engine(positions, None)
+        self.engine = self._engine(positions, draft)
+        self.costs = profile(self.engine)
+        self._policies: dict[str, DraftingPolicy] = {}
+
+    def policy(self, contender: Contender) -> DraftingPolicy:
+        """A contender's policy; it keeps what it learns."""
+        if contender.name not in self._policies:
+            assert contender.make is not None
+            self._policies[contender.name] = contender.make(AcceptanceModel(), self.cost_model())
+        return self._policies[contender.name]
+
+    def cost_model(self) -> CostModel:
+        """A fresh cost model that knows the profile."""
+        cost = CostModel()
+        cost.fit(self.costs)
+        return cost
+
+    def run(self, contender: Contender, scenario: Scenario, repeat: int) -> float:
+        """Seconds to decode a scenario from prompts to last token; prompts and noise depend on the repeat alone."""
+        if contender.make is None:
+            return self.decode(self._plain, scenario, repeat)
+        self.engine.policy = self.policy(contender)
+        return self.decode(self.engine, scenario, repeat)
+
+    def decode(self, engine: TorchEngine, scenario: Scenario, repeat: int) -> float:
+        """As `run`, on an engine as it is."""
+        requests = self.requests(scenario, repeat)
+        started = time.perf_counter()
+        engine.submit(requests)
+        found = 0
+        while not engine.idle:
+            found += len(engine.poll(60.0))
+        seconds = time.perf_counter() - started
+        assert found == len(requests)
+        return seconds
+
+    def requests(self, scenario: Scenario, repeat: int) -> list[GenerationRequest]:
+        """The samples of a scenario, longest first spread over the prompts of the repeat."""
+        first = repeat * len(scenario.lengths)
+        return [
+            GenerationRequest(
+                sample_id=f"{repeat}.{number}",
+                group_id=f"{repeat}.{number}",
+                prompt_tokens=self._prompts[(first + number) % len(self._prompts)],
+                seed=sample_seed(23, repeat, number, 0),
+                max_new_tokens=length,
+                temperature=scenario.temperature,
+                stop_tokens=(self._target.tokenizer.eos_token_id,),
+                ignore_stop=True,
+            )
+            for number, length in enumerate(scenario.lengths)
+        ]
+
+    def _engine(self, positions: int, draft: Path | None) -> TorchEngine:
+        given = {}
+        if draft is not None:
+            shape, weights = load_draft(draft, self._target.shape)
+            given = {"draft": shape, "policy": ScriptedPolicy(MOST_WIDTH, MOST_DEPTH, MOST_NODES)}
+        engine = TorchEngine(
+            self._target.shape,
+            slots=SLOTS,
+            max_positions=positions,
+            prefill_chunk=PREFILL_CHUNK,
+            dtype=torch.float32,
+            device="cpu",
+            **given,
+        )
+        _send(engine, self._target.model.hf_tensors(), WeightTarget.ACTOR)
+        if draft is not None:
+            _send(engine, weights, WeightTarget.DRAFT)
+        return engine
+
+
+def _send(engine: TorchEngine, weights: dict[str, torch.Tensor], target: WeightTarget) -> None:
+    engine.begin_update(0, [TensorInfo(name, tuple(t.shape), "float32") for name, t in weights.items()], target)
+    engine.update_weights([(name, 0, tensor.flatten()) for name, tensor in weights.items()])
+    engine.end_update(0)

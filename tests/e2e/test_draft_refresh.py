@@ -1,0 +1,93 @@
+"""A run that keeps its draft fresh: it is refreshed, sent and saved, and comes back with the same bits."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlhfspec_mega.drafting.initialize import initial_draft
+from rlhfspec_mega.models.draft_directory import write_draft
+from rlhfspec_mega.models.draft_shape import draft_shape
+from rlhfspec_mega.models.hf_directory import HfWeights
+from tests.e2e.chaos import differences, process_of, timeless
+from tests.e2e.conftest import SHAPE, marked, small_run, start, train
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def draft(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory, shape = tmp_path_factory.mktemp("draft") / "random", draft_shape(SHAPE)
+    write_draft(directory, shape, initial_draft(shape, HfWeights(model).get("model.embed_tokens.weight"), seed=5))
+    return directory
+
+
+def options(model: Path, draft: Path, output: Path, name: str, *more: str) -> list[str]:
+    """A refresh after every step; eight samples a step, of which one is held out."""
+    return small_run(
+        model,
+        output,
+        name,
+        *("actor.tensor_parallel=1", "actor.pipeline_parallel=2", "rollout.engines=1", "trainer.prompts_per_step=4"),
+        *("trainer.deterministic=true", "trainer.checkpoint_every=1", f"trainer.keep_checkpoints={STEPS}"),
+        *("drafting=adaptive", f"drafting.path={draft}", "drafting.refresh_every=1", "drafting.refresh_steps=6"),
+        *more,
+    )
+
+
+def saved_draft(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"step_{step}" / "actor" / "draft.safetensors")
+
+
+def figures(run: Path) -> list[dict]:
+    """The run's metrics without what the clock says, speculation's speed included."""
+    timed = ("speedup", "seconds")
+    return [{name: row[name] for name in row if not any(word in name for word in timed)} for row in timeless(run)]
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("whole")
+    result = train(*options(model, draft, output, "whole"))
+    assert result.returncode == 0, result.stderr
+    return output / "whole"
+
+
+def test_a_draft_is_kept_exactly_when_it_got_better(whole: Path, draft: Path) -> None:
+    rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    assert len(steps) == STEPS and all(row["seconds/draft"] > 0 for row in steps)
+    better = [row["draft_expected_length_after"] > row["draft_expected_length_before"] for row in steps]
+    assert any(better) and [bool(row["draft_refresh_kept"]) for row in steps] == better
+    name = "midlayer.self_attn.q_proj.weight"
+    weights = [load_file(draft / "model.safetensors")[name]]
+    weights += [saved_draft(whole, step + 1)[f"weight.{name}"] for step in range(STEPS)]
+    assert [not torch.equal(old, new) for old, new in pairwise(weights)] == better
+
+
+def test_a_stopped_and_disturbed_run_has_the_same_draft_bit_for_bit(
+    whole: Path, model: Path, draft: Path, tmp_path: Path
+) -> None:
+    """Stopped after one step, resumed, and the rank that has the draft killed after the second."""
+    first = train(*options(model, draft, tmp_path, "cut", "trainer.steps=1"))
+    assert first.returncode == 0, first.stderr
+    cut, mark = tmp_path / "cut", f"{tmp_path}"
+    run = start(*options(model, draft, tmp_path, "cut", "trainer.resume=true"), mark=mark)
+    while not (cut / "checkpoints" / "step_2").exists() and run.poll() is None:
+        time.sleep(0.02)
+    owner = process_of(run.pid, "actor-1")
+    assert owner is not None
+    owner.kill()
+    output, errors = run.communicate(timeout=120)
+    assert run.returncode == 0, errors
+    assert "started anew from the last checkpoint" in output + errors and marked(mark) == []
+    assert [wrong for wrong in differences(whole, cut) if wrong != "metrics"] == []
+    assert figures(whole) == figures(cut)
+    last, wanted = saved_draft(cut, STEPS), saved_draft(whole, STEPS)
+    assert last.keys() == wanted.keys() and all(torch.equal(tensor, wanted[key]) for key, tensor in last.items())

@@ -1,0 +1,57 @@
+"""The first draft of a model: from nothing but its directory and prompts to one that serving loads."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhfspec_mega.config.compose import load_config
+from rlhfspec_mega.drafting.collect import collect_examples
+from rlhfspec_mega.drafting.initialize import initial_draft
+from rlhfspec_mega.drafting.learner import Target, accepted_by_depth
+from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.first_draft import DraftRecipe, first_draft, make_draft
+from rlhfspec_mega.models.draft_directory import load_draft, load_target_ids
+from rlhfspec_mega.models.hf_directory import write_directory
+from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.models.transformer import Transformer
+from rlhfspec_mega.observe.console import Console
+from tests.unit.test_draft_training import one_thread  # noqa: F401
+
+SHAPE = ModelShape("llama", 32, 4, 4, 2, 8, 48, 23, 64, 10000.0, 1e-5, True)
+STOP = 22
+RECIPE = DraftRecipe(members=4, max_new_tokens=24, steps=80, warmup_steps=5, batch_tokens=256, draft_vocab=15)
+
+
+def make_model(path: Path) -> Transformer:
+    generator = torch.Generator().manual_seed(0)
+    model = Transformer(SHAPE, max_positions=64, dtype=torch.float32, device="cpu")
+    for tensor in model.hf_tensors().values():
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3 + (tensor.dim() == 1))
+    write_directory(path, SHAPE, model.hf_tensors().items())
+    return model
+
+
+def test_a_first_draft_is_better_than_a_random_one_and_knows_the_frequent_tokens(tmp_path):
+    model = make_model(tmp_path / "model")
+    prompts = [(1 + index % 20, 1 + index // 20, 3) for index in range(40)]
+    console = Console(1, stream=io.StringIO())
+    make_draft(tmp_path / "model", tmp_path / "draft", prompts, (STOP,), RECIPE, console)
+    shape, tensors = load_draft(tmp_path / "draft", SHAPE)
+    ids = load_target_ids(tmp_path / "draft", shape)
+    assert ids is not None and shape.vocab_size == 15 and STOP in ids
+    target = Target(model.embedding, model.head, ids, 1.0)
+    sequences = [([*prompt, *range(5, 15)], 3) for prompt in prompts]
+    examples = collect_examples(model, shape, sequences)
+    random_draft = initial_draft(shape, target.draft_head, seed=0)
+    before, after = (accepted_by_depth(shape, w, target, examples, 3)[0] for w in (random_draft, tensors))
+    assert after > before + 0.05
+
+
+def test_a_model_from_elsewhere_needs_a_draft_made_for_it(tmp_path):
+    config = load_config([f"model.path={tmp_path}"])
+    with pytest.raises(UserError, match=r"tools\.train_draft --model .* or decode without"):
+        first_draft(config, tmp_path, Console(1, stream=io.StringIO()))

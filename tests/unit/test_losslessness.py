@@ -1,0 +1,120 @@
+"""Drafting never changes a token: every policy, greedy and sampled, at batch sizes from 1 to 32; and exact sampling."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from rlhfspec_mega.config.schema import DraftingConfig
+from rlhfspec_mega.models.draft_shape import draft_shape
+from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.models.transformer import Transformer, causal_attention
+from rlhfspec_mega.planning.acceptance import AcceptanceModel
+from rlhfspec_mega.planning.cost import CostModel
+from rlhfspec_mega.planning.policies import make_policy
+from rlhfspec_mega.planning.tree import DraftingPolicy
+from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
+from rlhfspec_mega.sampling.noise import sample_seed
+from rlhfspec_mega.types import GenerationRequest, GenerationResult
+from tests.near_tie import assert_same
+from tests.random_trees import RandomTrees
+from tests.unit.test_speculation import draft_weights, send_draft
+from tests.unit.test_torch_engine import finish, one_thread, random_weights, send_weights
+
+__all__ = ["one_thread"]
+SHAPE = ModelShape("llama", 32, 2, 4, 2, 12, 48, 29, 160, 10000.0, 1e-6, True)
+WEIGHTS = random_weights(3, SHAPE)
+TOKENS, SEQUENCES = 100, 204
+BATCHES = {1: 4, 9: 36, 32: 164}  # batch size -> sequences decoded at it
+POLICIES = ("adaptive", "uniform", "fixed", "ema_tiers", "bandit", "random trees")
+
+
+def request(number: int) -> GenerationRequest:
+    """Every other sample is greedy; prompts of 1 to 23 tokens."""
+    prompt = tuple((number * 7 + place * 5) % SHAPE.vocab_size for place in range(1 + number % 23))
+    seed, temperature = sample_seed(1, 2, number, 3), float(number % 2)
+    return GenerationRequest(f"{number}", f"{number}", prompt, seed, TOKENS, temperature)
+
+
+REQUESTS = [request(number) for number in range(SEQUENCES)]
+
+
+def make_engine(slots: int, policy: DraftingPolicy | None, shape: ModelShape = SHAPE) -> TorchEngine:
+    given = {} if policy is None else {"draft": draft_shape(shape), "policy": policy}
+    engine = TorchEngine(
+        shape, slots=slots, max_positions=140, prefill_chunk=64, dtype=torch.float32, device="cpu", **given
+    )
+    send_weights(engine, WEIGHTS if shape is SHAPE else random_weights(3, shape), piece=10**6)
+    if policy is not None:
+        send_draft(engine, draft_weights(draft_shape(shape)))
+    return engine
+
+
+def make(name: str) -> DraftingPolicy:
+    if name == "random trees":
+        return RandomTrees(7)
+    # Verification that costs next to nothing: policies that weigh cost draft as much as they can.
+    cost = CostModel.nominal(10**6, 10**4, flops_per_second=1e13)
+    policy = make_policy(DraftingConfig(policy=name, tiers={1: [2, 3]}), AcceptanceModel(), cost, seed=0)
+    assert policy is not None
+    return policy
+
+
+def logits_after(tokens: list[int]) -> torch.Tensor:
+    """By the whole-sequence forward in float64."""
+    model = Transformer(SHAPE, max_positions=140, dtype=torch.float64, device="cpu")
+    model.load(WEIGHTS)
+    hidden = model.hidden(torch.tensor([tokens]), torch.arange(len(tokens))[None], causal_attention(SHAPE))
+    return model.logits(hidden)[0, -1]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Mapping[str, GenerationResult]:
+    engine = make_engine(32, None)
+    engine.submit(REQUESTS)
+    return finish(engine)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_gives_the_tokens_of_plain_decoding(plain, name):
+    found: dict[str, GenerationResult] = {}
+    steps = 0
+    for slots, count in BATCHES.items():
+        engine = make_engine(slots, make(name))
+        engine.submit(REQUESTS[len(found) : len(found) + count])
+        found |= finish(engine)
+        steps += engine.stats()["decode_steps"] * slots
+    assert sum(len(result.tokens) for result in found.values()) >= 20_000 and len(found) >= 200
+    assert_same(plain, found, REQUESTS, logits_after)
+    assert steps < 0.97 * SEQUENCES * TOKENS, "next to nothing was accepted: the comparison shows nothing"
+
+
+def test_sampled_frequencies_under_speculation_equal_softmax():
+    """Pairs of tokens against p(first) p(second | first) of a toy target with a vocabulary of 16: chi-square."""
+    shape = ModelShape("llama", 16, 1, 2, 1, 8, 24, 16, 160, 10000.0, 1e-6, True)
+    engine, count = make_engine(64, RandomTrees(1, width=4), shape), 16_384
+    engine.submit([GenerationRequest(f"{n}", "all", (3, 1, 4), sample_seed(0, n, 1, 2), 2) for n in range(count)])
+    found = finish(engine)
+    seen = collections.Counter(tuple(result.tokens) for result in found.values())
+    assert engine.stats()["decode_steps"] * 64 < 1.9 * count, "hardly any second token was a draft's"
+    expected = _pair_probabilities(shape) * count
+    often = expected >= 8
+    counts = torch.tensor([[seen[a, b] for b in range(16)] for a in range(16)], dtype=torch.float64)
+    rest = (expected[~often].sum(), counts[~often].sum())
+    statistic = ((counts - expected) ** 2 / expected)[often].sum() + (rest[1] - rest[0]) ** 2 / rest[0]
+    freedom = int(often.sum())
+    assert freedom > 30
+    survival = 1 - torch.special.gammainc(torch.tensor(freedom / 2).double(), statistic / 2)
+    assert survival > 1e-3, f"chi-square {statistic:.1f} at {freedom} degrees of freedom"
+
+
+def _pair_probabilities(shape: ModelShape) -> torch.Tensor:
+    model = Transformer(shape, max_positions=8, dtype=torch.float64, device="cpu")
+    model.load(random_weights(3, shape))
+    tokens = torch.tensor([[3, 1, 4, second] for second in range(16)])
+    hidden = model.hidden(tokens, torch.arange(4).expand(16, 4), causal_attention(shape))
+    logits = torch.nn.functional.linear(hidden, model.head)
+    return logits[0, 2].softmax(-1)[:, None] * logits[:, 3].softmax(-1)
