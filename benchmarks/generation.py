@@ -35,6 +35,7 @@ from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.uniform import Fixed
 
 RESULTS = Path(__file__).parent / "results" / "generation_cpu.json"
+DRAFT_TOKENS = 160  # of the samples that the draft learns from
 CHECKED = (1, 2, 4, 8, 16, 32)  # draft tokens at which predicted tokens per step are compared with realised ones
 
 
@@ -61,7 +62,7 @@ class Sizes:
 
 
 QUICK = Sizes("tiny", (1, 8, 32), (1,), 32, 16, 2, 6, 192, 300)
-FULL = Sizes("small", BATCHES, (1, 8, 32), 32, 32, 3, 8, 512, 1200)
+FULL = Sizes("small", BATCHES, (1, 8, 32), 32, 32, 3, 8, 768, 2200)
 
 
 def scenarios(sizes: Sizes) -> list[Scenario]:
@@ -143,7 +144,7 @@ def run(sizes: Sizes) -> dict[str, Any]:
     started = time.monotonic()
     target = load_target(words_target(sizes.model))
     training = word_prompts(sizes.draft_samples, target.tokenizer, "train")
-    draft = own_draft(target, training, tokens=128, steps=sizes.draft_steps, forced=True)
+    draft = own_draft(target, training, tokens=DRAFT_TOKENS, steps=sizes.draft_steps, forced=True)
     bench = Bench(target, draft, word_prompts(256, target.tokenizer, "eval"))
     all_of, found = contenders(quick=sizes.model == "tiny"), []
     for scenario in scenarios(sizes):

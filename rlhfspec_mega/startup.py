@@ -17,6 +17,7 @@ from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.config.sizes import Sizes, derive_sizes, size_rows
 from rlhfspec_mega.data.prompts import PromptStream, make_prompts
 from rlhfspec_mega.data.tokenizer import load_tokenizer
+from rlhfspec_mega.first_draft import first_draft
 from rlhfspec_mega.generation import SampleGenerator, stop_tokens
 from rlhfspec_mega.ledger import Ledger
 from rlhfspec_mega.observe.console import Console
@@ -77,8 +78,9 @@ def started(config: RunConfig) -> Iterator[Run]:
         reward = config.reward
         with RewardRunner(reward.function, reward.time_limit, reward.arguments) as rewards:
             model = Path(config.model.path or warm_model(config, shape, directory, console))
+            draft = start_draft(config, model, console)
             console.phase("starting workers")
-            with System(config, sizes, shape, directory, total_updates=sizes.total_updates) as system:
+            with System(config, sizes, shape, directory, total_updates=sizes.total_updates, draft=draft) as system:
                 load_start(system, model)
                 ledger, stops = Ledger(), stop_tokens(tokenizer, model)
                 generator = SampleGenerator(system.rollout, ledger, tokenizer, stops, config.rollout, config.seed)
@@ -98,6 +100,14 @@ def started(config: RunConfig) -> Iterator[Run]:
                     generator,
                     begin,
                 )
+
+
+def start_draft(config: RunConfig, model: Path, console: Console) -> Path | None:
+    """The directory of the draft to start from, made now if the model was made here; None without drafting."""
+    drafting = config.drafting
+    if drafting.policy == "off":
+        return None
+    return Path(drafting.path or first_draft(config, model, console))
 
 
 def load_start(system: System, model: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+from rlhfspec_mega.actor.draft_learning import DraftLearning
 from rlhfspec_mega.actor.rendezvous import Rendezvous
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.launchers import make_cluster, transport
@@ -15,13 +17,16 @@ from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.reach import weight_transport
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.config.sizes import Sizes
+from rlhfspec_mega.drafting.trainer import RefreshReport
 from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.models.draft_directory import draft_tensors, read_draft_shape
 from rlhfspec_mega.models.hf_directory import write_directory
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.placement import ACTOR, ENGINE, place
 from rlhfspec_mega.resharding.controller import Resharder
 from rlhfspec_mega.rollout.manager import RolloutManager
+from rlhfspec_mega.types import WeightTarget
 from rlhfspec_mega.workers.actor_group import ActorGroup
 
 SETTLE_SECONDS = 10.0  # how long an engine may take to come back from a call when the actor has died
@@ -34,6 +39,7 @@ class System:
     Args:
         run_dir: worker logs go to its `logs`.
         total_updates: optimizer steps to come, for the learning-rate schedule.
+        draft: directory of the draft to start from; None: engines decode plainly.
         with_engines: a replay of saved rollouts needs none.
 
     Attributes:
@@ -53,9 +59,10 @@ class System:
         run_dir: Path,
         *,
         total_updates: int,
+        draft: Path | None = None,
         with_engines: bool = True,
     ) -> None:
-        self._config, self._sizes, self._shape = config, sizes, shape
+        self._config, self._sizes, self._shape, self._draft = config, sizes, shape, draft
         self._total_updates, self._with_engines = total_updates, with_engines
         self._device = device_type(config.cluster)
         self._places = place(config.placement.mode, sizes.devices, sizes.actor_ranks, sizes.engines)
@@ -64,6 +71,8 @@ class System:
         self._resharder: Resharder | None = None
         self._steps_done = 0
         self.policy_version = -1
+        self._draft_version = 0
+        self._draft_holders: set[tuple[int, int]] = set()  # engines, by rank and launch, that hold this version
 
     def __enter__(self) -> System:
         try:
@@ -105,6 +114,23 @@ class System:
             bucket_bytes=int(config.resharding.bucket_mib * 2**20),
             device=self._device if config.placement.mode == "separate" else "cpu",
         )
+        if self._draft is not None:
+            self._start_draft(self._draft, self._resharder)
+
+    def _start_draft(self, path: Path, resharder: Resharder) -> None:
+        """Hold the start draft beside the actor; the next reshard brings it to the engines."""
+        drafting = self._config.drafting
+        learning = DraftLearning(
+            buffer_tokens=drafting.buffer_tokens,
+            learning_rate=drafting.learning_rate,
+            temperature=self._config.rollout.temperature,
+            seed=self._config.seed,
+            recent_only=self._config.trainer.deterministic,
+        )
+        self.actor.start_draft(path, learning if drafting.refresh_every else None)
+        tensors = draft_tensors(read_draft_shape(path, self._shape))
+        resharder.plan(WeightTarget.DRAFT, [replace(info, dtype=self._engine_dtype) for info in tensors])
+        self._draft_changed()
 
     def _actor_specs(self, meeting_point: str) -> list[WorkerSpec]:
         return [
@@ -131,17 +157,25 @@ class System:
         arguments = {
             "shape": self._shape,
             "config": self._config.rollout,
-            "dtype": self._config.rollout.dtype or self._config.actor.dtype,
+            "dtype": self._engine_dtype,
             "device": self._device,
             "deterministic": self._config.trainer.deterministic,
         }
+        if self._draft is not None:
+            arguments |= {"draft": self._draft, "drafting": self._config.drafting, "seed": self._config.seed}
         return [
             WorkerSpec("rlhfspec_mega.workers.engine.TorchEngineWorker", arguments, devices=(device,))
             for device in self._places[ENGINE]
         ]
 
+    @property
+    def _engine_dtype(self) -> str:
+        return self._config.rollout.dtype or self._config.actor.dtype
+
     def reshard(self, version: int) -> None:
         """Give every engine that runs the actor's weights as policy `version`; restarted ones join with it.
+
+        The draft, if there is one, follows where an engine does not hold it as it is now.
 
         Raises RunError when no engine is left.
         """
@@ -150,6 +184,26 @@ class System:
         self.policy_version = version
         while not self._resharder.update(self._engines, self._ready_engines(), version):
             pass
+        if self._draft is not None:
+            self._send_draft(self._resharder)
+
+    def refresh_draft(self, *, steps: int | None = None, seconds: float | None = None) -> RefreshReport:
+        """Train the draft on the actor's recent samples, by count or by time; if kept, the next reshard brings it."""
+        report = self.actor.refresh_draft(steps=steps, seconds=seconds)
+        if report.kept:
+            self._draft_changed()
+        return report
+
+    def _draft_changed(self) -> None:
+        self._draft_version += 1
+        self._draft_holders.clear()
+
+    def _send_draft(self, resharder: Resharder) -> None:
+        """Bring the draft to the engines that serve, unless all of them hold it."""
+        serving = self._engines.serving()
+        if not {(rank, self._engines.launches(rank)) for rank in serving} <= self._draft_holders:
+            held = resharder.update(self._engines, serving, self._draft_version, WeightTarget.DRAFT)
+            self._draft_holders = {(rank, self._engines.launches(rank)) for rank in held}
 
     def _ready_engines(self) -> list[int]:
         ready = (WorkerState.REJOINING, WorkerState.SERVING)

@@ -1,4 +1,4 @@
-"""The training loop, readable top to bottom: generate, score, reference, advantages, update, reshard, log, save."""
+"""The training loop, top to bottom: generate, score, reference, advantages, update, draft, reshard, log, save."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from rlhfspec_mega import checkpoints, learning
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.errors import CheckpointError, Stopped, WorkerDied
 from rlhfspec_mega.ledger import Purpose
+from rlhfspec_mega.observe.drafting import collapse_notes, drafting_metrics
 from rlhfspec_mega.observe.reporter import Reporter, sample_metrics
 from rlhfspec_mega.recovery import driver_state, recover, resume
 from rlhfspec_mega.startup import Run, started
@@ -63,21 +64,41 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
     with phases.measure("generate"):
         prompts = run.prompts.next_batch(trainer.prompts_per_step)
         samples = run.generator.sample(prompts, trainer.samples_per_prompt, step, run.console.progress)
+        tallies = run.system.rollout.take_tallies("generate")
+    for note in collapse_notes(tallies):
+        run.console.note(note)
     with phases.measure("score"):
         score(run, samples)
     if algorithm.kl_coef > 0:
         with phases.measure("reference"):
             learning.add_reference_logprobs(actor, samples)
     with phases.measure("logprobs"):
-        metrics = learning.add_old_logprobs(actor, samples)
+        metrics = drafting_metrics(tallies) | learning.add_old_logprobs(actor, samples)
     with phases.measure("update"):
         learning.assign_advantages(samples, trainer.samples_per_prompt, algorithm, shuffle_generator(run.config, step))
         metrics |= learning.update(actor, samples, run.sizes.samples_per_update, algorithm)
     run.ledger.advance([sample.sample_id for sample in samples], SampleState.TRAINED)
     run.ledger.settle(step, Purpose.TRAIN)
+    if run.config.drafting.policy != "off" and is_due(step + 1, run.config.drafting.refresh_every):
+        with phases.measure("draft"):
+            metrics |= refresh_draft(run)
     with phases.measure("reshard"):
         run.system.reshard(step + 1)
     return samples, metrics
+
+
+def refresh_draft(run: Run) -> dict[str, float]:
+    """Train the draft on the actor's own recent samples; it stays as it was if that does not help."""
+    drafting = run.config.drafting
+    if run.config.trainer.deterministic:
+        report = run.system.refresh_draft(steps=drafting.refresh_steps)
+    else:
+        report = run.system.refresh_draft(seconds=drafting.refresh_seconds)
+    return {
+        "draft_expected_length_before": report.before,
+        "draft_expected_length_after": report.after,
+        "draft_refresh_kept": float(report.kept),
+    }
 
 
 def score(run: Run, samples: list[Sample]) -> None:
@@ -91,6 +112,7 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
     """Greedy answers to the held-out prompts with the weights of now."""
     with run.phases.measure("evaluate"):
         samples = run.generator.greedy(run.held_out, step)
+        run.system.rollout.take_tallies("evaluate")  # a step's figures are those of its own samples
         score(run, samples)
         run.ledger.settle(step, Purpose.EVALUATE)
     return {f"eval_{name}": value for name, value in sample_metrics(samples).items()}

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -23,6 +24,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,  # nothing public leads from Megatron's shards to torch's
     mcore_to_pyt_state_dict,
 )
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlhfspec_mega.actor.checkpoint_files import FileSum, sync_and_sum
@@ -51,6 +53,24 @@ def write(state: dict[str, Any], directory: Path) -> dict[str, FileSum]:
     # Last: this file tells Megatron that the directory is a checkpoint.
     _agreed(lambda: save_config(_FORMAT, path) if dist.get_rank() == 0 else None)
     return _agreed(lambda: sync_and_sum(directory, _own_files(directory)))
+
+
+def write_beside(tensors: Mapping[str, torch.Tensor] | None, directory: Path, name: str) -> dict[str, FileSum]:
+    """Add a safetensors file to a written checkpoint, on the rank that has tensors for it; collective over all ranks.
+
+    Returns that rank's file by name, forced to disk and summed up; nothing elsewhere.
+
+    Raises:
+        WriteFailed: on every rank, when it could not be written.
+    """
+
+    def step() -> dict[str, FileSum]:
+        if tensors is None:
+            return {}
+        save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, directory / name)
+        return sync_and_sum(directory, [name])
+
+    return _agreed(step)
 
 
 def _write_shards(sharded: Any, path: str) -> None:

@@ -85,3 +85,32 @@ def merge_parameter(mapped: MappedParameter, shape: ModelShape) -> dict[str, tor
         return None
     merged = mapped.rule.layout.merge(shards, Partition(shape, size))
     return dict(zip(mapped.hf_names, merged, strict=True))
+
+
+def embedding_and_head(chunks: Sequence[Any], shape: ModelShape) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The full embedding and output head, both [vocab, hidden], on the last stage's first tensor-parallel rank.
+
+    They are one tensor where embeddings are tied. Collective over the ranks of a data-parallel replica; None elsewhere.
+    """
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    travels = not shape.tie_embeddings and not (first and last)  # a tied embedding has a copy on the last stage
+    if not (last or (first and travels)):
+        return None
+    mapping = mapping_for(shape.architecture)
+    merged: dict[str, torch.Tensor] = {}
+    for mapped in mapped_parameters(chunks, shape):
+        if mapped.rule in (mapping.embedding, mapping.head):
+            merged |= merge_parameter(mapped, shape) or {}
+    if parallel_state.get_tensor_model_parallel_rank() != 0:
+        return None
+    (embedding_name,), (head_name,) = mapping.embedding.hf_names(None), mapping.head.hf_names(None)
+    if travels:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if first:
+            last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.send(merged[embedding_name].contiguous(), last_rank, group=group)
+            return None
+        merged[embedding_name] = torch.empty_like(merged[head_name])
+        dist.recv(merged[embedding_name], parallel_state.get_pipeline_model_parallel_first_rank(), group=group)
+    return merged[embedding_name], merged[embedding_name if shape.tie_embeddings else head_name]

@@ -46,28 +46,28 @@ def read_shape(path: Path | str) -> ModelShape:
     Raises UserError for a missing or damaged config.json and for every feature that ModelShape cannot express.
     """
     path = Path(path)
-    config = _read_json(path / CONFIG, "the directory of a Hugging Face model holds one")
+    config = read_json(path / CONFIG, "the directory of a Hugging Face model holds one")
     architecture = config.get("model_type")
     if architecture not in ARCHITECTURES:
         raise UserError(
             f"{path / CONFIG} describes a model of type {architecture!r}: use one of {', '.join(ARCHITECTURES)}."
         )
     _refuse_features(path, config)
-    hidden, heads = _positive(path, config, "hidden_size"), _positive(path, config, "num_attention_heads")
-    kv_heads = _positive(path, config, "num_key_value_heads", heads)
+    hidden, heads = positive(path, config, "hidden_size"), positive(path, config, "num_attention_heads")
+    kv_heads = positive(path, config, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise UserError(f"{path / CONFIG} has {heads} attention heads, not a multiple of its {kv_heads} KV heads.")
     theta, scaling = _read_rope(path, config)
     return ModelShape(
         architecture=architecture,
         hidden_size=hidden,
-        num_layers=_positive(path, config, "num_hidden_layers"),
+        num_layers=positive(path, config, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=_positive(path, config, "head_dim", 128 if architecture == "qwen3" else hidden // heads),
-        ffn_size=_positive(path, config, "intermediate_size"),
-        vocab_size=_positive(path, config, "vocab_size"),
-        max_positions=_positive(path, config, "max_position_embeddings"),
+        head_dim=positive(path, config, "head_dim", 128 if architecture == "qwen3" else hidden // heads),
+        ffn_size=positive(path, config, "intermediate_size"),
+        vocab_size=positive(path, config, "vocab_size"),
+        max_positions=positive(path, config, "max_position_embeddings"),
         rope_theta=theta,
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -97,7 +97,7 @@ class HfWeights:
         """Read the index and open the files. Raises UserError for a missing, truncated or damaged file."""
         self.path = Path(path)
         if (self.path / INDEX).exists():
-            index = _read_json(self.path / INDEX, "download the directory again")
+            index = read_json(self.path / INDEX, "download the directory again")
             files = sorted(set(index.get("weight_map", {}).values()))
         else:
             files = [WEIGHTS]
@@ -132,7 +132,7 @@ class HfWeights:
         missing = [tensor.name for tensor in tensors if tensor.name not in self._handles]
         if missing:
             raise UserError(
-                f"{self.path} lacks {_listed(missing)}: the directory is incomplete or does not fit its config.json."
+                f"{self.path} lacks {listed(missing)}: the directory is incomplete or does not fit its config.json."
             )
         wrong = []
         for tensor in tensors:
@@ -140,7 +140,7 @@ class HfWeights:
             if found.shape != tensor.shape or found.dtype not in _DTYPES.values():
                 wrong.append(f"{found.name} is {list(found.shape)} {found.dtype}, not {list(tensor.shape)}")
         if wrong:
-            raise UserError(f"The weights in {self.path} do not fit its config.json: {_listed(wrong)}.")
+            raise UserError(f"The weights in {self.path} do not fit its config.json: {listed(wrong)}.")
 
     def _open(self, file: str) -> Any:
         try:
@@ -175,15 +175,15 @@ def write_directory(
     path = Path(path)
     if path.exists() and not (path / CONFIG).exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UserError(f"{path} exists and is not a Hugging Face model: move it away or export to another place.")
-    with _appearing(path) as partial:
+    with appearing(path) as partial:
         dtype = _write_weights(partial, _checked(shape, tensors), max_shard_bytes)
         source_config: dict[str, Any] = {}
         if source is not None:
-            source_config = _read_json(Path(source) / CONFIG, "a Hugging Face directory holds one")
+            source_config = read_json(Path(source) / CONFIG, "a Hugging Face directory holds one")
             for file in _TOKENIZER_FILES:
                 if (Path(source) / file).exists():
                     shutil.copy(Path(source) / file, partial / file)
-        _write_json(partial / CONFIG, _config_of(shape, dtype, source_config))
+        write_json(partial / CONFIG, _config_of(shape, dtype, source_config))
 
 
 def _write_weights(partial: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> str:
@@ -204,7 +204,7 @@ def _write_weights(partial: Path, tensors: Iterable[tuple[str, Tensor]], max_sha
         file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         (partial / f"{number}.safetensors").rename(partial / file)
         weight_map.update(dict.fromkeys(names, file))
-    _write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return dtype
 
 
@@ -229,15 +229,11 @@ def _checked(shape: ModelShape, tensors: Iterable[tuple[str, Tensor]]) -> Iterat
             raise RunError(f"Export got an unknown, repeated or wrongly shaped tensor {name} {list(tensor.shape)}.")
         yield name, tensor
     if wanted:
-        raise RunError(f"Export did not get {_listed(list(wanted))}.")
+        raise RunError(f"Export did not get {listed(list(wanted))}.")
 
 
 def _config_of(shape: ModelShape, dtype: str, source_config: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a shape. RoPE is written in the spellings before and since transformers 5."""
-    scaling: dict[str, Any] | None = None
-    if shape.rope_scaling is not None:
-        scaling = {"rope_type": "llama3", **shape.rope_scaling}
-        scaling["original_max_position_embeddings"] = int(scaling["original_max_position_embeddings"])
+    """config.json of a shape."""
     config = {
         "architectures": [_CLASSES[shape.architecture]],
         "model_type": shape.architecture,
@@ -251,9 +247,7 @@ def _config_of(shape: ModelShape, dtype: str, source_config: dict[str, Any]) -> 
         "max_position_embeddings": shape.max_positions,
         "rms_norm_eps": shape.norm_eps,
         "tie_word_embeddings": shape.tie_embeddings,
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": shape.rope_theta},
+        **rope_config(shape),
         "hidden_act": "silu",
         "attention_dropout": 0.0,
         "torch_dtype": dtype,
@@ -261,6 +255,19 @@ def _config_of(shape: ModelShape, dtype: str, source_config: dict[str, Any]) -> 
     }
     special = {key: source_config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {**config, **special}
+
+
+def rope_config(shape: ModelShape) -> dict[str, Any]:
+    """RoPE settings for config.json, in the spellings before and since transformers 5."""
+    scaling: dict[str, Any] | None = None
+    if shape.rope_scaling is not None:
+        scaling = {"rope_type": "llama3", **shape.rope_scaling}
+        scaling["original_max_position_embeddings"] = int(scaling["original_max_position_embeddings"])
+    return {
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": shape.rope_theta},
+    }
 
 
 def _refuse_features(path: Path, config: dict[str, Any]) -> None:
@@ -298,18 +305,20 @@ def _read_rope(path: Path, config: dict[str, Any]) -> tuple[float, dict[str, flo
         raise UserError(f"{path / CONFIG} asks for RoPE scaling {kind!r}: only 'default' and 'llama3' are supported.")
     missing = [key for key in _LLAMA3_ROPE if key not in rope]
     if missing:
-        raise UserError(f"{path / CONFIG} asks for llama3 RoPE scaling without {_listed(missing)}: add it.")
+        raise UserError(f"{path / CONFIG} asks for llama3 RoPE scaling without {listed(missing)}: add it.")
     return theta, {key: float(rope[key]) for key in _LLAMA3_ROPE}
 
 
-def _positive(path: Path, config: dict[str, Any], key: str, default: int | None = None) -> int:
+def positive(path: Path, config: dict[str, Any], key: str, default: int | None = None) -> int:
+    """A size in the config.json of directory `path`. Raises UserError unless it is a positive whole number."""
     value = config.get(key) if config.get(key) is not None else default
     if not isinstance(value, int) or value < 1:
         raise UserError(f"{path / CONFIG} has {key} = {value!r}: a positive whole number is needed.")
     return value
 
 
-def _read_json(path: Path, hint: str) -> dict[str, Any]:
+def read_json(path: Path, hint: str) -> dict[str, Any]:
+    """The object in a JSON file. Raises UserError, with `hint` at its end, for a missing or damaged file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -321,17 +330,19 @@ def _read_json(path: Path, hint: str) -> dict[str, Any]:
     return content
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write an object as an indented JSON file."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _listed(names: Sequence[str], most: int = 5) -> str:
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """The first names, and how many more there are."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
 
 
 @contextmanager
-def _appearing(path: Path) -> Iterator[Path]:
+def appearing(path: Path) -> Iterator[Path]:
     """A temporary directory beside `path` that takes its name on success and vanishes on failure."""
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     old = path.with_name(f".{path.name}.old-{os.getpid()}")

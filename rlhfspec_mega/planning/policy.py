@@ -8,6 +8,8 @@ from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, step_cost
 from rlhfspec_mega.planning.tree import Batch, DraftTree, Floats, Ints, StepRecord
 
+COSTS_AT_FIRST, COSTS_EVERY = 32, 4  # steps
+
 NONE = np.zeros(0, np.int64)
 NONE.flags.writeable = False
 

@@ -1,4 +1,4 @@
-"""The driver's side of resharding: one plan of buckets, updates of all engines, and a stream for export."""
+"""The driver's side of resharding: a plan of buckets per target, updates of all engines, and a stream for export."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import closing
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -16,14 +17,27 @@ from rlhfspec_mega.cluster.liveness import WorkerState
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.resharding.buckets import Bucket, checksum, plan_buckets, unpack
 from rlhfspec_mega.resharding.transport import Host, OpenHost, Receiver
-from rlhfspec_mega.types import TensorInfo
+from rlhfspec_mega.types import TensorInfo, WeightTarget
 
 _LOOK_SECONDS = 0.5
 _CONNECTABLE = (WorkerState.REJOINING, WorkerState.SERVING)
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """All tensors of a target, and the buckets they travel in."""
+
+    tensors: list[TensorInfo]
+    buckets: list[Bucket]
+
+    def by_stage(self) -> list[tuple[int, list[Bucket]]]:
+        """The buckets of each pipeline stage that has any, in the order of stages."""
+        stages = sorted({bucket.owner for bucket in self.buckets})
+        return [(stage, [bucket for bucket in self.buckets if bucket.owner == stage]) for stage in stages]
+
+
 class Resharder:
-    """Moves the actor's weights to engines, and to this process for export.
+    """Moves the weights that the actor's ranks hold to engines, and the actor's own to this process for export.
 
     Args:
         tensors: every Hugging Face tensor of the model, in model order, with the dtype to send.
@@ -42,26 +56,43 @@ class Resharder:
         bucket_bytes: int,
         device: str = "cpu",
     ) -> None:
-        self._cluster, self._actor, self._tensors = cluster, actor, list(tensors)
-        self._open_transport, self._device = open_host, device
+        self._cluster, self._actor = cluster, actor
+        self._open_transport, self._bucket_bytes, self._device = open_host, bucket_bytes, device
         ranks = actor.call("grid_position", phase="resharding plan")
         self._stage_ranks: dict[int, list[int]] = {}
         for rank, position in enumerate(ranks):
             if position.dp == 0:  # one data-parallel replica sends; in TP order, its first rank is the sender
                 self._stage_ranks.setdefault(position.pp, []).append(rank)
-        owner: dict[str, int] = {}
-        for stage, members in self._stage_ranks.items():
-            owner |= dict.fromkeys(actor.call("weight_names", phase="resharding plan", ranks=members[:1])[0], stage)
-        missing = [tensor.name for tensor in tensors if tensor.name not in owner]
-        if missing:
-            raise RunError(f"No pipeline stage of the actor holds {', '.join(missing[:5])}.")
-        self.buckets = plan_buckets(self._tensors, owner.__getitem__, bucket_bytes)
         self._host: Host | None = None
         # Engine rank and how often it was launched; the position is the receiver's index.
         self._connected: list[tuple[int, int]] = []
+        self._plans: dict[WeightTarget, _Plan] = {}
+        self.plan(WeightTarget.ACTOR, tensors)
 
-    def update(self, engines: WorkerGroup, ranks: Sequence[int], version: int) -> list[int]:
-        """Give these engines the actor's weights of now as `version`; the ranks that hold them then.
+    def plan(self, target: WeightTarget, tensors: Sequence[TensorInfo]) -> None:
+        """Cut a target's tensors into buckets of the stages that hold them; needed before its first update.
+
+        Raises RunError when no rank holds one of them.
+        """
+        owner: dict[str, int] = {}
+        for stage, members in self._stage_ranks.items():
+            names = self._actor.call("weight_names", target, phase="resharding plan", ranks=members[:1])[0]
+            owner |= dict.fromkeys(names, stage)
+        missing = [tensor.name for tensor in tensors if tensor.name not in owner]
+        if missing:
+            raise RunError(f"No pipeline stage of the actor holds {', '.join(missing[:5])}.")
+        self._plans[target] = _Plan(list(tensors), plan_buckets(tensors, owner.__getitem__, self._bucket_bytes))
+        self._connected = []  # the transport's slots may be too small for the new buckets
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Those of the actor's weights."""
+        return self._plans[WeightTarget.ACTOR].buckets
+
+    def update(
+        self, engines: WorkerGroup, ranks: Sequence[int], version: int, target: WeightTarget = WeightTarget.ACTOR
+    ) -> list[int]:
+        """Give these engines a target's weights of now as `version`; the ranks that hold them then.
 
         An engine that dies on the way is left out. Where the transport cannot do without it, the others begin again.
 
@@ -73,10 +104,10 @@ class Resharder:
             if self._connected != self._identities(engines, remaining) and not self._connect(engines, remaining):
                 remaining = [rank for rank in remaining if rank in engines.ranks(*_CONNECTABLE)]
                 continue
-            sums, receives = self._transfer(engines, version)
+            sums, receives = self._transfer(engines, version, target)
             there = [call for call in receives if engines.still_there(call) and not call.dead]
             if sums is not None:
-                return self._finish(engines, there, sums, version)
+                return self._finish(engines, there, sums, version, target)
             self._connected, remaining = [], [call.rank for call in there]
         return []
 
@@ -100,15 +131,18 @@ class Resharder:
         self._connected = self._identities(engines, ranks)
         return True
 
-    def _transfer(self, engines: WorkerGroup, version: int) -> tuple[dict[int, int] | None, list[Call]]:
+    def _transfer(
+        self, engines: WorkerGroup, version: int, target: WeightTarget
+    ) -> tuple[dict[int, int] | None, list[Call]]:
         """Send and receive all buckets; the senders' checksums (None if a death broke the transport), the receives."""
         assert self._host is not None
-        arguments = ("receive_weights", version, self._tensors, self.buckets)
+        plan = self._plans[target]
+        arguments = ("receive_weights", version, plan.tensors, plan.buckets, target)
         receives = [engines.start(rank, *arguments) for rank, _ in self._connected]
         sums: dict[int, int] = {}
         sends: list[Call] = []
-        for stage, buckets in self._by_stage():
-            sends = self._start_sending("engines", stage, buckets)
+        for stage, buckets in plan.by_stage():
+            sends = self._start_sending("engines", stage, buckets, target)
             self._watch(sends, receives, self._host, "reshard")
             if any(call.error for call in sends):
                 break
@@ -134,17 +168,28 @@ class Resharder:
                         raise call.error
 
     def _finish(
-        self, engines: WorkerGroup, receives: Sequence[Call], sums: Mapping[int, int], version: int
+        self,
+        engines: WorkerGroup,
+        receives: Sequence[Call],
+        sums: Mapping[int, int],
+        version: int,
+        target: WeightTarget,
     ) -> list[int]:
         """Compare checksums, then make the weights live."""
         for call in receives:
-            self._compare(sums, call.result(), f"engine {call.rank}", version)
+            if sums.keys() != call.result().keys():
+                raise RunError(
+                    f"In phase 'reshard', engine {call.rank} did not confirm every bucket of the {target}'s version "
+                    f"{version}."
+                )
+            self._compare(target, sums, call.result(), f"engine {call.rank}")
         ends = [engines.start(call.rank, "end_update", version) for call in receives]
         self._cluster.wait(ends, "reshard", check=False)
         held = [call for call in ends if engines.still_there(call) and not call.dead]
         for call in held:
             call.result()
-            engines.confirm(call.rank, version)
+            if target is WeightTarget.ACTOR:
+                engines.confirm(call.rank, version)
         return [call.rank for call in held]
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -158,13 +203,13 @@ class Resharder:
             receiver: Receiver = self._result(beside.submit(host.address.receiver, 0), calls)
             self._cluster.wait(calls, "export")
             with closing(receiver):
-                for stage, buckets in self._by_stage():
-                    calls = self._start_sending("export", stage, buckets)
+                for stage, buckets in self._plans[WeightTarget.ACTOR].by_stage():
+                    calls = self._start_sending("export", stage, buckets, WeightTarget.ACTOR)
                     arrived = (self._result(beside.submit(receiver.receive, bucket), calls) for bucket in buckets)
                     sums: dict[int, int] = {}
                     yield from self._assemble(buckets, arrived, sums)
                     self._cluster.wait(calls, "export")
-                    self._compare(calls[0].result(), sums, "this process", None)
+                    self._compare(WeightTarget.ACTOR, calls[0].result(), sums, "this process")
 
     def _result(self, work: Future[Any], calls: Sequence[Call]) -> Any:
         """What the thread beside waits for; a sender's death or error ends the wait."""
@@ -178,7 +223,7 @@ class Resharder:
             self._host.close()
 
     def _open_host(self, receivers: int, device: str) -> Host:
-        slot_bytes = max(bucket.bytes for bucket in self.buckets)
+        slot_bytes = max(bucket.bytes for plan in self._plans.values() for bucket in plan.buckets)
         return self._open_transport(max(self._stage_ranks) + 1, receivers, slot_bytes, device)
 
     def _connect_senders(self, stream: str, address: Any) -> list[Call]:
@@ -187,16 +232,13 @@ class Resharder:
             for stage, members in self._stage_ranks.items()
         ]
 
-    def _by_stage(self) -> list[tuple[int, list[Bucket]]]:
-        return [(stage, [b for b in self.buckets if b.owner == stage]) for stage in sorted(self._stage_ranks)]
-
-    def _start_sending(self, stream: str, stage: int, buckets: list[Bucket]) -> list[Call]:
-        return [self._actor.start(rank, "send_weights", stream, buckets) for rank in self._stage_ranks[stage]]
+    def _start_sending(self, stream: str, stage: int, buckets: list[Bucket], target: WeightTarget) -> list[Call]:
+        return [self._actor.start(rank, "send_weights", stream, buckets, target) for rank in self._stage_ranks[stage]]
 
     def _assemble(
         self, buckets: Sequence[Bucket], arrived: Iterable[torch.Tensor], sums: dict[int, int]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        shapes = {tensor.name: tensor.shape for tensor in self._tensors}
+        shapes = {tensor.name: tensor.shape for tensor in self._plans[WeightTarget.ACTOR].tensors}
         partial: dict[str, torch.Tensor] = {}
         for bucket, data in zip(buckets, arrived, strict=True):
             sums[bucket.id] = checksum(data)
@@ -210,10 +252,9 @@ class Resharder:
                     values = partial.pop(name)
                 yield name, values.cpu().view(shapes[name])
 
-    def _compare(self, sent: Mapping[int, int], received: Mapping[int, int], who: str, version: int | None) -> None:
-        wrong = [bucket for bucket in self.buckets if bucket.id in sent and sent[bucket.id] != received.get(bucket.id)]
-        if version is not None and sent.keys() != received.keys():
-            raise RunError(f"In phase 'reshard', {who} did not confirm every bucket of policy version {version}.")
-        if wrong:
+    def _compare(self, target: WeightTarget, sent: Mapping[int, int], received: Mapping[int, int], who: str) -> None:
+        """Raise RunError, naming the tensors, where what was received differs."""
+        buckets = self._plans[target].buckets
+        if wrong := [bucket for bucket in buckets if bucket.id in sent and sent[bucket.id] != received.get(bucket.id)]:
             names = "; ".join(f"bucket {bucket.id} ({', '.join(bucket.names)})" for bucket in wrong)
             raise RunError(f"In phase 'reshard', the weights that {who} received differ from those sent: {names}.")

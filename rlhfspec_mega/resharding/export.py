@@ -1,8 +1,8 @@
-"""One actor rank's side of resharding: Megatron shards become full Hugging Face tensors, bucket by bucket."""
+"""One actor rank's side of resharding: its Megatron shards, or full tensors that it holds, leave bucket by bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -91,3 +91,18 @@ class WeightExporter:
             self._last.clear()
             self._last_names = mapped.hf_names  # also if merging fails here: the other ranks do not gather it again
             self._last.update(merge_parameter(mapped, self._actor.shape) or {})
+
+
+def send_tensors(tensors: Mapping[str, torch.Tensor], buckets: Sequence[Bucket], sender: Sender) -> dict[int, int]:
+    """Send buckets of full tensors, which this rank holds, in order; {bucket id: checksum}.
+
+    Raises RunError when the transport failed or a tensor is not there.
+    """
+    device = next(iter(tensors.values())).device
+    buffer = torch.empty(max(bucket.bytes for bucket in buckets), dtype=torch.uint8, device=device)
+    sums: dict[int, int] = {}
+    for bucket in buckets:
+        flat = pack(bucket, ((name, tensors[name]) for name in bucket.names), buffer)
+        sums[bucket.id] = checksum(flat)
+        sender.send(bucket, flat)
+    return sums

@@ -7,18 +7,23 @@ from collections.abc import Sequence
 from rlhfspec_mega.resharding.buckets import Bucket, checksum, unpack
 from rlhfspec_mega.resharding.transport import Receiver
 from rlhfspec_mega.rollout.protocol import RolloutEngine
-from rlhfspec_mega.types import TensorInfo
+from rlhfspec_mega.types import TensorInfo, WeightTarget
 
 
 def receive_weights(
-    engine: RolloutEngine, receiver: Receiver, version: int, tensors: Sequence[TensorInfo], buckets: Sequence[Bucket]
+    engine: RolloutEngine,
+    receiver: Receiver,
+    version: int,
+    tensors: Sequence[TensorInfo],
+    buckets: Sequence[Bucket],
+    target: WeightTarget,
 ) -> dict[int, int]:
     """Load all buckets into an engine; the weights go live only with its `end_update`, after the sums were compared.
 
     Returns:
         {bucket id: checksum of what arrived}.
     """
-    engine.begin_update(version, tensors)
+    engine.begin_update(version, tensors, target)
     sums: dict[int, int] = {}
     for bucket in buckets:
         data = receiver.receive(bucket)

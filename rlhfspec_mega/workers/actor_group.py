@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec_mega.actor.checkpoint_files import FileSum
+from rlhfspec_mega.actor.draft_learning import DraftLearning
 from rlhfspec_mega.algorithm.microbatch import MicroBatch, TokenLoss, TrainSequence, collate
 from rlhfspec_mega.algorithm.packing import micro_batches
 from rlhfspec_mega.cluster.interface import WorkerGroup
 from rlhfspec_mega.config.schema import ActorConfig
+from rlhfspec_mega.drafting.trainer import RefreshReport
 from rlhfspec_mega.errors import CheckpointError, RunError
 
 
@@ -50,6 +52,19 @@ class ActorGroup:
         """One optimizer step on all sequences; see Actor.update for the metrics."""
         arguments = [(batches, loss, metrics) for batches in self._batches(sequences)]
         return self._group.scatter("update", arguments, "update")[0]
+
+    def start_draft(self, path: Path, learning: DraftLearning | None) -> None:
+        """Hold a draft from its directory beside the actor.
+
+        Args:
+            learning: how it learns from every log-prob pass of the actor from now on; None: not at all.
+        """
+        self._group.call("start_draft", path, learning, phase="start draft")
+
+    def refresh_draft(self, *, steps: int | None, seconds: float | None) -> RefreshReport:
+        """Train the draft on what it has kept, by count or by time."""
+        reports = self._group.call("refresh_draft", steps, seconds, phase="draft")
+        return next(report for report in reports if report is not None)
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must have in common with this actor to be loaded, as JSON."""

@@ -1,0 +1,137 @@
+"""Weights of a draft with their optimizer: one distillation step, and the measure that decides between two drafts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlhfspec_mega.drafting.agreement import agreement, expected_accepted
+from rlhfspec_mega.drafting.buffer import batches
+from rlhfspec_mega.drafting.example import DraftBatch, DraftExample, make_batch
+from rlhfspec_mega.drafting.training import DraftNetwork
+from rlhfspec_mega.models.draft_shape import DraftShape
+
+STEPS = 5  # of training-time test
+_STEP_WEIGHT = 0.8  # of each step's loss, relative to the step before
+_CLIP = 1.0  # norm of the gradient
+_MEASURED_TOKENS = 8192  # of one batch of the measure
+_WEIGHT, _MOMENTS, _TAKEN = "weight.", ("exp_avg", "exp_avg_sq"), "steps_taken"
+_MEASURED_TOP = 32  # choices of the target that the measure sums over
+
+
+class Target:
+    """What a draft imitates: the target's embedding and the rows of its head.
+
+    Args:
+        embedding, head: [vocab, hidden].
+        target_ids: int64 [draft vocabulary]; None: the whole vocabulary.
+    """
+
+    def __init__(self, embedding: Tensor, head: Tensor, target_ids: Tensor | None, temperature: float):
+        self.embedding = embedding.detach().float().clone()
+        self._head, self._ids = head.detach().float().clone(), target_ids
+        self.temperature = temperature
+
+    @property
+    def draft_head(self) -> Tensor:
+        """The rows of the draft's vocabulary."""
+        return self._head if self._ids is None else self._head[self._ids]
+
+    def probabilities(self, states: Tensor) -> Tensor:
+        """Of the draft's vocabulary, float32 [C, draft vocabulary]; the rest of the mass lies outside it.
+
+        A greedy target is imitated, and measured by its choice, at temperature 1.
+        """
+        p = F.linear(states, self._head).div_(self.temperature or 1.0).softmax(dim=-1)
+        return p if self._ids is None else p[:, self._ids]
+
+
+class DraftLearner:
+    """AdamW on a draft's float32 weights.
+
+    Args:
+        weights: by DraftModel.tensors() names.
+    """
+
+    def __init__(self, shape: DraftShape, weights: Mapping[str, Tensor], learning_rate: float):
+        self.weights = {name: tensor.detach().float().clone().requires_grad_() for name, tensor in weights.items()}
+        self.optimizer = torch.optim.AdamW(self.weights.values(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self._shape = shape
+
+    def step(self, target: Target, batch: DraftBatch) -> float:
+        """One update towards the target's distributions; the loss per predicted token of the first step."""
+        network = DraftNetwork(self._shape, self.weights, target.embedding)
+        wanted = target.probabilities(batch.states)
+        temperature = target.temperature or 1.0
+        losses = []
+        for prediction in network.unroll(batch, STEPS):
+            log_q = (prediction.logits / temperature).log_softmax(dim=-1)
+            losses.append(-(wanted[prediction.cells] * log_q).sum() / len(wanted))
+        loss = torch.stack([_STEP_WEIGHT**step * part for step, part in enumerate(losses)]).sum()
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(list(self.weights.values()), _CLIP)
+        self.optimizer.step()
+        return float(losses[0].detach())
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of weights and moments, flat, and the number of steps taken."""
+        state, steps = {}, torch.zeros(())
+        for name, weight in self.weights.items():
+            moments = self.optimizer.state.get(weight, {})
+            steps = moments.get("step", steps)
+            state[f"{_WEIGHT}{name}"] = weight.detach().clone()
+            for moment in _MOMENTS:
+                state[f"{moment}.{name}"] = moments.get(moment, torch.zeros_like(weight)).detach().clone()
+        return state | {_TAKEN: steps.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state_dict` returned; it is copied."""
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.copy_(state[f"{_WEIGHT}{name}"])
+                moments = {moment: state[f"{moment}.{name}"].to(weight.device).clone() for moment in _MOMENTS}
+                self.optimizer.state[weight] = {"step": state[_TAKEN].cpu().clone(), **moments}
+
+    def accepted(self, target: Target, examples: Sequence[DraftExample]) -> float:
+        """Mean over the response tokens of `examples` of the expected accepted length of a chain of STEPS tokens."""
+        return float(accepted_by_depth(self._shape, self.weights, target, examples, STEPS)[-1])
+
+
+def weights_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights, by DraftModel.tensors() names, in what DraftLearner.state_dict returned."""
+    return {name.removeprefix(_WEIGHT): tensor for name, tensor in state.items() if name.startswith(_WEIGHT)}
+
+
+@torch.no_grad()
+def accepted_by_depth(
+    shape: DraftShape, weights: Mapping[str, Tensor], target: Target, examples: Sequence[DraftExample], depth: int
+) -> Tensor:
+    """[depth]: mean over all response tokens of the expected accepted length of chains of 1 .. depth draft tokens."""
+    network = DraftNetwork(shape, weights, target.embedding)
+    total, count = torch.zeros(depth), 0
+    for chosen in batches(examples, _MEASURED_TOKENS, random.Random(0)):
+        batch = make_batch(chosen, target.embedding.device)
+        p = target.probabilities(batch.states)
+        agreements = torch.zeros(len(p), depth, device=p.device)
+        for step, prediction in enumerate(network.unroll(batch, depth)):
+            agreements[prediction.roots, step] = _agreement(p[prediction.cells], prediction.logits, target.temperature)
+        total += expected_accepted(agreements).sum(dim=0).cpu()
+        count += len(p)
+    return total / max(count, 1)
+
+
+def _agreement(p: Tensor, logits: Tensor, temperature: float) -> Tensor:
+    """Probability [N] that draft and target choose the same token; at temperature 0 whether they do."""
+    if temperature == 0:
+        best, outside = p.max(dim=-1), 1 - p.sum(dim=-1)
+        return ((best.indices == logits.argmax(dim=-1)) & (best.values >= outside)).float()
+    return agreement(p, (logits / temperature).softmax(dim=-1), _MEASURED_TOP)

@@ -1,0 +1,80 @@
+"""What an engine's worker knows of drafting: the policy under oversight, its models, and when they are made anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhfspec_mega.config.schema import DraftingConfig
+from rlhfspec_mega.models.draft_shape import DraftShape
+from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.planning.acceptance import AcceptanceModel
+from rlhfspec_mega.planning.cost import CostModel
+from rlhfspec_mega.planning.oversight import OverseenPolicy
+from rlhfspec_mega.planning.policies import make_policy
+from rlhfspec_mega.planning.tree import DraftingPolicy
+from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
+from rlhfspec_mega.rollout.torch_engine.profile import profile
+from rlhfspec_mega.types import DraftingTally
+
+
+class DraftingBrain:
+    """The cost and acceptance models of one engine and the policy that reads them.
+
+    Args:
+        deterministic: nothing depends on the clock or on earlier samples: costs are nominal, and an engine without
+            samples begins with untaught models, so that a share of samples decodes alike wherever it does.
+        state: from `state_dict`; None: costs are measured before the first sample.
+
+    Attributes:
+        policy: what the engine decides by.
+    """
+
+    def __init__(
+        self,
+        config: DraftingConfig,
+        shape: ModelShape,
+        draft: DraftShape,
+        seed: int,
+        deterministic: bool,
+        state: dict[str, Any] | None,
+    ) -> None:
+        self._config, self._sizes, self._seed = config, (shape.parameters, draft.parameters), seed
+        self._deterministic = deterministic
+        self._measured = deterministic or state is not None
+        self._set_models()
+        if state is not None and not deterministic:
+            self._cost.load_state_dict(state["cost"])
+            self._acceptance.load_state_dict(state["acceptance"])
+        self.policy = OverseenPolicy(self._decide(), config.collapse_ratio)
+
+    def _set_models(self) -> None:
+        self._cost = CostModel.nominal(*self._sizes) if self._deterministic else CostModel()
+        self._acceptance = AcceptanceModel()
+
+    def _decide(self) -> DraftingPolicy:
+        policy = make_policy(self._config, self._acceptance, self._cost, self._seed)
+        assert policy is not None, "an engine with a draft has a drafting policy"
+        return policy
+
+    def prepare(self, engine: TorchEngine) -> None:
+        """Before samples come: measure costs, once, or forget what earlier samples have taught."""
+        if not engine.idle:
+            return
+        if not self._measured:
+            self._measured = True
+            self._cost.fit(profile(engine))
+        elif self._deterministic:
+            self._set_models()
+            self.policy.begin_anew(self._decide())
+
+    def take_tally(self) -> DraftingTally:
+        """What was done since the last call, with how well it had been predicted."""
+        tally, report = self.policy.take_tally(), self._acceptance.report()
+        if report.observations:
+            tally.calibration_error = report.calibration_error
+            tally.predicted_accepted, tally.realised_accepted = report.recent_predicted, report.recent_realised
+        return tally
+
+    def state_dict(self) -> dict[str, Any]:
+        """Costs and acceptance as JSON."""
+        return {"cost": self._cost.state_dict(), "acceptance": self._acceptance.state_dict()}

@@ -1,0 +1,87 @@
+"""Make a first EAGLE-3 draft of a Hugging Face model, from its own samples.
+
+    python -m tools.train_draft --model DIR --out DRAFT --prompts prompts.jsonl --samples 4096 --draft-vocab 32000
+
+DRAFT is a directory that SGLang loads, too; a run takes it with drafting.path=DRAFT. Without --prompts the built-in
+task's are used. All samples are held in memory with their hidden states: 4 * hidden size numbers per token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rlhfspec_mega.errors import RunError, UserError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory of the target")
+    parser.add_argument("--out", type=Path, required=True, help="where the draft is written")
+    parser.add_argument("--prompts", help="JSONL or Parquet file of prompts; default: the built-in task's")
+    parser.add_argument("--prompt-column", default="question")
+    parser.add_argument("--chat-template", action="store_true", help="prompts are user messages")
+    parser.add_argument("--samples", type=int, default=4096, help="sampled responses (default 4096)")
+    parser.add_argument("--members", type=int, default=2, help="responses to one prompt (default 2)")
+    parser.add_argument("--max-new-tokens", type=int, default=320)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--steps", type=int, default=1200, help="training steps (default 1200)")
+    parser.add_argument("--batch-tokens", type=int, default=512, help="tokens of a training step (default 512)")
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--draft-vocab", type=int, help="most frequent tokens that the draft knows (default: all)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
+    arguments = parser.parse_args()
+    try:
+        train_draft(arguments)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except RunError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def train_draft(arguments: argparse.Namespace) -> None:
+    """Raises UserError for a bad model, prompts, numbers or output directory."""
+    for name in ("samples", "members", "max_new_tokens", "steps", "batch_tokens", "learning_rate", "temperature"):
+        if getattr(arguments, name) <= 0:
+            raise UserError(f"--{name.replace('_', '-')} must be above 0.")
+    if arguments.draft_vocab is not None and arguments.draft_vocab < 1:
+        raise UserError("--draft-vocab must be at least 1.")
+    from rlhfspec_mega.config.schema import DataConfig, RolloutConfig
+    from rlhfspec_mega.data.prompts import make_prompts
+    from rlhfspec_mega.data.tokenizer import load_tokenizer
+    from rlhfspec_mega.first_draft import DraftRecipe, make_draft
+    from rlhfspec_mega.generation import stop_tokens
+    from rlhfspec_mega.observe.console import Console
+
+    recipe = DraftRecipe(
+        prompts=-(-arguments.samples // arguments.members),
+        members=arguments.members,
+        temperature=arguments.temperature,
+        max_new_tokens=arguments.max_new_tokens,
+        steps=arguments.steps,
+        learning_rate=arguments.learning_rate,
+        batch_tokens=arguments.batch_tokens,
+        draft_vocab=arguments.draft_vocab,
+    )
+    tokenizer = load_tokenizer(arguments.model)
+    data = DataConfig(
+        kind="files" if arguments.prompts else "chain_sums",
+        train=[arguments.prompts] if arguments.prompts else [],
+        prompt_column=arguments.prompt_column,
+        answer_column=arguments.prompt_column,  # no answers are needed
+        chat_template=arguments.chat_template,
+    )
+    stream, _ = make_prompts(data, tokenizer, RolloutConfig.max_prompt_tokens, 0, seed=recipe.seed)
+    prompts = [prompt.tokens for prompt in stream.next_batch(recipe.prompts)]
+    with Console(recipe.steps) as console:
+        stops = stop_tokens(tokenizer, arguments.model)
+        make_draft(arguments.model, arguments.out, prompts, stops, recipe, console, arguments.device)
+        console.note(f"The draft is in {arguments.out}: use it with drafting.path={arguments.out}.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
