@@ -20,7 +20,6 @@ from rlhfspec_mega.drafting.collect import collect_examples
 from rlhfspec_mega.drafting.example import make_batch
 from rlhfspec_mega.drafting.initialize import initial_draft
 from rlhfspec_mega.drafting.learner import STEPS, DraftLearner, Target
-from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.generation import stop_tokens
 from rlhfspec_mega.models.draft_directory import write_draft
 from rlhfspec_mega.models.draft_shape import DraftShape, draft_shape
@@ -69,15 +68,7 @@ RECIPES = {"small": DraftRecipe(steps=800, learning_rate=2e-3)}  # others: the d
 
 
 def first_draft(config: RunConfig, model: Path, console: Console) -> Path:
-    """The directory of the draft of a model made here, from the cache or made now.
-
-    Raises UserError for a model that was not made here: its draft is made beforehand, from prompts of its own use.
-    """
-    if config.model.path is not None:
-        raise UserError(
-            f"{model} has no draft yet: make one with python -m tools.train_draft --model {model} --out DIR and set "
-            "drafting.path=DIR, or decode without drafting=off."
-        )
+    """The directory of the draft of a model made here, from the cache or made now."""
     recipe = RECIPES.get(config.model.name, DraftRecipe())
     key = hashlib.sha256(repr((_RECIPE_VERSION, model.name, asdict(recipe))).encode()).hexdigest()[:10]
     directory = cache_root(config) / f"{config.model.name}-draft-{key}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec_mega.config.checks import notes
+from rlhfspec_mega.config.drafting import drafts
 from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.config.output_dir import output_dir
 from rlhfspec_mega.config.schema import RunConfig
@@ -104,10 +105,9 @@ def started(config: RunConfig) -> Iterator[Run]:
 
 def start_draft(config: RunConfig, model: Path, console: Console) -> Path | None:
     """The directory of the draft to start from, made now if the model was made here; None without drafting."""
-    drafting = config.drafting
-    if drafting.policy == "off":
+    if not drafts(config):
         return None
-    return Path(drafting.path or first_draft(config, model, console))
+    return Path(config.drafting.path or first_draft(config, model, console))
 
 
 def load_start(system: System, model: Path) -> None:

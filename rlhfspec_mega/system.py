@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from rlhfspec_mega.actor.draft_learning import DraftLearning
 from rlhfspec_mega.actor.rendezvous import Rendezvous
@@ -29,6 +31,7 @@ from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.types import WeightTarget
 from rlhfspec_mega.workers.actor_group import ActorGroup
 
+DRAFTING_FILE = "drafting.json"
 SETTLE_SECONDS = 10.0  # how long an engine may take to come back from a call when the actor has died
 _PAUSE_SECONDS = 0.1
 
@@ -64,6 +67,7 @@ class System:
     ) -> None:
         self._config, self._sizes, self._shape, self._draft = config, sizes, shape, draft
         self._total_updates, self._with_engines = total_updates, with_engines
+        self._drafting_file = run_dir / DRAFTING_FILE
         self._device = device_type(config.cluster)
         self._places = place(config.placement.mode, sizes.devices, sizes.actor_ranks, sizes.engines)
         self._cluster = make_cluster(config.cluster, run_dir / "logs", self._places, use_gpus=self._device == "cuda")
@@ -163,6 +167,7 @@ class System:
         }
         if self._draft is not None:
             arguments |= {"draft": self._draft, "drafting": self._config.drafting, "seed": self._config.seed}
+            arguments["drafting_state"] = self._load_drafting() if self._config.trainer.resume else None
         return [
             WorkerSpec("rlhfspec_mega.workers.engine.TorchEngineWorker", arguments, devices=(device,))
             for device in self._places[ENGINE]
@@ -193,6 +198,26 @@ class System:
         if report.kept:
             self._draft_changed()
         return report
+
+    def save_drafting(self) -> None:
+        """Write what an engine has learnt of costs and acceptance beside the run's results, for a resumed run."""
+        serving = self._engines.serving()[:1]
+        if self._draft is None or not serving:
+            return
+        call = self._engines.start(serving[0], "drafting_state")
+        self._cluster.wait([call], "checkpoint", check=False)
+        if not call.dead:
+            text = json.dumps(call.result()) + "\n"
+            partial = self._drafting_file.with_suffix(".partial")
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(self._drafting_file)
+
+    def _load_drafting(self) -> dict[str, Any] | None:
+        """What an earlier run of this directory has learnt; a file that cannot be read is as good as none."""
+        try:
+            return json.loads(self._drafting_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
 
     def _draft_changed(self) -> None:
         self._draft_version += 1

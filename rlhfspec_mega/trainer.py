@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlhfspec_mega import checkpoints, learning
+from rlhfspec_mega.config.drafting import drafts
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.errors import CheckpointError, Stopped, WorkerDied
 from rlhfspec_mega.ledger import Purpose
@@ -79,7 +80,7 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
         metrics |= learning.update(actor, samples, run.sizes.samples_per_update, algorithm)
     run.ledger.advance([sample.sample_id for sample in samples], SampleState.TRAINED)
     run.ledger.settle(step, Purpose.TRAIN)
-    if run.config.drafting.policy != "off" and is_due(step + 1, run.config.drafting.refresh_every):
+    if drafts(run.config) and is_due(step + 1, run.config.drafting.refresh_every):
         with phases.measure("draft"):
             metrics |= refresh_draft(run)
     with phases.measure("reshard"):
@@ -139,6 +140,7 @@ def save(run: Run, step: int) -> None:
     with run.phases.measure("checkpoint"):
         keep = run.config.trainer.keep_checkpoints
         checkpoints.save(run.directory, step, run.system.actor, driver_state(run), keep)
+        run.system.save_drafting()
 
 
 def is_due(step: int, every: int) -> bool:

@@ -7,7 +7,7 @@ import re
 from operator import attrgetter
 from pathlib import Path
 
-from rlhfspec_mega.config.drafting import check_drafting, idle_drafting
+from rlhfspec_mega.config.drafting import check_drafting, drafting_note, idle_drafting
 from rlhfspec_mega.config.hardware import cpu_has_fast_bf16, device_type, gpu_memory, host_memory
 from rlhfspec_mega.config.model_shape import BYTE_VOCABULARY, model_shape
 from rlhfspec_mega.config.output_dir import check_output_dir
@@ -61,6 +61,8 @@ def notes(config: RunConfig) -> list[str]:
         found.append("This CPU has no bf16 instructions, so bfloat16 is many times slower here than float32.")
     if config.data.kind == "files" and config.model.path is None:
         found.append(f"Model {config.model.name} is warmed up on chain sums only: data of yours may be beyond it.")
+    if note := drafting_note(config):
+        found.append(note)
     trainer = config.trainer
     if trainer.checkpoint_every == 0 and (trainer.steps > LONG_RUN or config.model.path is not None):
         found.append(

@@ -42,21 +42,32 @@ def idle_drafting(config: RunConfig) -> dict[str, tuple[bool, str]]:
     return {f"drafting.{name}": entry for name, entry in idle.items()}
 
 
+def drafts(config: RunConfig) -> bool:
+    """Whether engines decode speculatively: there is a policy and a draft, given or made along with the model."""
+    drafting = config.drafting
+    return drafting.policy != "off" and (drafting.path is not None or config.model.path is None)
+
+
+def drafting_note(config: RunConfig) -> str | None:
+    """What to say at the start of a run that would draft if it had a draft."""
+    if config.drafting.policy == "off" or drafts(config):
+        return None
+    return (
+        f"The model in {config.model.path} has no draft: this run decodes plainly. For speculative decoding make one, "
+        f"python -m tools.train_draft --model {config.model.path} --out DIR, and add drafting.path=DIR."
+    )
+
+
 def check_drafting(config: RunConfig) -> None:
     """Refuse a drafting policy that cannot run.
 
     Raises:
-        UserError: no draft for the model, tiers or arms that make no sense, or a policy that needs the clock in a
-            deterministic run.
+        UserError: no draft in the directory given, tiers or arms that make no sense, or a policy that needs the clock
+            in a deterministic run.
     """
     drafting = config.drafting
     if drafting.policy == "off":
         return
-    if drafting.path is None and config.model.path is not None:
-        raise UserError(
-            f"drafting={drafting.policy} needs a draft for the model in {config.model.path}: train one with "
-            "tools/train_draft.py and add drafting.path=DIR, or use drafting=off."
-        )
     if drafting.path is not None and not (Path(drafting.path) / "config.json").is_file():
         raise UserError(f"drafting.path={drafting.path} holds no config.json: give the directory of a draft.")
     if drafting.policy == "ema_tiers":

@@ -108,7 +108,7 @@ class RolloutConfig:
 class DraftingConfig:
     """Speculative decoding: how much to draft, and how the draft is kept fresh. A policy reads only what names it."""
 
-    policy: str = "off"  # off | adaptive | uniform | fixed | ema_tiers | bandit
+    policy: str = "adaptive"  # off | adaptive | uniform | fixed | ema_tiers | bandit
     path: str | None = None  # directory of a draft; null: made along with a model made here
     max_depth: int = 8  # adaptive: layers
     max_tokens: int = 32  # adaptive, uniform: draft tokens of a sample

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from rlhfspec_mega.types import TALLY_EDGES, DraftingTally
@@ -10,7 +11,7 @@ from rlhfspec_mega.types import TALLY_EDGES, DraftingTally
 PREFIX = "drafting/"  # sums, from which a summary is made
 BY_VERIFIED = [
     *("0", "1", "2"),
-    *(f"{low + 1}-{high}" for low, high in zip(TALLY_EDGES[2:], TALLY_EDGES[3:], strict=False)),
+    *(f"{low + 1}-{high}" for low, high in pairwise(TALLY_EDGES[2:])),
     f"over {TALLY_EDGES[-1]}",
 ]
 _SUMS = ("sample_steps", "drafted_sample_steps", "verified", "accepted", "paired_seconds", "paired_plain_seconds")
