@@ -101,20 +101,26 @@ class Bench:
         return seconds
 
     def requests(self, scenario: Scenario, repeat: int) -> list[GenerationRequest]:
-        """The samples of a scenario, longest first spread over the prompts of the repeat."""
-        first = repeat * len(scenario.lengths)
+        """The samples of a scenario; prompts are drawn for the repeat.
+
+        Long samples get long prompts, whose answers have much working: a forced length is then seldom beyond the
+        answer, where the model says nothing that it was taught.
+        """
+        draws = np.random.default_rng(repeat).permutation(len(self._prompts))[: 2 * len(scenario.lengths)]
+        prompts = sorted((self._prompts[draw] for draw in draws), key=len, reverse=True)
+        lengths = sorted(scenario.lengths, reverse=True)
         return [
             GenerationRequest(
                 sample_id=f"{repeat}.{number}",
                 group_id=f"{repeat}.{number}",
-                prompt_tokens=self._prompts[(first + number) % len(self._prompts)],
+                prompt_tokens=prompts[number],
                 seed=sample_seed(23, repeat, number, 0),
                 max_new_tokens=length,
                 temperature=scenario.temperature,
                 stop_tokens=(self._target.tokenizer.eos_token_id,),
                 ignore_stop=True,
             )
-            for number, length in enumerate(scenario.lengths)
+            for number, length in enumerate(lengths)
         ]
 
     def _engine(self, positions: int, draft: Path | None) -> TorchEngine:
