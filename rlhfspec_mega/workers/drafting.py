@@ -62,7 +62,8 @@ class DraftingBrain:
             return
         if not self._measured:
             self._measured = True
-            self._cost.fit(profile(engine))
+            if costs := profile(engine):
+                self._cost.fit(costs)
         elif self._deterministic:
             self._set_models()
             self.policy.begin_anew(self._decide())

@@ -76,29 +76,23 @@ def profile(engine: TorchEngine, seconds: float = SECONDS) -> list[StepCost]:
 
 
 def _measure(engine: TorchEngine, script: ScriptedPolicy, size: int, length: int, deadline: float) -> list[StepCost]:
-    tokens = REPEATS * (script.max_depth + 1) * len(SHAPES)
-    length = min(length, engine.max_positions - tokens)
-    if length < 2:
-        return []
-    prompt = tuple(int(token) for token in np.arange(length) % engine.vocab_size)
+    tokens = REPEATS * (script.max_depth + 1)
+    prompt = tuple(range(max(2, min(length, engine.max_positions - tokens))))
+    prompt = tuple(token % engine.vocab_size for token in prompt)
+    tokens = min(tokens, engine.max_positions - len(prompt))
     requests = [
         GenerationRequest(f"profile.{i}", "profile", prompt, seed=i, max_new_tokens=tokens) for i in range(size)
     ]
-    engine.submit(requests)
-    script.shape = SHAPES[0]
-    while engine.load().running < size:
-        engine.poll(0)
     found = []
-    for shape in SHAPES:
-        script.shape = shape
+    for script.shape in SHAPES:
         script.costs.clear()
-        for _ in range(REPEATS):
-            if time.monotonic() < deadline:
-                engine.poll(0)
+        engine.submit(requests)
+        while not engine.idle and len(script.costs) < REPEATS and time.monotonic() < deadline:
+            engine.poll(0)
+        engine.clear()
         whole = [cost for cost in script.costs if cost.batch == size]
         if whole:
             found.append(sorted(whole, key=lambda cost: cost.draft_seconds + cost.verify_seconds)[len(whole) // 2])
-    engine.clear()
     return found
 
 
