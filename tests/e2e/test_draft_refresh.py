@@ -28,17 +28,16 @@ def draft(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+DETERMINISTIC = (
+    *("actor.tensor_parallel=1", "actor.pipeline_parallel=2", "rollout.engines=1", "trainer.prompts_per_step=4"),
+    *("trainer.deterministic=true", "trainer.checkpoint_every=1", f"trainer.keep_checkpoints={STEPS}"),
+)
+
+
 def options(model: Path, draft: Path, output: Path, name: str, *more: str) -> list[str]:
     """A refresh after every step; eight samples a step, of which one is held out."""
-    return small_run(
-        model,
-        output,
-        name,
-        *("actor.tensor_parallel=1", "actor.pipeline_parallel=2", "rollout.engines=1", "trainer.prompts_per_step=4"),
-        *("trainer.deterministic=true", "trainer.checkpoint_every=1", f"trainer.keep_checkpoints={STEPS}"),
-        *("drafting=adaptive", f"drafting.path={draft}", "drafting.refresh_every=1", "drafting.refresh_steps=6"),
-        *more,
-    )
+    drafting = ("drafting=adaptive", f"drafting.path={draft}", "drafting.refresh_every=1", "drafting.refresh_steps=6")
+    return small_run(model, output, name, *DETERMINISTIC, *drafting, *more)
 
 
 def saved_draft(run: Path, step: int) -> dict[str, torch.Tensor]:
@@ -63,6 +62,23 @@ def test_a_draft_is_kept_exactly_when_it_got_better(whole: Path, draft: Path) ->
     weights = [load_file(draft / "model.safetensors")[name]]
     weights += [saved_draft(whole, step + 1)[f"weight.{name}"] for step in range(STEPS)]
     assert [not torch.equal(old, new) for old, new in pairwise(weights)] == better
+
+
+def test_training_is_that_of_plain_decoding(whole: Path, model: Path, tmp_path: Path) -> None:
+    """Every figure of training, to the last bit; of the engines' own log-probs only the tokens they belong to."""
+    result = train(*small_run(model, tmp_path, "plain", *DETERMINISTIC, "drafting=off"))
+    assert result.returncode == 0, result.stderr
+    plain = timeless(tmp_path / "plain")
+    engines_own = ("logprob_difference_mean", "logprob_difference_max")
+    assert len(plain) > STEPS
+    for drafted, row in zip(timeless(whole), plain, strict=True):
+        compared = row.keys() - set(engines_own)
+        assert {name: drafted[name] for name in compared} == {name: row[name] for name in compared}
+    tokens = [
+        [json.loads(line)["response_tokens"] for line in (run / "rollouts.jsonl").read_text().splitlines()]
+        for run in (whole, tmp_path / "plain")
+    ]
+    assert tokens[0] == tokens[1] and tokens[0]
 
 
 def test_a_stopped_and_disturbed_run_has_the_same_draft_bit_for_bit(

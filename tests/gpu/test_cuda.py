@@ -14,6 +14,7 @@ import transformers
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.config.schema import ActorConfig, OptimizerConfig
+from rlhfspec_mega.models.draft_shape import draft_shape
 from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
 from rlhfspec_mega.models.initialize import initial_tensors
 from rlhfspec_mega.models.mapping import mapping_for
@@ -26,6 +27,8 @@ from tests.contract.test_megatron_parity import relative_error as relative
 from tests.e2e.conftest import make_model, small_run, train
 from tests.megatron_probe import start_probes
 from tests.near_tie import assert_same
+from tests.random_trees import RandomTrees
+from tests.unit.test_speculation import draft_weights, send_draft
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CONFIG = ActorConfig(tensor_parallel=1, optimizer=OptimizerConfig(lr=1e-2, eps=1.0))  # eps: updates follow the gradient
@@ -80,10 +83,15 @@ def test_a_whole_run_on_one_gpu(tmp_path: Path) -> None:
     assert (tmp_path / "gpu" / "summary.json").is_file()
 
 
-def engine(shape: ModelShape, weights: dict[str, torch.Tensor], device: str, slots: int, dtype: str) -> TorchEngine:
+def engine(
+    shape: ModelShape, weights: dict[str, torch.Tensor], device: str, slots: int, dtype: str, drafts: bool = False
+) -> TorchEngine:
+    given: dict[str, Any] = {"draft": draft_shape(shape), "policy": RandomTrees(0)} if drafts else {}
     made = TorchEngine(
-        shape, slots=slots, max_positions=600, prefill_chunk=256, dtype=getattr(torch, dtype), device=device
+        shape, slots=slots, max_positions=600, prefill_chunk=256, dtype=getattr(torch, dtype), device=device, **given
     )
+    if drafts:
+        send_draft(made, draft_weights(draft_shape(shape)))
     made.begin_update(0, mapping_for(shape.architecture).hf_tensors(shape))
     made.update_weights([(name, 0, tensor.flatten()) for name, tensor in weights.items()])
     made.end_update(0)
@@ -107,11 +115,13 @@ def finish(made: TorchEngine, wanted: list[GenerationRequest]) -> dict[str, Gene
     return results
 
 
-def test_engine_gives_the_tokens_of_the_cpu(models: dict) -> None:
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "random trees"])
+def test_engine_gives_the_tokens_of_the_cpu(models: dict, drafts: bool) -> None:
     shape, reader = read_shape(models["llama"]), HfWeights(models["llama"])
     weights = {name: reader.get(name) for name in reader.names()}
     wanted = requests(16, 40, shape.vocab_size)
-    on_gpu, on_cpu = (finish(engine(shape, weights, device, 8, "float32"), wanted) for device in ("cuda", "cpu"))
+    on_gpu = finish(engine(shape, weights, "cuda", 8, "float32", drafts), wanted)
+    on_cpu = finish(engine(shape, weights, "cpu", 8, "float32"), wanted)
     net = transformers.AutoModelForCausalLM.from_pretrained(models["llama"], dtype=torch.float64)
 
     def judge(tokens: list[int]) -> torch.Tensor:

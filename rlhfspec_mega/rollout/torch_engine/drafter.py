@@ -144,7 +144,8 @@ class Drafter:
             above = _extended(above[sources], columns)
             rows, parents = tree.rows[nodes], nodes
             used[: batch.size] += np.bincount(rows, minlength=batch.size)
-            states = self._draft_from(grown, nodes, columns, above, states[torch.from_numpy(sources)], batch.size)
+            parents_states = states[torch.from_numpy(sources).to(states.device)]
+            states = self._draft_from(grown, nodes, columns, above, parents_states, batch.size)
             grown.drafted += len(nodes)
 
     def _add_layer(
