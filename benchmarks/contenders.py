@@ -32,16 +32,14 @@ class Contender:
 
 def contenders(quick: bool) -> list[Contender]:
     """All settings of all families; fewer of them for a quick run."""
-    fixed = ((2, 2), (4, 4), (8, 6)) if quick else ((1, 1), (2, 2), (3, 3), (4, 4), (6, 6), (8, 4), (8, 8), (16, 6))
-    depths = (4,) if quick else (3, 6)
+    fixed = ((2, 2), (4, 4), (8, 6)) if quick else ((1, 1), (2, 2), (4, 4), (6, 6), (8, 8), (16, 6))
+    depths = (4,) if quick else (2, 6)
     tiers: dict[str, Mapping[int, tuple[int, ...]] | None] = {"published": None}
     tiers["shallow"] = {1: (1, 2, 4), 8: (0, 1, 2), 32: (0, 1)}
-    if not quick:
-        tiers["deep"] = {1: (2, 4, 6), 8: (1, 2, 4), 32: (0, 1, 2)}
     arms = {"deep": ((3, 1, 3), (4, 2, 6), (6, 4, 16)), "shallow": ((1, 1, 1), (2, 1, 2), (4, 1, 4), (4, 2, 8))}
     found = [Contender(OFF, OFF, None), Contender("adaptive w4 d8", ADAPTIVE, lambda a, c: Adaptive(a, c, 4, 8, 32))]
     if not quick:
-        found.append(Contender("adaptive w2 d6", ADAPTIVE, lambda a, c: Adaptive(a, c, 2, 6, 32)))
+        found.append(Contender("adaptive w1 d6", ADAPTIVE, lambda a, c: Adaptive(a, c, 1, 6, 32)))
     for depth in depths:
         found.append(Contender(f"uniform d{depth}", UNIFORM, _bind(Uniform, 4, depth, 32)))
     for nodes, depth in fixed:

@@ -1,15 +1,14 @@
-"""Statistics of benchmarks: interleaved repeats, selection and judgement on different ones, intervals of ratios.
+"""Statistics of benchmarks: interleaved repeats and intervals of ratios.
 
 All variants run in one process, in an order that is rotated from repeat to repeat, so that drifts of the machine fall
-on all alike. Settings are selected on odd repeats and judged on even ones (repeats count from 1): the best of many
-noisy settings looks better on the repeats it was chosen on than it is.
+on all alike.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,28 +49,6 @@ def interleaved(variants: Mapping[str, Callable[[], float]], repeats: int, warm_
             if repeat >= 0:
                 found[name].append(measured)
     return found
-
-
-def odd(times: Times) -> dict[str, list[float]]:
-    """The first, third, ... repeat of each variant: those to select on."""
-    return {name: list(values[::2]) for name, values in times.items()}
-
-
-def even(times: Times) -> dict[str, list[float]]:
-    """The second, fourth, ... repeat of each variant: those to judge on."""
-    return {name: list(values[1::2]) for name, values in times.items()}
-
-
-def select(times: Times, candidates: Iterable[str]) -> str:
-    """The candidate of the least median time over odd repeats; the first of equals."""
-    selecting = odd(times)
-    return min(candidates, key=lambda name: statistics.median(selecting[name]))
-
-
-def judged_ratio(times: Times, baseline: str, ours: str) -> Interval:
-    """`ratio_interval` of time(baseline) / time(ours) over even repeats: above 1, ours is quicker."""
-    judging = even(times)
-    return ratio_interval(judging[baseline], judging[ours])
 
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:

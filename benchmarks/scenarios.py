@@ -59,8 +59,15 @@ def decay_scenario(name: str, samples: int) -> Scenario:
 class Bench:
     """A plain engine and one with the draft, and the policies' own models of cost and acceptance."""
 
-    def __init__(self, target: Target, draft: Path, prompts: Sequence[tuple[int, ...]]) -> None:
-        self._target, self._prompts = target, prompts
+    def __init__(
+        self,
+        target: Target,
+        draft: Path,
+        prompts: Sequence[tuple[int, ...]],
+        device: str = "cpu",
+        dtype: str = "float32",
+    ) -> None:
+        self._target, self._prompts, self._device, self._dtype = target, prompts, device, getattr(torch, dtype)
         self.prompt_length = sum(map(len, prompts)) // len(prompts)
         positions = max(map(len, prompts)) + LONGEST
         self._plain = self._engine(positions, None)
@@ -133,8 +140,8 @@ class Bench:
             slots=SLOTS,
             max_positions=positions,
             prefill_chunk=PREFILL_CHUNK,
-            dtype=torch.float32,
-            device="cpu",
+            dtype=self._dtype,
+            device=self._device,
             **given,
         )
         _send(engine, self._target.model.hf_tensors(), WeightTarget.ACTOR)

@@ -8,15 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.paired import (
-    even,
     interleaved,
-    judged_ratio,
     median_interval,
-    odd,
     quotient_of_ratios,
     ratio_interval,
     ratio_of_sums,
-    select,
 )
 from rlhfspec_mega.errors import UserError
 
@@ -36,14 +32,6 @@ def test_variants_are_interleaved_in_rotated_order():
     assert found == {"a": [4.0, 9.0, 11.0, 13.0], "b": [5.0, 7.0, 12.0, 14.0], "c": [6.0, 8.0, 10.0, 15.0]}
 
 
-def test_selection_sees_odd_repeats_only_and_judgement_even_ones_only():
-    times = {"off": [8.0, 6.0, 8.0, 6.0, 8.0], "x": [1.0, 3.0, 1.0, 3.0, 1.0], "y": [2.0, 1.0, 2.0, 1.0, 2.0]}
-    assert odd(times)["off"] == [8.0, 8.0, 8.0] and even(times)["off"] == [6.0, 6.0]
-    assert select(times, ["y", "x"]) == "x"  # y is quicker on the even repeats
-    assert judged_ratio(times, "off", "x").value == pytest.approx(2.0)
-
-
-# n -> rank of the lower order statistic of the 95% interval of a median (Hollander & Wolfe; Conover, table A3).
 @pytest.mark.parametrize(("count", "rank"), [(6, 1), (8, 1), (9, 2), (12, 3), (15, 4), (20, 6), (25, 8), (30, 10)])
 def test_order_statistics_of_the_sign_test(count: int, rank: int):
     values = [float(v) for v in np.random.default_rng(0).permutation(count) + 1]
