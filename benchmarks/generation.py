@@ -135,6 +135,7 @@ def judge_predictions(bench: Bench, scenarios: Sequence[Scenario]) -> dict[str, 
         for nodes in CHECKED:
             cost = bench.cost_model()
             policy = Fixed(AcceptanceModel(), cost, 4, 8, nodes)
+            policy.learns_cost = True  # what it does not read itself is judged here
             for repeat in range(2):
                 watched = Predicted(policy, cost)
                 bench.engine.policy = watched

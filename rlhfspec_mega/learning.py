@@ -36,13 +36,17 @@ def add_reference_logprobs(actor: ActorGroup, samples: Sequence[Sample]) -> None
         sample.reference_logprobs = logprobs
 
 
-def add_old_logprobs(actor: ActorGroup, samples: Sequence[Sample]) -> dict[str, float]:
+def add_old_logprobs(actor: ActorGroup, samples: Sequence[Sample], refresh_follows: bool) -> dict[str, float]:
     """Fill `old_logprobs` from the actor as it is before this step's updates.
+
+    Args:
+        refresh_follows: whether a draft learns from these samples before the next call.
 
     Returns:
         entropy per token, and how far the engine's log-probs of the same tokens lie from the actor's.
     """
-    found, entropy = actor.logprobs([_sequence(sample) for sample in samples], use_reference=False)
+    sequences = [_sequence(sample) for sample in samples]
+    found, entropy = actor.logprobs(sequences, use_reference=False, refresh_follows=refresh_follows)
     for sample, logprobs in zip(samples, found, strict=True):
         sample.old_logprobs = logprobs
     differences = torch.tensor(

@@ -21,7 +21,7 @@ from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.config.sizes import Sizes
 from rlhfspec_mega.drafting.trainer import RefreshReport
 from rlhfspec_mega.errors import RunError
-from rlhfspec_mega.models.draft_directory import draft_tensors, read_draft_shape
+from rlhfspec_mega.models.draft_directory import draft_tensors, load_target_ids, read_draft_shape, write_draft
 from rlhfspec_mega.models.hf_directory import write_directory
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
@@ -200,19 +200,22 @@ class System:
         return report
 
     def save_drafting(self) -> None:
-        """Write what an engine has learnt of costs and acceptance beside the run's results, for a resumed run."""
+        """Write what an engine has learnt of costs and acceptance beside the run's results, for a resumed run.
+
+        Raises OSError where it cannot be written.
+        """
         serving = self._engines.serving()[:1]
         if self._draft is None or not serving:
             return
         call = self._engines.start(serving[0], "drafting_state")
         self._cluster.wait([call], "checkpoint", check=False)
-        if not call.dead:
-            text = json.dumps(call.result()) + "\n"
+        state = None if call.dead else call.result()
+        if state is not None:
             partial = self._drafting_file.with_suffix(".partial")
-            partial.write_text(text, encoding="utf-8")
+            partial.write_text(json.dumps(state) + "\n", encoding="utf-8")
             partial.replace(self._drafting_file)
 
-    def _load_drafting(self) -> dict[str, Any] | None:
+    def _load_drafting(self) -> Any:
         """What an earlier run of this directory has learnt; a file that cannot be read is as good as none."""
         try:
             return json.loads(self._drafting_file.read_text(encoding="utf-8"))
@@ -272,6 +275,13 @@ class System:
         """Write the actor's weights as a Hugging Face directory, with the tokenizer of `source`."""
         assert self._resharder is not None
         write_directory(path, self._shape, self._resharder.stream(), source)
+
+    def export_draft(self, path: Path) -> None:
+        """Write the draft, as it is now, as a directory that drafting.path takes."""
+        assert self._resharder is not None and self._draft is not None
+        shape = read_draft_shape(self._draft, self._shape)
+        tensors = {name: tensor.clone() for name, tensor in self._resharder.stream(WeightTarget.DRAFT)}
+        write_draft(path, shape, tensors, load_target_ids(self._draft, shape))
 
     def _close_connections(self) -> None:
         if self._resharder is not None:

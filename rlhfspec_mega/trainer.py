@@ -73,14 +73,15 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
     if algorithm.kl_coef > 0:
         with phases.measure("reference"):
             learning.add_reference_logprobs(actor, samples)
+    refreshes = drafts(run.config) and is_due(step + 1, run.config.drafting.refresh_every)
     with phases.measure("logprobs"):
-        metrics = drafting_metrics(tallies) | learning.add_old_logprobs(actor, samples)
+        metrics = drafting_metrics(tallies) | learning.add_old_logprobs(actor, samples, refreshes)
     with phases.measure("update"):
         learning.assign_advantages(samples, trainer.samples_per_prompt, algorithm, shuffle_generator(run.config, step))
         metrics |= learning.update(actor, samples, run.sizes.samples_per_update, algorithm)
     run.ledger.advance([sample.sample_id for sample in samples], SampleState.TRAINED)
     run.ledger.settle(step, Purpose.TRAIN)
-    if drafts(run.config) and is_due(step + 1, run.config.drafting.refresh_every):
+    if refreshes:
         with phases.measure("draft"):
             metrics |= refresh_draft(run)
     with phases.measure("reshard"):
@@ -95,11 +96,9 @@ def refresh_draft(run: Run) -> dict[str, float]:
         report = run.system.refresh_draft(steps=drafting.refresh_steps)
     else:
         report = run.system.refresh_draft(seconds=drafting.refresh_seconds)
-    return {
-        "draft_expected_length_before": report.before,
-        "draft_expected_length_after": report.after,
-        "draft_refresh_kept": float(report.kept),
-    }
+    lengths = {"draft_expected_length_before": report.before, "draft_expected_length_after": report.after}
+    measured = {name: length for name, length in lengths.items() if length is not None}
+    return measured | {"draft_refresh_kept": float(report.kept)}
 
 
 def score(run: Run, samples: list[Sample]) -> None:
@@ -127,6 +126,8 @@ def finish(run: Run, reporter: Reporter) -> None:
     if trainer.export:
         with run.phases.measure("export"):
             run.system.export(run.directory / "model", run.model)
+            if drafts(run.config):
+                run.system.export_draft(run.directory / "draft")
     reporter.finish(trainer.steps, metrics, run.started, str(run.model))
 
 
@@ -140,7 +141,12 @@ def save(run: Run, step: int) -> None:
     with run.phases.measure("checkpoint"):
         keep = run.config.trainer.keep_checkpoints
         checkpoints.save(run.directory, step, run.system.actor, driver_state(run), keep)
-        run.system.save_drafting()
+        try:
+            run.system.save_drafting()
+        except OSError as error:
+            run.console.note(
+                f"What was learnt of drafting could not be written: {error}; a resumed run learns it anew."
+            )
 
 
 def is_due(step: int, every: int) -> bool:

@@ -22,7 +22,7 @@ from rlhfspec_mega.data.tokenizer import load_tokenizer, make_byte_tokenizer
 from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.generation import SampleGenerator
 from rlhfspec_mega.ledger import Ledger
-from rlhfspec_mega.models.hf_directory import write_directory
+from rlhfspec_mega.models.hf_directory import keep_first, write_directory
 from rlhfspec_mega.models.initialize import initial_tensors
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
@@ -51,10 +51,7 @@ def tokenizer_directory(config: RunConfig) -> Path:
         except OSError as error:
             raise UserError(f"{partial} cannot be made ({error.strerror}): set model.cache_dir=DIR.") from None
         make_byte_tokenizer(partial)
-        try:
-            os.replace(partial, directory)
-        except OSError:  # another run was quicker
-            shutil.rmtree(partial)
+        keep_first(partial, directory)
     return directory
 
 
@@ -65,7 +62,9 @@ def warm_model(config: RunConfig, shape: ModelShape, run_dir: Path, console: Con
     directory = cache_root(config) / f"{config.model.name}-{key}"
     if not (directory / "config.json").exists():
         console.note(f"Model {config.model.name} is made here on first use and kept in {directory}.")
-        _WarmUp(config, shape, run_dir, console).run(directory)
+        made = directory.with_name(f"{directory.name}.{os.getpid()}")
+        _WarmUp(config, shape, run_dir, console).run(made)
+        keep_first(made, directory)
     return directory
 
 

@@ -74,6 +74,8 @@ def decode_step(
         parents = policy.expand(batch, tree)
     chosen = policy.choose(batch, tree)
     times = seconds(tree, drafted, len(chosen)) if seconds else (0.0, 0.0)
-    record = StepRecord(batch, tree, chosen, hits[chosen], drafted, *times)
+    record = StepRecord(
+        batch, tree, chosen, hits[chosen], drafted, *times, root_hits=hits[(tree.depths == 1) & (tree.ranks == 0)]
+    )
     policy.observe(record)
     return record

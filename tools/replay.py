@@ -51,7 +51,7 @@ def replay(rollouts: Path, step: int, out: Path, overrides: list[str]) -> dict[s
         system.actor.freeze_reference()
         if config.algorithm.kl_coef > 0:
             learning.add_reference_logprobs(system.actor, samples)
-        metrics = learning.add_old_logprobs(system.actor, samples)
+        metrics = learning.add_old_logprobs(system.actor, samples, refresh_follows=False)
         learning.assign_advantages(samples, members, config.algorithm, shuffle_generator(config, step))
         metrics |= learning.update(system.actor, samples, min(sizes.samples_per_update, len(samples)), config.algorithm)
         system.export(out / "model", model)

@@ -9,6 +9,7 @@ task's are used. All samples are held in memory with their hidden states: 4 * hi
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -24,6 +25,12 @@ def main() -> int:
     parser.add_argument("--chat-template", action="store_true", help="prompts are user messages")
     parser.add_argument("--samples", type=int, default=4096, help="sampled responses (default 4096)")
     parser.add_argument("--members", type=int, default=2, help="responses to one prompt (default 2)")
+    parser.add_argument(
+        "--max-prompt-tokens",
+        type=int,
+        default=256,
+        help="longer prompts are left out; messages call it rollout.max_prompt_tokens (default 256)",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=320)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--steps", type=int, default=1200, help="training steps (default 1200)")
@@ -45,18 +52,21 @@ def main() -> int:
 
 def train_draft(arguments: argparse.Namespace) -> None:
     """Raises UserError for a bad model, prompts, numbers or output directory."""
-    for name in ("samples", "members", "max_new_tokens", "steps", "batch_tokens", "learning_rate", "temperature"):
+    numbers = ("samples", "members", "steps", "batch_tokens", "learning_rate", "temperature")
+    for name in (*numbers, "max_prompt_tokens", "max_new_tokens"):
         if getattr(arguments, name) <= 0:
             raise UserError(f"--{name.replace('_', '-')} must be above 0.")
-    if arguments.draft_vocab is not None and arguments.draft_vocab < 1:
-        raise UserError("--draft-vocab must be at least 1.")
-    from rlhfspec_mega.config.schema import DataConfig, RolloutConfig
+    if arguments.draft_vocab is not None and arguments.draft_vocab < 2:
+        raise UserError("--draft-vocab must be at least 2.")
+    from rlhfspec_mega.config.schema import DataConfig
     from rlhfspec_mega.data.prompts import make_prompts
     from rlhfspec_mega.data.tokenizer import load_tokenizer
     from rlhfspec_mega.first_draft import DraftRecipe, make_draft
     from rlhfspec_mega.generation import stop_tokens
     from rlhfspec_mega.observe.console import Console
 
+    _check_device(arguments.device)
+    _check_out(arguments.out)
     recipe = DraftRecipe(
         prompts=-(-arguments.samples // arguments.members),
         members=arguments.members,
@@ -75,12 +85,38 @@ def train_draft(arguments: argparse.Namespace) -> None:
         answer_column=arguments.prompt_column,  # no answers are needed
         chat_template=arguments.chat_template,
     )
-    stream, _ = make_prompts(data, tokenizer, RolloutConfig.max_prompt_tokens, 0, seed=recipe.seed)
+    stream, _ = make_prompts(data, tokenizer, arguments.max_prompt_tokens, 0, seed=recipe.seed)
     prompts = [prompt.tokens for prompt in stream.next_batch(recipe.prompts)]
     with Console(recipe.steps) as console:
         stops = stop_tokens(tokenizer, arguments.model)
         make_draft(arguments.model, arguments.out, prompts, stops, recipe, console, arguments.device)
         console.note(f"The draft is in {arguments.out}: use it with drafting.path={arguments.out}.")
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        kind = ""
+    if kind not in ("cpu", "cuda"):
+        raise UserError(f"--device {name} is not known: use cpu or cuda.")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"--device {name}, but torch finds no NVIDIA GPU on this machine: use --device cpu.")
+
+
+def _check_out(out: Path) -> None:
+    """Refuse at once what could not be written to at the end."""
+    from rlhfspec_mega.models.draft_directory import check_place
+
+    check_place(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be made ({error.strerror}): choose another place.") from None
+    if not os.access(out.parent, os.W_OK):
+        raise UserError(f"--out {out} cannot be made (no right to write there): choose another place.")
 
 
 if __name__ == "__main__":

@@ -55,19 +55,21 @@ def write(state: dict[str, Any], directory: Path) -> dict[str, FileSum]:
     return _agreed(lambda: sync_and_sum(directory, _own_files(directory)))
 
 
-def write_beside(tensors: Mapping[str, torch.Tensor] | None, directory: Path, name: str) -> dict[str, FileSum]:
-    """Add a safetensors file to a written checkpoint, on the rank that has tensors for it; collective over all ranks.
+def write_beside(
+    state: Callable[[], Mapping[str, torch.Tensor]] | None, directory: Path, name: str
+) -> dict[str, FileSum]:
+    """Add a safetensors file to a written checkpoint, on the rank that has a state for it; collective over all ranks.
 
     Returns that rank's file by name, forced to disk and summed up; nothing elsewhere.
 
     Raises:
-        WriteFailed: on every rank, when it could not be written.
+        WriteFailed: on every rank, when the state could not be made (memory above all) or written.
     """
 
     def step() -> dict[str, FileSum]:
-        if tensors is None:
+        if state is None:
             return {}
-        save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, directory / name)
+        save_file({key: tensor.detach().contiguous() for key, tensor in state().items()}, directory / name)
         return sync_and_sum(directory, [name])
 
     return _agreed(step)

@@ -16,13 +16,14 @@ from rlhfspec_mega.actor.draft_learning import DraftLearning
 from rlhfspec_mega.actor.features import has_draft, recorded_features
 from rlhfspec_mega.actor.weights import embedding_and_head
 from rlhfspec_mega.algorithm.microbatch import MicroBatch
-from rlhfspec_mega.drafting.learner import weights_of
+from rlhfspec_mega.drafting.learner import state_of, weights_of
 from rlhfspec_mega.drafting.trainer import DraftTrainer, RefreshReport
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.draft_directory import load_draft, load_target_ids
 from rlhfspec_mega.models.shape import ModelShape
 
 CHECKPOINT_FILE = "draft.safetensors"
+_TAPS, _TARGET_IDS = "taps", "target_ids"
 
 
 class ActorDraft:
@@ -40,7 +41,7 @@ class ActorDraft:
         self._chunks, self._target, self._learning, self._device = chunks, shape, learning, device
         self._shape, weights = load_draft(path, shape)
         self._target_ids = load_target_ids(path, self._shape)
-        self._start: dict[str, torch.Tensor] = weights if has_draft() else {}
+        self._still: dict[str, torch.Tensor] = weights if has_draft() else {}  # what is held without a trainer
         self._trainer: DraftTrainer | None = None
         if has_draft() and learning is not None:
             self._trainer = self._new_trainer(learning)
@@ -59,12 +60,16 @@ class ActorDraft:
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         """The weights of now by DraftModel.tensors() names, on the rank that has them; empty elsewhere."""
-        return self._start if self._trainer is None else self._trainer.tensors()
+        return self._still if self._trainer is None else self._trainer.tensors()
 
     @contextmanager
-    def learning_from(self, batches: Sequence[MicroBatch]) -> Iterator[None]:
-        """Keep the hidden states of the actor's own forward-only pass over `batches`, which runs inside."""
-        if self._learning is None:
+    def learning_from(self, batches: Sequence[MicroBatch], refresh_follows: bool) -> Iterator[None]:
+        """Keep the hidden states of the actor's own forward-only pass over `batches`, which runs inside.
+
+        Args:
+            refresh_follows: before the next pass; a draft that learns from the last pass alone keeps no other.
+        """
+        if self._learning is None or (self._learning.recent_only and not refresh_follows):
             yield
             return
         with recorded_features(self._chunks, batches, self._shape.taps, self._learning.buffer_tokens) as examples:
@@ -90,29 +95,49 @@ class ActorDraft:
         return self._trainer.refresh(steps=steps, seconds=seconds)
 
     def save(self, directory: Path) -> dict[str, FileSum]:
-        """Add the draft, if it learns, to a written checkpoint of the actor; this rank's files.
+        """Add the draft to a written checkpoint of the actor; this rank's files.
 
         Raises WriteFailed on every rank when it cannot be written.
         """
-        state = None if self._trainer is None else self._trainer.state_dict()
-        return write_beside(state, directory, CHECKPOINT_FILE)
+        return write_beside(self._state if has_draft() else None, directory, CHECKPOINT_FILE)
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """What to go on with, and what the weights mean: the layers they read and the tokens of the head's rows."""
+        learnt = state_of(self._still) if self._trainer is None else self._trainer.state_dict()
+        return learnt | self._meaning()
+
+    def _meaning(self) -> dict[str, torch.Tensor]:
+        taps = {_TAPS: torch.tensor(self._shape.taps)}
+        return taps if self._target_ids is None else taps | {_TARGET_IDS: self._target_ids}
 
     def load(self, directory: Path) -> None:
         """Go on with a checkpoint's draft; a checkpoint without one leaves the start draft.
 
-        Raises UserError for a draft of other sizes.
+        Raises UserError for a draft of other sizes, layers or tokens.
         """
         file = directory / CHECKPOINT_FILE
-        if self._trainer is None or not file.exists():
+        if not has_draft() or not file.exists():
             return
         state = load_file(file, device=str(self._device))
-        if _shapes(weights_of(state)) != _shapes(self._start):
+        weights, meaning = (
+            weights_of(state),
+            {name: state[name].cpu() for name in (_TAPS, _TARGET_IDS) if name in state},
+        )
+        same_sizes = _shapes(weights) == _shapes(self.weights())
+        if not same_sizes or _listed(meaning) != _listed(self._meaning()):
             raise UserError(
-                f"The draft in {file} has other sizes than the one this run starts from: resume with the drafting.path "
-                "that the run was started with."
+                f"The draft in {file} has other {'layers or tokens' if same_sizes else 'sizes'} than the one this run "
+                "starts from: resume with the drafting.path that the run was started with, as it was then."
             )
-        self._trainer.load_state_dict(state)
+        if self._trainer is None:
+            self._still = weights
+        else:
+            self._trainer.load_state_dict(state)
 
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def _listed(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
+    return {name: tensor.tolist() for name, tensor in tensors.items()}

@@ -153,6 +153,8 @@ class _Recorder:
 
 
 def _example(place: Place, states: torch.Tensor, width: int) -> DraftExample:
-    """One sequence out of the recorded states [tokens, width of features + hidden]; copies, so that these can go."""
-    own = states[place.first : place.first + len(place.tokens)]
-    return DraftExample(place.tokens, place.prompt_length, own[:, :width].contiguous(), own[:, width:].contiguous())
+    """One sequence out of the recorded states [tokens, width of features + hidden]; copies in the host's memory."""
+    own = states[place.first : place.first + len(place.tokens)].to("cpu", copy=True)
+    return DraftExample(
+        place.tokens.cpu(), place.prompt_length, own[:, :width].contiguous(), own[:, width:].contiguous()
+    )

@@ -38,10 +38,10 @@ def check_config(config: RunConfig) -> Sizes:
     _check_available(config)
     _check_useless(config)
     _check_algorithm(config)
-    check_drafting(config)
     _check_data(config)
     check_output_dir(config)
     shape = model_shape(config.model)
+    check_drafting(config, shape)
     _check_shape(config, shape)
     check_parallel(config, shape)
     _check_lengths(config, shape)
@@ -292,25 +292,30 @@ def _check_memory(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
     On a CPU all workers share the machine's memory and each actor rank keeps the reference's weights beside its own.
     On GPUs the device that holds most decides; a tenth is left to communication buffers and fragmentation.
     """
-    actor, engine = sizes.actor_memory, sizes.engine_memory
+    actor, engine, draft = sizes.actor_memory, sizes.engine_memory, sizes.draft_memory
     parts = (
         f"per actor rank {actor.weights / GIB:,.1f} weights, {actor.gradients / GIB:,.1f} gradients, "
         f"{actor.optimizer / GIB:,.1f} optimizer, {(actor.activations + actor.logits) / GIB:,.1f} activations; "
-        f"per engine {engine.weights / GIB:,.1f} weights, {engine.kv / GIB:,.1f} KV"
+        f"per engine {(engine.weights + engine.packed) / GIB:,.1f} weights, {engine.kv / GIB:,.1f} KV"
     )
+    if draft.engine:
+        of_draft = f"{draft.actor / GIB:,.1f} on one actor rank, {draft.engine / GIB:,.1f} on each engine"
+        parts += f"; for the draft {of_draft}"
     if device_type(config.cluster) == "cpu":
         workers = sizes.actor_ranks + sizes.engines
-        need = sizes.actor_ranks * (actor.total + 2 * actor.weights) + sizes.engines * engine.total
-        need, have = (need + workers * PROCESS_BYTES) // config.cluster.nodes, host_memory()
+        need = sizes.actor_ranks * (actor.total + 2 * actor.weights) + sizes.engines * (engine.total + draft.engine)
+        need, have = (need + draft.actor + workers * PROCESS_BYTES) // config.cluster.nodes, host_memory()
         where, hint = "this machine", "choose a smaller model or a machine with GPUs"
     elif not gpu_memory():
         return  # the GPUs of a Ray cluster, seen from a machine without
     else:
         shared = config.placement.mode == "colocated"
-        need = actor.total + engine.total if shared else max(actor.total, engine.total)
+        of_actor, of_engine = actor.total + draft.actor, engine.total + draft.engine
+        need = of_actor + of_engine if shared else max(of_actor, of_engine)
         have = int(0.9 * min(gpu_memory()))
         where = "each GPU"
         hint = "raise actor.tensor_parallel or pipeline_parallel, set actor.recompute=true, or lower rollout.slots"
+        hint += ", or set drafting.refresh_every=0" if draft.actor else ""
     if need > have:
         raise UserError(
             f"Model {config.model.path or config.model.name} with {shape.parameters / 1e9:,.1f} billion weights needs "

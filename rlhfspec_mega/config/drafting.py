@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.schema import DraftingConfig, RunConfig
 from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.models.draft_directory import check_draft, read_draft_shape
+from rlhfspec_mega.models.draft_shape import DraftShape, draft_shape
+from rlhfspec_mega.models.shape import ModelShape
 
 # The policies that read an option, those first that a remedy should name.
 READ_BY = {
@@ -31,10 +34,14 @@ OF_REFRESH = ("refresh_seconds", "refresh_steps", "buffer_tokens", "learning_rat
 def idle_drafting(config: RunConfig) -> dict[str, tuple[bool, str]]:
     """For every drafting option whether nothing reads it in this run, and what would make it count."""
     drafting, deterministic = config.drafting, config.trainer.deterministic
-    off = drafting.policy == "off"
-    idle = {name: (drafting.policy not in readers, f"drafting={readers[0]}") for name, readers in READ_BY.items()}
-    idle |= dict.fromkeys(OF_ANY_DRAFT, (off, "drafting=adaptive"))
-    refresh = (off, "drafting=adaptive") if off else (drafting.refresh_every == 0, "drafting.refresh_every=4")
+    off = not drafts(config)
+    start = "drafting=adaptive" if drafting.policy == "off" else "drafting.path=DIR"  # makes a run draft that does not
+    idle = {
+        name: (off, start) if drafting.policy in readers else (True, f"drafting={readers[0]}")
+        for name, readers in READ_BY.items()
+    }
+    idle |= dict.fromkeys(OF_ANY_DRAFT, (off, start))
+    refresh = (off, start) if off else (drafting.refresh_every == 0, "drafting.refresh_every=4")
     idle |= dict.fromkeys(OF_REFRESH, refresh)
     if not refresh[0]:
         idle["refresh_seconds"] = (deterministic, "trainer.deterministic=false")
@@ -44,8 +51,8 @@ def idle_drafting(config: RunConfig) -> dict[str, tuple[bool, str]]:
 
 def drafts(config: RunConfig) -> bool:
     """Whether engines decode speculatively: there is a policy and a draft, given or made along with the model."""
-    drafting = config.drafting
-    return drafting.policy != "off" and (drafting.path is not None or config.model.path is None)
+    made_here = config.model.path is None and config.model.hub_name is None
+    return config.drafting.policy != "off" and (config.drafting.path is not None or made_here)
 
 
 def drafting_note(config: RunConfig) -> str | None:
@@ -58,18 +65,39 @@ def drafting_note(config: RunConfig) -> str | None:
     )
 
 
-def check_drafting(config: RunConfig) -> None:
-    """Refuse a drafting policy that cannot run.
+def shape_of_draft(config: RunConfig, shape: ModelShape) -> DraftShape | None:
+    """The shape of the draft that a run of a model of this shape will use; None where it decodes plainly.
+
+    Raises UserError for a directory without a draft of this model.
+    """
+    if not drafts(config):
+        return None
+    return read_draft_shape(config.drafting.path, shape) if config.drafting.path else draft_shape(shape)
+
+
+def most_draft_tokens(drafting: DraftingConfig) -> int:
+    """Draft tokens of one sample in one step, at most."""
+    if drafting.policy == "ema_tiers":
+        return max(depth for depths in drafting.tiers.values() for depth in depths)
+    if drafting.policy == "bandit":
+        return max(tokens for _, _, tokens in drafting.arms)
+    return drafting.tokens if drafting.policy == "fixed" else drafting.max_tokens
+
+
+def check_drafting(config: RunConfig, shape: ModelShape) -> None:
+    """Refuse a drafting policy that cannot run with a model of this shape.
 
     Raises:
-        UserError: no draft in the directory given, tiers or arms that make no sense, or a policy that needs the clock
-            in a deterministic run.
+        UserError: no draft of this model in the directory given, tiers or arms that make no sense, a policy that needs
+            the clock in a deterministic run, or refreshes that learn nothing or outlast the longest wait.
     """
     drafting = config.drafting
     if drafting.policy == "off":
         return
     if drafting.path is not None and not (Path(drafting.path) / "config.json").is_file():
         raise UserError(f"drafting.path={drafting.path} holds no config.json: give the directory of a draft.")
+    if drafting.path is not None:
+        check_draft(drafting.path, shape)
     if drafting.policy == "ema_tiers":
         _check_tiers(drafting.tiers)
     if drafting.policy == "bandit":
@@ -79,6 +107,24 @@ def check_drafting(config: RunConfig) -> None:
                 "drafting=bandit learns from measured times, which trainer.deterministic=true forbids: use "
                 "drafting=adaptive, or trainer.deterministic=false."
             )
+    if drafts(config) and drafting.refresh_every:
+        _check_refresh(config)
+
+
+def _check_refresh(config: RunConfig) -> None:
+    drafting, rollout, cluster = config.drafting, config.rollout, config.cluster
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    if drafting.buffer_tokens < longest:
+        raise UserError(
+            f"drafting.buffer_tokens={drafting.buffer_tokens} cannot hold the longest sample, {longest} tokens of "
+            f"prompt and answer, to learn from: raise it to {16 * longest}, or use drafting.refresh_every=0."
+        )
+    if not config.trainer.deterministic and drafting.refresh_seconds >= cluster.deadline_seconds:
+        raise UserError(
+            f"drafting.refresh_seconds={drafting.refresh_seconds:g} is not below "
+            f"cluster.deadline_seconds={cluster.deadline_seconds:g}, after which a worker counts as silent: lower the "
+            "first or raise the second."
+        )
 
 
 def _check_tiers(tiers: dict[int, list[int]]) -> None:

@@ -133,7 +133,7 @@ class DraftingConfig:
     refresh_steps: int = 20  # optimizer steps of a refresh under trainer.deterministic, in place of the time budget
     buffer_tokens: int = 65536  # newest tokens kept to refresh from, with their hidden states
     learning_rate: float = 5e-4  # of the refresh
-    collapse_ratio: float = 0.5  # drafting stops when accepted length falls below this share of what it was
+    collapse_ratio: float = 0.5  # drafting stops where the best first token hits less often than this share of usual
 
 
 @dataclass

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhfspec_mega.config.drafting import most_draft_tokens, shape_of_draft
+from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
@@ -11,8 +13,11 @@ from rlhfspec_mega.planning.memory import (
     GIB,
     ActorMemory,
     ActorPlan,
+    DraftMemory,
+    DraftPlan,
     EngineMemory,
     actor_memory,
+    draft_memory,
     engine_memory,
     weights_per_rank,
 )
@@ -43,13 +48,15 @@ class Sizes:
     weights_per_rank: int
     actor_memory: ActorMemory
     engine_memory: EngineMemory
+    draft_memory: DraftMemory
 
 
 def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
     """Derive all sizes of a run.
 
     Raises:
-        UserError: too few devices for the parallel sizes, or numbers of samples that do not divide.
+        UserError: too few devices for the parallel sizes, numbers of samples that do not divide, or no draft of this
+            model where one is named.
     """
     actor, trainer, rollout = config.actor, config.trainer, config.rollout
     devices = config.cluster.nodes * config.cluster.devices_per_node
@@ -74,7 +81,10 @@ def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
         parameters=shape.parameters,
         weights_per_rank=weights_per_rank(shape, actor.tensor_parallel, actor.pipeline_parallel),
         actor_memory=actor_memory(shape, _actor_plan(config, data_parallel)),
-        engine_memory=engine_memory(shape, rollout.slots, max_sequence, rollout.dtype or actor.dtype),
+        engine_memory=engine_memory(
+            shape, rollout.slots, max_sequence, rollout.dtype or actor.dtype, device_type(config.cluster)
+        ),
+        draft_memory=_draft_memory(config, shape, max_sequence),
     )
 
 
@@ -121,6 +131,22 @@ def _actor_plan(config: RunConfig, data_parallel: int) -> ActorPlan:
     )
 
 
+def _draft_memory(config: RunConfig, shape: ModelShape, max_sequence: int) -> DraftMemory:
+    draft, drafting, rollout = shape_of_draft(config, shape), config.drafting, config.rollout
+    if draft is None:
+        return DraftMemory(0, 0)
+    plan = DraftPlan(
+        buffer_tokens=drafting.buffer_tokens if drafting.refresh_every else 0,
+        actor_dtype=config.actor.dtype,
+        slots=rollout.slots,
+        positions=max_sequence,
+        nodes=most_draft_tokens(drafting),
+        engine_dtype=rollout.dtype or config.actor.dtype,
+        device=device_type(config.cluster),
+    )
+    return draft_memory(draft, plan)
+
+
 def size_rows(config: RunConfig, sizes: Sizes) -> list[tuple[str, str, str]]:
     """Rows (what, value, where it comes from) of the table printed at the start."""
     actor, trainer, rollout = config.actor, config.trainer, config.rollout
@@ -147,4 +173,12 @@ def size_rows(config: RunConfig, sizes: Sizes) -> list[tuple[str, str, str]]:
         ("tokens per micro-batch", f"{trainer.max_tokens_per_microbatch}", "at most"),
         ("memory per actor rank", f"{sizes.actor_memory.total / GIB:.2f} GiB", "estimate"),
         ("memory per engine", f"{sizes.engine_memory.total / GIB:.2f} GiB", "estimate: weights and KV"),
+        *_draft_rows(sizes.draft_memory),
     ]
+
+
+def _draft_rows(memory: DraftMemory) -> list[tuple[str, str, str]]:
+    if not memory.engine:
+        return []
+    value = f"{memory.actor / GIB:.2f} + {memory.engine / GIB:.2f} GiB"
+    return [("memory of the draft", value, "estimate: beside one actor rank, in each engine")]

@@ -1,32 +1,38 @@
-"""The newest examples within a number of tokens, every so manieth held out, and batches of the others."""
+"""The newest examples within a number of tokens, those of some prompts held out, and batches of the others."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from rlhfspec_mega.drafting.example import DraftExample
+from rlhfspec_mega.drafting.example import LOOKAHEAD, DraftExample
 
 HELD_OUT_EVERY = 8
 _JUDGED_TOKENS = 8192  # measuring costs time that training could use
 _SORTED = 512  # examples sorted by length together: batches of like lengths waste little, and still differ by epoch
+_SCORE_BYTES = 8
 
 
 class ExampleBuffer:
-    """Bounded in tokens; the oldest examples leave first. Which are held out depends on their number alone."""
+    """Bounded in tokens; the oldest examples leave first.
+
+    Samples of one prompt are alike: all of them are held out, or none. Which prompts are is a matter of their tokens
+    alone, about one in HELD_OUT_EVERY, but at least one and not all of those in the buffer.
+    """
 
     def __init__(self, tokens: int):
-        self._limit, self._tokens, self.added = tokens, 0, 0
-        self._examples: deque[tuple[int, DraftExample]] = deque()
+        self._limit, self._tokens = tokens, 0
+        self._examples: deque[tuple[int, DraftExample]] = deque()  # with the scores of their prompts
 
     def add(self, examples: Sequence[DraftExample]) -> None:
         """Append those with at least one token to predict."""
         for example in examples:
             if example.predicted:
-                self._examples.append((self.added, example))
+                self._examples.append((_score(example), example))
                 self._tokens += len(example.tokens)
-                self.added += 1
         while self._tokens > self._limit and len(self._examples) > 1:
             self._tokens -= len(self._examples.popleft()[1].tokens)
 
@@ -35,30 +41,41 @@ class ExampleBuffer:
 
     @property
     def held_out(self) -> list[DraftExample]:
-        """The newest held-out examples: what a draft is judged by."""
+        """The newest held-out examples: what a draft is judged by. None where all are of one prompt."""
+        scores = self._held_out_scores()
         chosen, tokens = [], 0
-        for number, example in reversed(self._examples):
-            if _is_held_out(number) and tokens < _JUDGED_TOKENS:
+        for score, example in reversed(self._examples):
+            if score in scores and tokens < _JUDGED_TOKENS:
                 chosen.append(example)
                 tokens += len(example.tokens)
         return chosen
 
     @property
     def learnt_from(self) -> list[DraftExample]:
-        return [example for number, example in self._examples if not _is_held_out(number)]
+        scores = self._held_out_scores()
+        return [example for score, example in self._examples if score not in scores]
+
+    def _held_out_scores(self) -> set[int]:
+        scores = sorted({score for score, _ in self._examples})
+        due = sum(score < 2 ** (8 * _SCORE_BYTES) // HELD_OUT_EVERY for score in scores)
+        return set(scores[: min(max(due, 1), len(scores) - 1)]) if scores else set()
 
 
-def _is_held_out(number: int) -> bool:
-    return number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+def _score(example: DraftExample) -> int:
+    """A number of the example's prompt, evenly distributed and the same in every run."""
+    prompt = repr(example.tokens[: example.prompt_length].tolist())
+    return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=_SCORE_BYTES).digest())
 
 
 def batches(examples: Sequence[DraftExample], tokens: int, rng: random.Random) -> list[list[DraftExample]]:
     """One epoch of batches in random order.
 
     Args:
-        tokens: of a batch with its examples padded to equal length, at most (a longer example goes alone).
+        tokens: of a batch with its examples padded to equal length, at most. A longer example goes alone; where its
+            tokens to predict times its entries, which attention compares, are more than the square of `tokens`, a
+            random window of the tokens to predict stands for them all.
     """
-    order = list(examples)
+    order = [_window(example, tokens, rng) for example in examples]
     rng.shuffle(order)
     made = []
     for start in range(0, len(order), _SORTED):
@@ -71,6 +88,21 @@ def batches(examples: Sequence[DraftExample], tokens: int, rng: random.Random) -
         made.append(batch)
     rng.shuffle(made)
     return made
+
+
+def _window(example: DraftExample, tokens: int, rng: random.Random) -> DraftExample:
+    """The example up to the end of a window of its tokens to predict, which alone are still predicted."""
+    size = max(1, tokens**2 // (len(example.tokens) - LOOKAHEAD))
+    if example.predicted <= size:
+        return example
+    end = len(example.tokens) - rng.randrange(example.predicted - size + 1)
+    return dataclasses.replace(
+        example,
+        tokens=example.tokens[:end],
+        prompt_length=end - size,
+        features=example.features[:end],
+        states=example.states[:end],
+    )
 
 
 def endless_batches(examples: Sequence[DraftExample], tokens: int, rng: random.Random) -> Iterator[list[DraftExample]]:

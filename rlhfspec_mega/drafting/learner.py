@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhfspec_mega.drafting.agreement import agreement, expected_accepted
+from rlhfspec_mega.drafting.agreement import TOP, agreement, expected_accepted
 from rlhfspec_mega.drafting.buffer import batches
 from rlhfspec_mega.drafting.example import DraftBatch, DraftExample, make_batch
 from rlhfspec_mega.drafting.training import DraftNetwork
@@ -18,9 +18,9 @@ from rlhfspec_mega.models.draft_shape import DraftShape
 STEPS = 5  # of training-time test
 _STEP_WEIGHT = 0.8  # of each step's loss, relative to the step before
 _CLIP = 1.0  # norm of the gradient
-_MEASURED_TOKENS = 8192  # of one batch of the measure
+_MEASURED_TOKENS = 1024  # of one batch of the measure
+_MEASURED_LOGITS = 2**24  # that the measure computes at once, bounded so that memory does not grow with the vocabulary
 _WEIGHT, _MOMENTS, _TAKEN = "weight.", ("exp_avg", "exp_avg_sq"), "steps_taken"
-_MEASURED_TOP = 32  # choices of the target that the measure sums over
 
 
 class Target:
@@ -44,10 +44,23 @@ class Target:
     def probabilities(self, states: Tensor) -> Tensor:
         """Of the draft's vocabulary, float32 [C, draft vocabulary]; the rest of the mass lies outside it.
 
-        A greedy target is imitated, and measured by its choice, at temperature 1.
+        A greedy target is imitated at temperature 1.
         """
         p = F.linear(states, self._head).div_(self.temperature or 1.0).softmax(dim=-1)
         return p if self._ids is None else p[:, self._ids]
+
+    def best(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities [C, K] of the most probable tokens of the draft's vocabulary, and these tokens, int64 [C, K].
+
+        At temperature 0 the choice alone: 1, or 0 where it lies outside the draft's vocabulary.
+        """
+        if self.temperature > 0:
+            p = self.probabilities(states)
+            return p.topk(min(TOP, p.shape[-1]), dim=-1)
+        logits = F.linear(states, self._head)
+        known = logits if self._ids is None else logits[:, self._ids]
+        best = known.max(dim=-1, keepdim=True)
+        return (best.values >= logits.max(dim=-1, keepdim=True).values).float(), best.indices
 
 
 class DraftLearner:
@@ -63,13 +76,16 @@ class DraftLearner:
         self._shape = shape
 
     def step(self, target: Target, batch: DraftBatch) -> float:
-        """One update towards the target's distributions; the loss per predicted token of the first step."""
+        """One update towards the target's distributions; the loss per predicted token of the first step.
+
+        The gradient keeps about 3 * STEPS + 2 float32 tensors [cells, draft vocabulary].
+        """
         network = DraftNetwork(self._shape, self.weights, target.embedding)
         wanted = target.probabilities(batch.states)
         temperature = target.temperature or 1.0
         losses = []
         for prediction in network.unroll(batch, STEPS):
-            log_q = (prediction.logits / temperature).log_softmax(dim=-1)
+            log_q = (network.logits(prediction.states) / temperature).log_softmax(dim=-1)
             losses.append(-(wanted[prediction.cells] * log_q).sum() / len(wanted))
         loss = torch.stack([_STEP_WEIGHT**step * part for step, part in enumerate(losses)]).sum()
         self.optimizer.zero_grad()
@@ -105,33 +121,61 @@ class DraftLearner:
         """Mean over the response tokens of `examples` of the expected accepted length of a chain of STEPS tokens."""
         return float(accepted_by_depth(self._shape, self.weights, target, examples, STEPS)[-1])
 
+    def accepted_lengths(self, target: Target, examples: Sequence[DraftExample]) -> Tensor:
+        """Expected accepted length [C] of a chain of STEPS tokens from each response token of one batch, on the CPU."""
+        return _accepted_lengths(self._shape, self.weights, target, examples, STEPS)[:, -1]
+
+
+def state_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `weights_of` finds the weights in, without an optimizer's state."""
+    return {f"{_WEIGHT}{name}": tensor for name, tensor in weights.items()}
+
 
 def weights_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights, by DraftModel.tensors() names, in what DraftLearner.state_dict returned."""
     return {name.removeprefix(_WEIGHT): tensor for name, tensor in state.items() if name.startswith(_WEIGHT)}
 
 
-@torch.no_grad()
+def measured_batches(examples: Sequence[DraftExample]) -> list[list[DraftExample]]:
+    """Batches of a size for the measure, always the same, in an order that makes the first ones a fair sample."""
+    return batches(examples, _MEASURED_TOKENS, random.Random(0))
+
+
 def accepted_by_depth(
     shape: DraftShape, weights: Mapping[str, Tensor], target: Target, examples: Sequence[DraftExample], depth: int
 ) -> Tensor:
     """[depth]: mean over all response tokens of the expected accepted length of chains of 1 .. depth draft tokens."""
+    lengths = [_accepted_lengths(shape, weights, target, batch, depth) for batch in measured_batches(examples)]
+    return torch.cat(lengths).mean(dim=0) if lengths else torch.zeros(depth)
+
+
+@torch.no_grad()
+def _accepted_lengths(
+    shape: DraftShape, weights: Mapping[str, Tensor], target: Target, examples: Sequence[DraftExample], depth: int
+) -> Tensor:
+    """[C, depth] of the response tokens of one batch, on the CPU: a GPU has no deterministic sum along the depth."""
     network = DraftNetwork(shape, weights, target.embedding)
-    total, count = torch.zeros(depth), 0
-    for chosen in batches(examples, _MEASURED_TOKENS, random.Random(0)):
-        batch = make_batch(chosen, target.embedding.device)
-        p = target.probabilities(batch.states)
-        agreements = torch.zeros(len(p), depth, device=p.device)
-        for step, prediction in enumerate(network.unroll(batch, depth)):
-            agreements[prediction.roots, step] = _agreement(p[prediction.cells], prediction.logits, target.temperature)
-        total += expected_accepted(agreements).sum(dim=0).cpu()
-        count += len(p)
-    return total / max(count, 1)
+    batch = make_batch(examples, target.embedding.device)
+    rows = max(1, _MEASURED_LOGITS // len(target.embedding))
+    best = [target.best(states) for states in batch.states.split(rows)]
+    p, tokens = (torch.cat(parts) for parts in zip(*best, strict=True))
+    agreements = torch.zeros(len(p), depth)
+    for step, prediction in enumerate(network.unroll(batch, depth)):
+        parts = [
+            _agreement(p[cells], tokens[cells], network.logits(states), target.temperature)
+            for states, cells in zip(prediction.states.split(rows), prediction.cells.split(rows), strict=True)
+        ]
+        agreements[prediction.roots.cpu(), step] = torch.cat(parts).cpu()
+    return expected_accepted(agreements)
 
 
-def _agreement(p: Tensor, logits: Tensor, temperature: float) -> Tensor:
-    """Probability [N] that draft and target choose the same token; at temperature 0 whether they do."""
+def _agreement(p: Tensor, tokens: Tensor, logits: Tensor, temperature: float) -> Tensor:
+    """Probability [N] that draft and target choose the same token; at temperature 0 whether they do.
+
+    Args:
+        p, tokens: as Target.best returns them.
+        logits: the draft's [N, draft vocabulary].
+    """
     if temperature == 0:
-        best, outside = p.max(dim=-1), 1 - p.sum(dim=-1)
-        return ((best.indices == logits.argmax(dim=-1)) & (best.values >= outside)).float()
-    return agreement(p, (logits / temperature).softmax(dim=-1), _MEASURED_TOP)
+        return p[:, 0] * (tokens[:, 0] == logits.argmax(dim=-1))
+    return agreement(p, (logits / temperature).softmax(dim=-1).gather(-1, tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -13,11 +14,12 @@ from torch import Tensor
 from rlhfspec_mega.drafting.buffer import ExampleBuffer, endless_batches
 from rlhfspec_mega.drafting.example import DraftExample, make_batch
 from rlhfspec_mega.drafting.initialize import initial_draft
-from rlhfspec_mega.drafting.learner import DraftLearner, Target, weights_of
+from rlhfspec_mega.drafting.learner import DraftLearner, Target, measured_batches, weights_of
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.models.draft_shape import DraftShape
 
-_REFRESHES, _ADDED = "refreshes", "examples_added"
+_REFRESHES = "refreshes"
+_MEASURED_SHARE = 1 / 8  # of the seconds, for each of the two measurements
 
 
 @dataclass(frozen=True)
@@ -26,17 +28,30 @@ class RefreshReport:
 
     Attributes:
         before, after: expected accepted length (of learner.STEPS draft tokens) on the held-out examples, of the old and
-            the newly trained weights.
+            the newly trained weights; None where all are of one prompt and nothing is held out.
         steps, seconds: of training; the seconds include the two measurements.
         examples: in the buffer, held-out ones included.
     """
 
     kept: bool
-    before: float
-    after: float
+    before: float | None
+    after: float | None
     steps: int
     seconds: float
     examples: int
+
+
+class _Budget:
+    """Time for pieces of work of much the same length; without `seconds` it is endless."""
+
+    def __init__(self, seconds: float | None):
+        self._last = time.monotonic()
+        self._end = math.inf if seconds is None else self._last + seconds
+
+    def another(self) -> bool:
+        """Asked after each piece: whether there is time for another one that takes as long."""
+        before, self._last = self._last, time.monotonic()
+        return 2 * self._last - before <= self._end
 
 
 class DraftTrainer:
@@ -46,7 +61,7 @@ class DraftTrainer:
         buffer_tokens: most tokens of the examples that are kept.
         temperature: the samples'.
         target_ids: int64 [draft vocabulary], target token of each draft token; needed where that is reduced.
-        batch_tokens: of one training step, padding included.
+        batch_tokens: of one training step, padding included; see buffer.batches for longer examples.
     """
 
     def __init__(
@@ -89,43 +104,63 @@ class DraftTrainer:
     def refresh(self, *, steps: int | None, seconds: float | None) -> RefreshReport:
         """Train until `steps` or `seconds` (one at least) are used up; keep the new weights only if they are better.
 
+        At least one step is taken, however few the seconds; none where all examples are of one prompt.
         Raises RunError before the first weights of the target.
         """
         if self._learner is None or self._target is None:
             raise RunError("A draft cannot be refreshed before it has weights and a target.")
         if steps is None and seconds is None:
             raise RunError("A refresh needs a number of steps or seconds.")
-        learner, target, begin = self._learner, self._target, time.monotonic()
-        held_out, old = self._buffer.held_out, learner.state_dict()
-        before = learner.accepted(target, held_out)
-        measuring = time.monotonic() - begin  # as long again after the training
-        rng = random.Random(f"{self._seed}/{self._refreshes}")
-        taken = 0
-        for batch in endless_batches(self._buffer.learnt_from, self._batch_tokens, rng):
-            if taken == steps or (seconds is not None and time.monotonic() - begin + measuring >= seconds):
-                break
-            learner.step(target, make_batch(batch, self._device))
-            taken += 1
-        after = learner.accepted(target, held_out)
+        learner, begin = self._learner, time.monotonic()
+        measured, old = measured_batches(self._buffer.held_out), learner.state_dict()
+        if not measured:
+            return RefreshReport(False, None, None, 0, time.monotonic() - begin, len(self._buffer))
+        lengths = self._accepted(measured, _Budget(None if seconds is None else seconds * _MEASURED_SHARE))
+        before, measuring = float(torch.cat(lengths).mean()), time.monotonic() - begin
+        # Measuring takes as long again after the training.
+        taken = self._train(steps, None if seconds is None else seconds - 2 * measuring)
+        after = float(torch.cat(self._accepted(measured[: len(lengths)], _Budget(None))).mean())
         if not (kept := after > before):
             learner.load_state_dict(old)
         self._refreshes += 1
         return RefreshReport(kept, before, after, taken, time.monotonic() - begin, len(self._buffer))
+
+    def _accepted(self, measured: Sequence[Sequence[DraftExample]], budget: _Budget) -> list[Tensor]:
+        """Expected accepted lengths of the first batches, as many as the budget allows, but of one at least."""
+        assert self._learner is not None and self._target is not None
+        lengths = []
+        for batch in measured:
+            lengths.append(self._learner.accepted_lengths(self._target, batch))
+            if not budget.another():
+                break
+        return lengths
+
+    def _train(self, steps: int | None, seconds: float | None) -> int:
+        """Number of steps taken, one at least."""
+        assert self._learner is not None and self._target is not None
+        budget, taken = _Budget(seconds), 0
+        rng = random.Random(f"{self._seed}/{self._refreshes}")
+        for batch in endless_batches(self._buffer.learnt_from, self._batch_tokens, rng):
+            self._learner.step(self._target, make_batch(batch, self._device))
+            taken += 1
+            if taken == steps or not budget.another():
+                break
+        return taken
 
     def tensors(self) -> dict[str, Tensor]:
         """The weights of now, float32 by DraftModel.tensors() names; empty before there are any."""
         return {} if self._learner is None else {n: t.detach().clone() for n, t in self._learner.weights.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Weights, optimizer and counters, flat; not the buffer, which fills again."""
+        """Weights, optimizer and counter, flat; not the buffer, which fills again."""
         learnt = {} if self._learner is None else self._learner.state_dict()
-        return learnt | {_REFRESHES: torch.tensor(self._refreshes), _ADDED: torch.tensor(self._buffer.added)}
+        return learnt | {_REFRESHES: torch.tensor(self._refreshes)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state_dict` returned; the buffer is kept as it is."""
-        if learnt := {name: tensor for name, tensor in state.items() if name not in (_REFRESHES, _ADDED)}:
-            if self._learner is None:
-                self.load(weights_of(learnt))
-            assert self._learner is not None
-            self._learner.load_state_dict(learnt)
-        self._refreshes, self._buffer.added = int(state[_REFRESHES]), int(state[_ADDED])
+        """Go on from what `state_dict` returned, or begin from its weights alone; the buffer is kept as it is."""
+        if weights := weights_of(state):
+            self.load(weights)
+            if _REFRESHES in state:
+                assert self._learner is not None
+                self._learner.load_state_dict(state)
+        self._refreshes = int(state.get(_REFRESHES, 0))

@@ -28,18 +28,21 @@ class Prediction(NamedTuple):
     """What the branches that reach so far predict at one step.
 
     Attributes:
-        logits: float32 [N, draft vocabulary].
+        states: float32 [N, hidden], what DraftNetwork.logits reads.
         roots: int64 [N], cells of the batch at which the branches begin.
         cells: int64 [N], cells predicted: `roots` + step - 1.
     """
 
-    logits: Tensor
+    states: Tensor
     roots: Tensor
     cells: Tensor
 
 
 class DraftNetwork:
     """Computes what models.draft_model.DraftModel computes, with gradients, for every root of a batch at once.
+
+    Each step's attention takes a few float32 tensors [heads, sequences, longest cells, longest entries], which a
+    gradient keeps.
 
     Args:
         weights: by DraftModel.tensors() names; read anew by every call.
@@ -70,8 +73,11 @@ class DraftNetwork:
             query = self._rotated(self._linear(inputs, f"{_ATTENTION}q_proj"), rotation)
             own = self._keys_values(inputs, rotation) if step > 1 else None
             states = self._finish(states, attention(keep, query, own))
-            logits = self._linear(self._norm(states, _NORM), "lm_head")
-            yield Prediction(logits, keep, keep + step - 1)
+            yield Prediction(self._norm(states, _NORM), keep, keep + step - 1)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """float32 [N, draft vocabulary] of predicted states [N, hidden]."""
+        return self._linear(states, "lm_head")
 
     def _normed_inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
         embedded = self._norm(F.embedding(tokens, self._embedding), f"{_LAYER}input_layernorm")

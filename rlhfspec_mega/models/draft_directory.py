@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.models.draft_shape import TAPS, DraftShape, draft_shape
+from rlhfspec_mega.models.draft_shape import TAPS, DraftShape
 from rlhfspec_mega.models.hf_directory import (
     CONFIG,
     WEIGHTS,
@@ -23,6 +23,8 @@ from rlhfspec_mega.models.hf_directory import (
     appearing,
     positive,
     read_json,
+    read_rope,
+    refuse_features,
     rope_config,
     write_json,
 )
@@ -59,34 +61,60 @@ def draft_tensors(shape: DraftShape) -> list[TensorInfo]:
 def read_draft_shape(path: Path | str, target: ModelShape) -> DraftShape:
     """Shape of the draft in directory `path`.
 
-    Raises UserError for a missing or damaged config.json, for another kind of model and for a draft of another target.
+    Raises UserError for a missing or damaged config.json, for another kind of model, for a draft of another target and
+    for settings that differ from the target's where DraftShape has no place for them.
     """
     path = Path(path)
     config = read_json(path / CONFIG, _MISSING)
     if config.get("architectures") != [DRAFT_CLASS] or positive(path, config, "num_hidden_layers") != 1:
         raise UserError(f"{path} holds no EAGLE-3 draft ({DRAFT_CLASS} of one layer): make one with tools.train_draft.")
-    sizes = {
-        "hidden_size": target.hidden_size,
-        "target_hidden_size": target.hidden_size,
-        "vocab_size": target.vocab_size,
-    }
-    for key, wanted in sizes.items():
-        found = positive(path, config, key, config.get("hidden_size") if key == "target_hidden_size" else None)
-        if found != wanted:
-            raise UserError(
-                f"The draft in {path} was made for another target: its {key} is {found}, this model needs {wanted}; "
-                "make one for this model with tools.train_draft."
-            )
     heads = positive(path, config, "num_attention_heads")
+    kv_heads = positive(path, config, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise UserError(f"{path / CONFIG} has {heads} attention heads, not a multiple of its {kv_heads} KV heads.")
+    refuse_features(path, config)
+    _compare(path, config, target, heads)
     return DraftShape(
         target=target,
         vocab_size=positive(path, config, "draft_vocab_size", target.vocab_size),
         taps=_taps(path, config, target),
         num_heads=heads,
-        num_kv_heads=positive(path, config, "num_key_value_heads", heads),
-        head_dim=positive(path, config, "head_dim", target.hidden_size // heads),
+        num_kv_heads=kv_heads,
+        head_dim=target.head_dim,
         ffn_size=positive(path, config, "intermediate_size"),
     )
+
+
+def _compare(path: Path, config: dict[str, Any], target: ModelShape, heads: int) -> None:
+    """Raise UserError unless the draft has the target's sizes, rotary embedding and epsilon, which the two share."""
+    hidden = positive(path, config, "hidden_size")
+    theta, scaling = read_rope(path, config)
+    pairs: dict[str, tuple[Any, Any]] = {
+        "hidden_size": (hidden, target.hidden_size),
+        "target_hidden_size": (positive(path, config, "target_hidden_size", hidden), target.hidden_size),
+        "vocab_size": (positive(path, config, "vocab_size"), target.vocab_size),
+        "head_dim": (positive(path, config, "head_dim", hidden // heads), target.head_dim),
+        "rope_theta": (theta, target.rope_theta),
+        "rope_scaling": (scaling, target.rope_scaling),
+        "rms_norm_eps": (float(config.get("rms_norm_eps", 1e-6)), target.norm_eps),
+    }
+    for key, (found, wanted) in pairs.items():
+        if found != wanted:
+            raise UserError(
+                f"The draft in {path} was made for another target: its {key} is {found}, this model needs {wanted}; "
+                "make one for this model with tools.train_draft."
+            )
+
+
+def check_draft(path: Path | str, target: ModelShape) -> DraftShape:
+    """Shape of the draft in directory `path`, all of which fits `target`; its weights are not read.
+
+    Raises UserError as `load_draft` and `load_target_ids`.
+    """
+    shape = read_draft_shape(path, target)
+    HfWeights(path).check(draft_tensors(shape))
+    load_target_ids(path, shape)
+    return shape
 
 
 def load_draft(path: Path | str, target: ModelShape) -> tuple[DraftShape, dict[str, Tensor]]:
@@ -131,8 +159,7 @@ def write_draft(
         UserError: `path` exists and is no draft.
     """
     path = Path(path)
-    if path.exists() and read_json(path / CONFIG, "move it away").get("architectures") != [DRAFT_CLASS]:
-        raise UserError(f"{path} exists and holds no draft: move it away or write to another place.")
+    check_place(path)
     wanted = {info.name: info.shape for info in draft_tensors(shape)}
     if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != wanted:
         raise RunError("The draft's tensors do not fit its shape.")
@@ -148,17 +175,27 @@ def write_draft(
         write_json(partial / CONFIG, _config_of(shape, stored["fc.weight"].dtype))
 
 
+def check_place(path: Path) -> None:
+    """Raise UserError where `write_draft` would: at a file and at a directory with anything but a draft in it."""
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    if not (path / CONFIG).is_file() or read_json(path / CONFIG, "move it away").get("architectures") != [DRAFT_CLASS]:
+        raise UserError(f"{path} exists and holds no draft: move it away or write to another place.")
+
+
 def _taps(path: Path, config: dict[str, Any], target: ModelShape) -> tuple[int, int, int]:
-    """The tapped layers; SGLang's default, which draft_shape follows, when config.json leaves them out."""
+    """The tapped layers; where config.json leaves them out, those that SGLang captures then."""
     layers = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     if layers is None:
-        return draft_shape(target).taps
-    if len(layers) != TAPS or not _within(torch.tensor(layers), target.num_layers):
+        layers = [1, target.num_layers // 2 - 1, target.num_layers - 4]
+    whole = isinstance(layers, list) and all(type(layer) is int for layer in layers)
+    if not whole or len(layers) != TAPS or not _within(torch.tensor(layers), target.num_layers):
         raise UserError(
             f"The draft in {path} reads the layers {layers}, this model has {target.num_layers}: make one for this "
             "model with tools.train_draft."
         )
-    return tuple(layers)
+    low, middle, high = layers
+    return low, middle, high
 
 
 def _within(ids: Tensor, count: int) -> bool:

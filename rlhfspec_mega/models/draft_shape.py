@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
 
 TAPS = 3  # hidden states of the target that a draft reads: low, middle, high
@@ -12,6 +13,8 @@ TAPS = 3  # hidden states of the target that a draft reads: low, middle, high
 @dataclass(frozen=True)
 class DraftShape:
     """Sizes of a draft; RoPE, norm epsilon and positions are its target's.
+
+    Raises UserError for a vocabulary of fewer than 2 tokens.
 
     Attributes:
         vocab_size: of the draft's output head; less than the target's when the vocabulary is reduced.
@@ -26,6 +29,10 @@ class DraftShape:
     head_dim: int
     ffn_size: int
     num_layers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 2:  # nothing to choose, and no second best to tell how sure the draft is
+            raise UserError(f"A draft's vocabulary of {self.vocab_size} is too small; give it at least 2 tokens.")
 
     @property
     def hidden_size(self) -> int:

@@ -52,12 +52,12 @@ def read_shape(path: Path | str) -> ModelShape:
         raise UserError(
             f"{path / CONFIG} describes a model of type {architecture!r}: use one of {', '.join(ARCHITECTURES)}."
         )
-    _refuse_features(path, config)
+    refuse_features(path, config)
     hidden, heads = positive(path, config, "hidden_size"), positive(path, config, "num_attention_heads")
     kv_heads = positive(path, config, "num_key_value_heads", heads)
     if heads % kv_heads:
         raise UserError(f"{path / CONFIG} has {heads} attention heads, not a multiple of its {kv_heads} KV heads.")
-    theta, scaling = _read_rope(path, config)
+    theta, scaling = read_rope(path, config)
     return ModelShape(
         architecture=architecture,
         hidden_size=hidden,
@@ -270,7 +270,7 @@ def rope_config(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _refuse_features(path: Path, config: dict[str, Any]) -> None:
+def refuse_features(path: Path, config: dict[str, Any]) -> None:
     """Raise UserError for a feature that changes the computation and that this project does not implement."""
     layer_types = set(config.get("layer_types") or ()) - {"full_attention"}
     windows = config.get("use_sliding_window") and config.get("sliding_window") is not None
@@ -285,7 +285,7 @@ def _refuse_features(path: Path, config: dict[str, Any]) -> None:
     }
     for feature, present in refused.items():
         if present:
-            raise UserError(f"{path / CONFIG} asks for {feature}, which is not supported: choose another model.")
+            raise UserError(f"{path / CONFIG} asks for {feature}, which is not supported: choose another one.")
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
@@ -294,7 +294,7 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     return {**top, **(config.get("rope_scaling") or config.get("rope_parameters") or {})}
 
 
-def _read_rope(path: Path, config: dict[str, Any]) -> tuple[float, dict[str, float] | None]:
+def read_rope(path: Path, config: dict[str, Any]) -> tuple[float, dict[str, float] | None]:
     """RoPE base and, where present, the parameters of Llama-3's scaling."""
     rope = _rope(config)
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -339,6 +339,19 @@ def listed(names: Sequence[str], most: int = 5) -> str:
     """The first names, and how many more there are."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
+
+
+def keep_first(made: Path, path: Path) -> None:
+    """Give the complete directory `made` the name `path`, or drop it where another process was quicker.
+
+    Nothing is replaced: the first one may be in use.
+    """
+    try:
+        made.rename(path)
+    except OSError:
+        if not path.is_dir():
+            raise
+        shutil.rmtree(made)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from rlhfspec_mega.observe.drafting import shares_in_words
 from rlhfspec_mega.observe.summary import PHASE_PREFIX
 
 # Metric, its name on the screen, its format; shown where the step has the metric.
@@ -146,7 +147,8 @@ class Console:
         ]
         for first in range(0, len(cells), 4):
             table.add_row(*cells[first : first + 4])
-        return Group(table, "  ".join(_phase_parts(self._metrics)), self._progress)
+        lines = (shares_in_words(self._metrics), "  ".join(_phase_parts(self._metrics)))
+        return Group(table, *filter(None, lines), self._progress)
 
 
 def _phase_parts(metrics: Mapping[str, float]) -> list[str]:

@@ -60,11 +60,19 @@ def drafting_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return figures | {"share_by_verified": {label: sums[f"n {label}"] / steps for label in BY_VERIFIED}}
 
 
+def shares_in_words(metrics: Mapping[str, float]) -> str:
+    """How often which number of draft tokens was verified for a sample, of the metrics of a step; "" without drafts."""
+    shares = drafting_figures([metrics]).get("share_by_verified", {})
+    parts = [f"{label}: {share:.0%}" for label, share in shares.items() if share >= 0.005]
+    return "draft tokens per sample and step  " + "  ".join(parts) if parts else ""
+
+
 def collapse_notes(tallies: Sequence[DraftingTally]) -> list[str]:
     """One sentence for each engine whose draft no longer fits."""
     return [
         f"WARNING: the draft's first token is accepted in {tally.collapsed_rate:.0%} of the cases on an engine where "
-        f"{tally.usual_rate:.0%} was usual. Drafting is off there until it recovers; the samples are not affected."
+        f"{tally.usual_rate:.0%} was usual. Drafting is off there until new weights mend it (under "
+        "trainer.deterministic it goes on); the samples are not affected."
         for tally in tallies
         if tally.collapsed_rate is not None and tally.usual_rate is not None
     ]

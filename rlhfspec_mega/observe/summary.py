@@ -97,9 +97,14 @@ def summary_in_words(summary: Mapping[str, Any]) -> str:
 def _drafting_in_words(summary: Mapping[str, Any]) -> str:
     words = f"A decode step gave {summary['tokens_per_step']:.2f} tokens per sample"
     if "accepted_length" in summary:
-        words += f" ({summary['accepted_length']:.2f} draft tokens accepted where any were verified)"
+        words += f" ({summary['accepted_length']:.2f} draft tokens accepted where any were verified"
+        if "verified_per_accepted" in summary:
+            words += f", {summary['verified_per_accepted']:.1f} verified for each"
+        words += ")"
     if "speedup_vs_plain" in summary:
         words += f", {summary['speedup_vs_plain']:.2f} times the pace of plain steps in between"
+    if summary.get("calibration_error") is not None:
+        words += f"; predicted acceptance was off by {summary['calibration_error']:.3f} on average"
     return words + "."
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhfspec_mega.models.draft_shape import TAPS, DraftShape
 from rlhfspec_mega.models.shape import ModelShape
 
 GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_TRAINED_POSITIONS, _TRAINED_DEPTH = 512, 5  # of one training step of a draft
+_BACKLOG = 64  # tokens whose states an engine keeps for a draft that is not at work
 
 
 @dataclass(frozen=True)
@@ -27,14 +30,23 @@ class ActorMemory:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes of one generation engine."""
+    """Bytes of one generation engine, without a draft."""
 
     weights: int
+    packed: int
     kv: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv
+        return self.weights + self.packed + self.kv
+
+
+@dataclass(frozen=True)
+class DraftMemory:
+    """Bytes that a draft takes: beside the one actor rank that holds it, and in every engine."""
+
+    actor: int
+    engine: int
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,25 @@ class ActorPlan:
     recompute: bool
     microbatch_tokens: int
     logprob_chunk: int
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """What a draft's memory depends on besides its shape.
+
+    Attributes:
+        buffer_tokens: whose hidden states are kept to learn from; 0: it does not learn.
+        positions: tokens of the longest sequence.
+        nodes: draft tokens of a sample in a step, at most.
+    """
+
+    buffer_tokens: int
+    actor_dtype: str
+    slots: int
+    positions: int
+    nodes: int
+    engine_dtype: str
+    device: str
 
 
 def weights_per_rank(shape: ModelShape, tensor_parallel: int, pipeline_parallel: int) -> int:
@@ -102,11 +133,56 @@ def actor_memory(shape: ModelShape, plan: ActorPlan) -> ActorMemory:
     )
 
 
-def engine_memory(shape: ModelShape, slots: int, positions: int, dtype: str) -> EngineMemory:
+def engine_memory(shape: ModelShape, slots: int, positions: int, dtype: str, device: str) -> EngineMemory:
     """Bytes of one engine: all weights, and keys and values of every slot at full length.
 
-    kv = slots x positions x layers x 2 x KV heads x head_dim x bytes per number.
+    kv = slots x positions x layers x 2 x KV heads x head_dim x bytes per number. On a CPU in fp32 the matrices of q, k
+    and v, gate and up, and the head exist a second time, in the CPU's own layout.
     """
-    size = DTYPE_BYTES[dtype]
-    per_token = shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * size
-    return EngineMemory(weights=shape.parameters * size, kv=slots * positions * per_token)
+    inputs = shape.num_layers * shape.hidden_size
+    packed = _rows(shape) * inputs + shape.vocab_size * shape.hidden_size if _packs(dtype, device) else 0
+    return EngineMemory(
+        weights=shape.parameters * DTYPE_BYTES[dtype],
+        packed=4 * packed,
+        kv=slots * positions * _kv_bytes(shape, dtype),
+    )
+
+
+def draft_memory(draft: DraftShape, plan: DraftPlan) -> DraftMemory:
+    """Bytes of a draft with P weights, in training and at work.
+
+    actor   4 P where it does not learn, else 28 P: weights, gradients, two moments, and the weights and moments to go
+            back to, all fp32; the target's embedding and head in fp32; 4 hidden numbers per token of the buffer; and
+            per position of a training batch the target's distribution and, for each of 5 drafted tokens, logits and
+            their log-softmax.
+    engine  weights (on a CPU in fp32 most of them twice, as in engine_memory), keys and values of every slot with room
+            for a step's draft tokens, that room in the target's cache, and states not read yet.
+    """
+    hidden, weights, target = draft.hidden_size, draft.parameters, draft.target
+    actor = 4 * weights
+    if plan.buffer_tokens:
+        actor = 28 * weights + 2 * 4 * target.vocab_size * hidden
+        actor += plan.buffer_tokens * (TAPS + 1) * hidden * DTYPE_BYTES[plan.actor_dtype]
+        actor += _TRAINED_POSITIONS * (1 + 2 * _TRAINED_DEPTH) * 4 * draft.vocab_size
+    size = DTYPE_BYTES[plan.engine_dtype]
+    attention = 2 * hidden * (draft.num_heads + 2 * draft.num_kv_heads) * draft.head_dim
+    packed = attention + (2 * draft.ffn_size + draft.vocab_size) * hidden
+    kv = (plan.positions + plan.nodes) * _kv_bytes(draft, plan.engine_dtype)
+    room = plan.nodes * _kv_bytes(target, plan.engine_dtype)
+    unread = (_BACKLOG + plan.nodes) * TAPS * hidden * size
+    engine = weights * size + (4 * packed if _packs(plan.engine_dtype, plan.device) else 0)
+    return DraftMemory(actor, engine + plan.slots * (kv + room + unread))
+
+
+def _packs(dtype: str, device: str) -> bool:
+    return dtype == "float32" and device == "cpu"
+
+
+def _rows(shape: ModelShape) -> int:
+    """Outputs of a layer's matrices that read the hidden state: q, k and v, gate and up."""
+    return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim + 2 * shape.ffn_size
+
+
+def _kv_bytes(shape: ModelShape | DraftShape, dtype: str) -> int:
+    """Keys and values of one token."""
+    return shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * DTYPE_BYTES[dtype]

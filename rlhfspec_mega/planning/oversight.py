@@ -11,22 +11,26 @@ from rlhfspec_mega.types import TALLY_EDGES, DraftingTally
 
 
 class OverseenPolicy:
-    """Implements `DraftingPolicy` by another one, which decides all steps that need not be plain."""
+    """Implements `DraftingPolicy` by another one, which decides all steps that need not be plain.
 
-    def __init__(self, policy: DraftingPolicy, collapse_ratio: float) -> None:
+    Args:
+        stops: whether a collapse stops drafting; without it no decision depends on steps before `begin_anew`.
+    """
+
+    def __init__(self, policy: DraftingPolicy, collapse_ratio: float, stops: bool = True) -> None:
         self.width, self.max_depth, self.max_nodes = policy.width, policy.max_depth, policy.max_nodes
-        self._ratio, self._tally = collapse_ratio, DraftingTally()
+        self._tally = DraftingTally()
+        self.watch = CollapseWatch(collapse_ratio, stops)
         self.begin_anew(policy)
 
     def begin_anew(self, policy: DraftingPolicy) -> None:
-        """Go on with another policy of the same width, depth and nodes, forgetting all but the counts."""
+        """Go on with another policy of the same width, depth and nodes; the counts and the watch go on."""
         self.policy = policy
-        self.watch = CollapseWatch(self._ratio)
         self._control = PlainControl()
 
     def depth(self, batch: Batch) -> int:
-        control, drafting = self._control.is_due(), self.watch.may_draft()
-        return self.policy.depth(batch) if drafting and not control else 0
+        control = self._control.is_due()
+        return self.policy.depth(batch) if self.watch.may_draft and not control else 0
 
     def expand(self, batch: Batch, tree: DraftTree) -> Ints:
         return self.policy.expand(batch, tree)

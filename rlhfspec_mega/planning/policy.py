@@ -1,4 +1,4 @@
-"""What all drafting policies share: survival and cost from calibrated models, which every step trains."""
+"""What all drafting policies share: survival and cost from calibrated models, which steps train."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, step_cost
 from rlhfspec_mega.planning.tree import Batch, DraftTree, Floats, Ints, StepRecord
 
-COSTS_AT_FIRST, COSTS_EVERY = 32, 4  # steps
+COSTS_AT_FIRST, COSTS_EVERY = 32, 4  # steps that costs are learnt from: all of the first ones, then every fourth
 
 NONE = np.zeros(0, np.int64)
 NONE.flags.writeable = False
@@ -43,8 +43,13 @@ class CalibratedPolicy:
     """Base of the policies: implements `observe` of the `DraftingPolicy` protocol and the steps of the others.
 
     Attributes:
-        acceptance, cost: may be shared by several policies; `observe` trains both.
+        acceptance, cost: may be shared by several policies.
+        learns_acceptance, learns_cost: whether `observe` trains them: learning takes time, and not all policies read
+            both.
     """
+
+    learns_acceptance = True
+    learns_cost = True
 
     def __init__(
         self, acceptance: AcceptanceModel, cost: CostModel, width: int, max_depth: int, max_nodes: int
@@ -55,12 +60,16 @@ class CalibratedPolicy:
         self.max_depth = max_depth
         self.max_nodes = max_nodes
         self._view: StepView | None = None
+        self._steps = 0
 
     def observe(self, record: StepRecord) -> None:
         """Learn from a step, plain ones too."""
         self._view = None  # costs change
-        self.acceptance.observe(record)
-        self.cost.observe(step_cost(record))
+        self._steps += 1
+        if self.learns_acceptance:
+            self.acceptance.observe(record)
+        if self.learns_cost and (self._steps <= COSTS_AT_FIRST or self._steps % COSTS_EVERY == 0):
+            self.cost.observe(step_cost(record))
 
     def _usable_depth(self, batch: Batch, limit: int) -> int:
         """At most `limit` layers, and no more than any sample of the batch can use."""
@@ -103,8 +112,11 @@ def drafted_nodes(tree: DraftTree) -> int:
 def ranked(tree: DraftTree, values: Floats, most_per_sample: int) -> Ints:
     """Nodes of positive value, best first, parents before children, at most so many of one sample.
 
+    None that ends its sample: where it would be accepted, the target's choice after its parent ends the sample too.
     Every prefix is closed under parents: a child is worth no more than its parent, and of equals the first comes first.
     """
+    if tree.ends.any():
+        values = np.where(tree.ends, 0.0, values)
     order = (-values).argsort(kind="stable")
     if len(order) and values[order[-1]] <= 0.0:
         order = order[: np.count_nonzero(values > 0.0)]

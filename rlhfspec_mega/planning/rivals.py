@@ -40,6 +40,8 @@ class EmaTiers(CalibratedPolicy):
     present steps - 0.5 + `up_hysteresis`. From 0 steps the next candidate is tried at the next check.
     """
 
+    learns_acceptance = learns_cost = False
+
     def __init__(
         self,
         acceptance: AcceptanceModel,
@@ -65,11 +67,11 @@ class EmaTiers(CalibratedPolicy):
         return self._usable_depth(batch, self._tier(batch).steps)
 
     def expand(self, batch: Batch, tree: DraftTree) -> Ints:
-        self._fill_survival(batch, tree)
         return self._may_be_parents(batch, tree)
 
     def choose(self, batch: Batch, tree: DraftTree) -> Ints:
-        return np.flatnonzero(tree.survival > 0.0)
+        """All that can be used: the rule trusts its chain."""
+        return np.flatnonzero((tree.depths < batch.remaining[tree.rows]) & ~tree.ends)
 
     def observe(self, record: StepRecord) -> None:
         super().observe(record)
@@ -118,6 +120,8 @@ class Bandit(CalibratedPolicy):
     step. Untried arms come first, in order. Buckets are powers of two. Trees are EAGLE-2's: the `width` best nodes of
     each sample and layer are drafted from, the `tokens` best nodes verified.
     """
+
+    learns_cost = False
 
     def __init__(
         self,

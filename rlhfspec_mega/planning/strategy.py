@@ -8,13 +8,9 @@ import numpy as np
 
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
-from rlhfspec_mega.planning.forecast import Forecast
+from rlhfspec_mega.planning.payoff import Payoff
 from rlhfspec_mega.planning.policy import NONE, CalibratedPolicy, StepView, drafted_nodes, ranked
 from rlhfspec_mega.planning.tree import Batch, DraftTree, Floats, Ints, StepRecord
-
-RETHINK = 16  # steps after which forecasts, and whether drafting pays, are worked out anew
-PROBE_SHARE = 0.01  # of the time may go into finding out whether drafting pays again
-PROBE_LATEST = 1000  # plain steps after which that is found out whatever it costs
 
 
 class Best(NamedTuple):
@@ -47,32 +43,19 @@ class Adaptive(CalibratedPolicy):
         """`tail_weight` t weighs a sample by (response tokens + 1) ** t: above 0, long ones are helped."""
         super().__init__(acceptance, cost, width, max_depth, max_nodes)
         self.tail_weight = tail_weight
-        self._forecast = Forecast(acceptance, width, max_depth)
-        self._steps = 0
-        self._plain_steps = 0
-        self._probing = False
-        self._pays: dict[tuple[int, int], bool] = {}  # by batch size and usable depth, for the next few steps
+        self._payoff = Payoff(acceptance, cost, width, max_depth, max_nodes, whole=False)
 
     def depth(self, batch: Batch) -> int:
         """All usable layers if some depth is forecast to pay (`expand` ends it sooner), else 0, or 1 for a probe."""
-        usable = self._usable_depth(batch, self.max_depth)
-        self._probing = False
-        if usable == 0:
+        if self._payoff.holds(batch):
             return 0
-        plain = float(self._step(batch).verify_seconds(1)[0])
-        key = batch.size, usable
-        if key not in self._pays:
-            self._pays[key] = self._forecast_rate(batch, usable) > batch.size / plain
-        if self._pays[key]:
-            return usable
-        self._probing = self._probe_is_due(batch, plain)
-        return int(self._probing)
+        return self._payoff.depth(self._step(batch), self._usable_depth(batch, self.max_depth))
 
     def expand(self, batch: Batch, tree: DraftTree) -> Ints:
         """Nodes of the last layer whose children are predicted to be kept, if they raise the best rate."""
         self._fill_survival(batch, tree)
         parents = self._may_be_parents(batch, tree)
-        if self._probing or not len(parents):
+        if self._payoff.probing or not len(parents):
             return NONE
         values = self._values(batch, tree)
         kept = values[ranked(tree, values, self.max_nodes)]
@@ -97,16 +80,12 @@ class Adaptive(CalibratedPolicy):
         order = ranked(tree, values, self.max_nodes)
         step = self._step(batch)
         seconds = step.draft_seconds(tree.depth, drafted_nodes(tree))
-        least = step.size if self._probing else 0
+        least = step.size if self._payoff.probing else 0
         return np.sort(order[: self._best(step, values[order], seconds, least).nodes])
 
     def observe(self, record: StepRecord) -> None:
         super().observe(record)
-        self._steps += 1
-        if self._probing or self._steps % RETHINK == 0:  # a probe is there to be heeded at once
-            self._forecast.renew()
-            self._pays.clear()
-        self._plain_steps = 0 if record.tree.depth else self._plain_steps + 1
+        self._payoff.observe(record)
 
     def _values(self, batch: Batch, tree: DraftTree) -> Floats:
         """Weight x survival of all nodes; weights average 1 over the batch."""
@@ -135,24 +114,3 @@ class Adaptive(CalibratedPolicy):
         least = min(least, len(values))
         count = int(rates[least:].argmax()) + least
         return Best(count, float(rates[count]))
-
-    def _forecast_rate(self, batch: Batch, usable: int) -> float:
-        """The best tokens per second over all depths and survival thresholds, for samples as they were lately."""
-        expected = self._forecast.of(batch)
-        size, kv = batch.size, batch.kv_tokens
-        nodes = expected.nodes[:usable]
-        depths = np.arange(1.0, usable + 1)[:, None]
-        seconds = self.cost.draft_seconds(size, kv, batch.backlog, depths, size * expected.drafted[:usable])
-        seconds = seconds + self.cost.verify_seconds(size, kv, size * (1.0 + nodes))
-        rates = size * (1.0 + expected.accepted[:usable]) / seconds
-        return float(np.where(nodes <= self.max_nodes, rates, 0.0).max())
-
-    def _probe_is_due(self, batch: Batch, plain: float) -> bool:
-        """Whether the time a probe would lose is within its share of the plain steps since the last draft."""
-        if self._plain_steps >= PROBE_LATEST:
-            return True
-        chances = self.acceptance.expected_layer(1, float(batch.temperatures.max()))
-        seconds = self._step(batch).draft_seconds(1, 0)
-        seconds += float(self.cost.verify_seconds(batch.size, batch.kv_tokens, 2 * batch.size))
-        lost = seconds - plain * (1.0 + float(chances[0]))
-        return lost <= PROBE_SHARE * plain * self._plain_steps

@@ -101,6 +101,7 @@ class StepRecord:
         accepted: of each chosen node.
         drafted: nodes the draft was run on after its first pass.
         draft_seconds, verify_seconds: wall time of drafting (decisions included) and of the rest of the step.
+        root_hits: of each sample that was drafted for, whether the draft's best first token is the target's choice.
     """
 
     batch: Batch
@@ -110,6 +111,7 @@ class StepRecord:
     drafted: int
     draft_seconds: float
     verify_seconds: float
+    root_hits: Bools = field(default_factory=lambda: np.zeros(0, np.bool_))
 
 
 class DraftingPolicy(Protocol):

@@ -6,8 +6,9 @@ import numpy as np
 
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
+from rlhfspec_mega.planning.payoff import Payoff
 from rlhfspec_mega.planning.policy import CalibratedPolicy, drafted_nodes, places, ranked
-from rlhfspec_mega.planning.tree import Batch, DraftTree, Ints
+from rlhfspec_mega.planning.tree import Batch, DraftTree, Ints, StepRecord
 
 
 class Fixed(CalibratedPolicy):
@@ -16,6 +17,8 @@ class Fixed(CalibratedPolicy):
     As EAGLE-2 (arXiv 2406.16858) at most `width` nodes of each sample and layer are drafted from; of those only such as
     are among the sample's best so far, since no child of another could be kept.
     """
+
+    learns_cost = False
 
     def __init__(self, acceptance: AcceptanceModel, cost: CostModel, width: int, depth: int, max_nodes: int) -> None:
         super().__init__(acceptance, cost, width, depth, max_nodes)
@@ -37,7 +40,25 @@ class Fixed(CalibratedPolicy):
 
 
 class Uniform(Fixed):
-    """RLHFSpec's rule (arXiv 2512.04752): one n for all samples, each step the one of the best predicted rate."""
+    """RLHFSpec's rule (arXiv 2512.04752): one n for all samples, each step the one of the best predicted rate.
+
+    That n may be 0, so nothing is drafted where drafting all layers is forecast not to pay.
+    """
+
+    learns_cost = True
+
+    def __init__(self, acceptance: AcceptanceModel, cost: CostModel, width: int, depth: int, max_nodes: int) -> None:
+        super().__init__(acceptance, cost, width, depth, max_nodes)
+        self._payoff = Payoff(acceptance, cost, width, depth, max_nodes, whole=True)
+
+    def depth(self, batch: Batch) -> int:
+        if self._payoff.holds(batch):
+            return 0
+        return self._payoff.depth(self._step(batch), super().depth(batch))
+
+    def observe(self, record: StepRecord) -> None:
+        super().observe(record)
+        self._payoff.observe(record)
 
     def choose(self, batch: Batch, tree: DraftTree) -> Ints:
         order = ranked(tree, tree.survival, self.max_nodes)
@@ -49,4 +70,5 @@ class Uniform(Fixed):
         size, kv = batch.size, batch.kv_tokens
         seconds = self.cost.draft_seconds(size, kv, batch.backlog, tree.depth, drafted_nodes(tree))
         rates = (size + accepted) / (seconds + self.cost.verify_seconds(size, kv, size + nodes.astype(np.float64)))
-        return np.sort(order[place < int(rates.argmax())])
+        best = max(int(rates.argmax()), int(self._payoff.probing))
+        return np.sort(order[place < best])

@@ -7,48 +7,52 @@ import numpy as np
 from rlhfspec_mega.planning.tree import StepRecord
 
 LEAST = 200  # first draft tokens that are judged at once
-PROBE_EVERY = 16  # steps, while drafting is stopped
+LEAST_OF_TRIAL = 40  # the same where drafting was stopped and is tried again
 FORGET = 0.8  # share of the usual rate that a further window leaves
 
 
 class CollapseWatch:
-    """Follows how often the draft's best first token is accepted: unlike accepted length, no policy's choice moves it.
+    """Follows how often the draft's best first token is the target's choice, for all samples that are drafted for.
 
-    A rate below `ratio` of the usual one is a collapse: a broken weight sync, or a policy that has moved away. Drafting
-    then stops but for probes, until the rate is back above.
+    Verified or not: unlike accepted length, and unlike the rate among verified ones, no policy's choice of nodes moves
+    it. A rate below `ratio` of the usual one is a collapse: a broken weight sync, or a policy that has moved away.
+    Drafting then stops until the next weight update, which alone can mend it, and is tried again for a short window.
+
+    Args:
+        stops: whether a collapse stops drafting; else it is only said.
 
     Attributes:
-        collapsed: drafting is stopped.
+        collapsed: the last window was a collapse.
         rate: of the last full window, None before it.
-        usual: of the windows before, None before the first.
+        usual: of the windows before, None before the first; set it to go on from an earlier run.
     """
 
-    def __init__(self, ratio: float) -> None:
-        self._ratio = ratio
+    def __init__(self, ratio: float, stops: bool = True) -> None:
+        self._ratio, self._stops = ratio, stops
         self.collapsed = False
         self.rate: float | None = None
         self.usual: float | None = None
-        self._judged = self._accepted = self._steps = 0
+        self._on_trial = False
+        self._judged = self._accepted = 0
 
     def weights_changed(self) -> None:
         """Begin a new window: what was seen before an update says nothing of the time after it."""
         self._judged = self._accepted = 0
+        self._on_trial = self.collapsed
 
+    @property
     def may_draft(self) -> bool:
-        """Asked once a step."""
-        self._steps += 1
-        return not self.collapsed or self._steps % PROBE_EVERY == 0
+        return not (self.collapsed and self._stops) or self._on_trial
 
     def observe(self, record: StepRecord) -> None:
-        """Count the verified best first tokens of a step; judge when there are enough."""
-        tree = record.tree
-        first = (tree.depths[record.chosen] == 1) & (tree.ranks[record.chosen] == 0)
-        self._judged += int(np.count_nonzero(first))
-        self._accepted += int(np.count_nonzero(record.accepted[first]))
-        if self._judged < LEAST:
+        """Count the best first tokens of a step; judge when there are enough."""
+        self._judged += len(record.root_hits)
+        self._accepted += int(np.count_nonzero(record.root_hits))
+        if self._judged < (LEAST_OF_TRIAL if self._on_trial else LEAST):
             return
         self.rate = self._accepted / self._judged
         self.collapsed = self.usual is not None and self.rate < self._ratio * self.usual
-        if not self.collapsed:
+        if not self.collapsed and not self._on_trial:  # a trial is too short to say what is usual
             self.usual = self.rate if self.usual is None else FORGET * self.usual + (1 - FORGET) * self.rate
         self._judged = self._accepted = 0
+        self._on_trial = False

@@ -192,8 +192,8 @@ class Resharder:
                 engines.confirm(call.rank, version)
         return [call.rank for call in held]
 
-    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, full tensor on CPU) of the actor's weights; holds one unfinished tensor at a time.
+    def stream(self, target: WeightTarget = WeightTarget.ACTOR) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in its directory, full tensor on CPU) of a target's weights; holds one unfinished tensor at a time.
 
         Every tensor is valid until the next is asked for.
         """
@@ -203,13 +203,13 @@ class Resharder:
             receiver: Receiver = self._result(beside.submit(host.address.receiver, 0), calls)
             self._cluster.wait(calls, "export")
             with closing(receiver):
-                for stage, buckets in self._plans[WeightTarget.ACTOR].by_stage():
-                    calls = self._start_sending("export", stage, buckets, WeightTarget.ACTOR)
+                for stage, buckets in self._plans[target].by_stage():
+                    calls = self._start_sending("export", stage, buckets, target)
                     arrived = (self._result(beside.submit(receiver.receive, bucket), calls) for bucket in buckets)
                     sums: dict[int, int] = {}
-                    yield from self._assemble(buckets, arrived, sums)
+                    yield from self._assemble(self._plans[target], buckets, arrived, sums)
                     self._cluster.wait(calls, "export")
-                    self._compare(WeightTarget.ACTOR, calls[0].result(), sums, "this process")
+                    self._compare(target, calls[0].result(), sums, "this process")
 
     def _result(self, work: Future[Any], calls: Sequence[Call]) -> Any:
         """What the thread beside waits for; a sender's death or error ends the wait."""
@@ -236,9 +236,9 @@ class Resharder:
         return [self._actor.start(rank, "send_weights", stream, buckets, target) for rank in self._stage_ranks[stage]]
 
     def _assemble(
-        self, buckets: Sequence[Bucket], arrived: Iterable[torch.Tensor], sums: dict[int, int]
+        self, plan: _Plan, buckets: Sequence[Bucket], arrived: Iterable[torch.Tensor], sums: dict[int, int]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        shapes = {tensor.name: tensor.shape for tensor in self._plans[WeightTarget.ACTOR].tensors}
+        shapes = {tensor.name: tensor.shape for tensor in plan.tensors}
         partial: dict[str, torch.Tensor] = {}
         for bucket, data in zip(buckets, arrived, strict=True):
             sums[bucket.id] = checksum(data)

@@ -61,12 +61,12 @@ class ActorWorker(Actor):
         return self._draft.refresh(steps, seconds)
 
     def logprobs(
-        self, batches: Sequence[MicroBatch], use_reference: bool
+        self, batches: Sequence[MicroBatch], use_reference: bool, refresh_follows: bool = False
     ) -> dict[int, tuple[list[float], float]] | None:
-        """See Actor.logprobs; a draft learns from what the actor itself computes."""
+        """See Actor.logprobs; a draft learns from what the actor itself computes (see ActorDraft.learning_from)."""
         if self._draft is None or use_reference:
             return super().logprobs(batches, use_reference)
-        with self._draft.learning_from(batches):
+        with self._draft.learning_from(batches, refresh_follows):
             return super().logprobs(batches, use_reference)
 
     def save(self, directory: Path) -> SavedPart:

@@ -35,10 +35,16 @@ class ActorGroup:
         """Keep the weights of now as the reference."""
         self._group.call("freeze_reference", phase="load weights")
 
-    def logprobs(self, sequences: Sequence[TrainSequence], *, use_reference: bool) -> tuple[list[list[float]], float]:
-        """Log-probs of every sequence's response tokens, and the mean entropy per token in nats."""
+    def logprobs(
+        self, sequences: Sequence[TrainSequence], *, use_reference: bool, refresh_follows: bool = False
+    ) -> tuple[list[list[float]], float]:
+        """Log-probs of every sequence's response tokens, and the mean entropy per token in nats.
+
+        Args:
+            refresh_follows: whether the draft, if there is one, is refreshed before the next call.
+        """
         phase = "reference" if use_reference else "logprobs"
-        arguments = [(batches, use_reference) for batches in self._batches(sequences)]
+        arguments = [(batches, use_reference, refresh_follows) for batches in self._batches(sequences)]
         found: dict[int, tuple[list[float], float]] = {}
         for answer in self._group.scatter("logprobs", arguments, phase):
             found |= answer or {}

@@ -16,6 +16,8 @@ from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.rollout.torch_engine.profile import profile
 from rlhfspec_mega.types import DraftingTally
 
+FORMAT = 1  # of `DraftingBrain.state_dict`
+
 
 class DraftingBrain:
     """The cost and acceptance models of one engine and the policy that reads them.
@@ -23,7 +25,9 @@ class DraftingBrain:
     Args:
         deterministic: nothing depends on the clock or on earlier samples: costs are nominal, and an engine without
             samples begins with untaught models, so that a share of samples decodes alike wherever it does.
-        state: from `state_dict`; None: costs are measured before the first sample.
+        machine: what costs depend on besides the two shapes: device, dtype, slots, threads.
+        state: from `state_dict`; left aside if it is of another format, machine or shape. Without one, costs are
+            measured before the first sample.
 
     Attributes:
         policy: what the engine decides by.
@@ -36,16 +40,22 @@ class DraftingBrain:
         draft: DraftShape,
         seed: int,
         deterministic: bool,
-        state: dict[str, Any] | None,
+        machine: str,
+        state: Any,
     ) -> None:
         self._config, self._sizes, self._seed = config, (shape.parameters, draft.parameters), seed
         self._deterministic = deterministic
-        self._measured = deterministic or state is not None
+        self._key = f"format {FORMAT}, {machine}, {draft}"
+        self._measured = deterministic
         self._set_models()
-        if state is not None and not deterministic:
+        known = not deterministic and isinstance(state, dict) and state.get("key") == self._key
+        if known:
+            self._measured = state["measured"]
             self._cost.load_state_dict(state["cost"])
             self._acceptance.load_state_dict(state["acceptance"])
-        self.policy = OverseenPolicy(self._decide(), config.collapse_ratio)
+        self.policy = OverseenPolicy(self._decide(), config.collapse_ratio, stops=not deterministic)
+        if known:
+            self.policy.watch.usual = state["usual"]
 
     def _set_models(self) -> None:
         self._cost = CostModel.nominal(*self._sizes) if self._deterministic else CostModel()
@@ -76,6 +86,14 @@ class DraftingBrain:
             tally.predicted_accepted, tally.realised_accepted = report.recent_predicted, report.recent_realised
         return tally
 
-    def state_dict(self) -> dict[str, Any]:
-        """Costs and acceptance as JSON."""
-        return {"cost": self._cost.state_dict(), "acceptance": self._acceptance.state_dict()}
+    def state_dict(self) -> dict[str, Any] | None:
+        """What was learnt, as JSON; None in a deterministic run, which learns nothing that another may use."""
+        if self._deterministic:
+            return None
+        return {
+            "key": self._key,
+            "measured": self._measured,
+            "usual": self.policy.watch.usual,
+            "cost": self._cost.state_dict(),
+            "acceptance": self._acceptance.state_dict(),
+        }

@@ -28,8 +28,7 @@ class TorchEngineWorker(TorchEngine):
         deterministic: refuse operations whose result depends on timing (torch.use_deterministic_algorithms), decide
             drafting by a nominal cost, and forget for every share of samples what the ones before have taught.
         draft: directory of a draft: its shape and vocabulary; its weights come like the actor's.
-        drafting_state: what `drafting_state` returned in an earlier life; None: costs are measured before the first
-            sample.
+        drafting_state: what `drafting_state` returned in an earlier life, on whatever machine; see DraftingBrain.
     """
 
     def __init__(
@@ -42,14 +41,15 @@ class TorchEngineWorker(TorchEngine):
         draft: Path | None = None,
         drafting: DraftingConfig | None = None,
         seed: int = 0,
-        drafting_state: dict[str, Any] | None = None,
+        drafting_state: Any = None,
     ) -> None:
         torch.use_deterministic_algorithms(deterministic)
         self._brain = None
         given: dict[str, Any] = {}
         if draft is not None and drafting is not None:
             draft_shape = read_draft_shape(draft, shape)
-            self._brain = DraftingBrain(drafting, shape, draft_shape, seed, deterministic, drafting_state)
+            machine = f"{_name(device)}, {dtype}, {config.slots} slots, {torch.get_num_threads()} threads"
+            self._brain = DraftingBrain(drafting, shape, draft_shape, seed, deterministic, machine, drafting_state)
             vocabulary = load_target_ids(draft, draft_shape)
             given = {"draft": draft_shape, "draft_vocabulary": vocabulary, "policy": self._brain.policy}
         super().__init__(
@@ -64,7 +64,12 @@ class TorchEngineWorker(TorchEngine):
         self._receiver: Receiver | None = None
 
     def advance(self, samples: Sequence[SampleSnapshot], seconds: float) -> EngineReport:
-        """Take these samples, decode for about `seconds`, and report all that the driver does not know yet."""
+        """Take these samples, decode for about `seconds`, and report all that the driver does not know yet.
+
+        A driver that asks for samples waits for no update of the draft: one still open has lost its transfer while
+        this engine was taken for silent.
+        """
+        self.abandon_draft_update()
         if samples and self._brain and self.drafting:
             self._brain.prepare(self)
         fresh = [sample.request for sample in samples if not sample.tokens]
@@ -87,7 +92,7 @@ class TorchEngineWorker(TorchEngine):
         return self._brain.take_tally() if self._brain else None
 
     def drafting_state(self) -> dict[str, Any] | None:
-        """What was learnt of costs and acceptance, as plain data; None without a draft."""
+        """What was learnt of costs and acceptance, as plain data; None if there is nothing that another run may use."""
         return self._brain.state_dict() if self._brain else None
 
     def connect(self, address: Any, index: int) -> None:
@@ -107,3 +112,7 @@ class TorchEngineWorker(TorchEngine):
         if self._receiver is None:
             raise RunError("An engine was asked for weights before it was connected to a transport.")
         return receive_weights(self, self._receiver, version, tensors, buckets, target)
+
+
+def _name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 from rlhfspec_mega.actor.actor import on_megatron
 from rlhfspec_mega.actor.checkpoint_files import FileSum, sum_file
+from rlhfspec_mega.actor.checkpoint_writer import WriteFailed
 from rlhfspec_mega.actor.draft import CHECKPOINT_FILE, ActorDraft
 from rlhfspec_mega.actor.draft_learning import DraftLearning
 from rlhfspec_mega.algorithm.microbatch import MicroBatch
@@ -40,9 +42,9 @@ class DraftProbe(Probe):
         self.draft = ActorDraft(self.actor.chunks, self.actor.shape, path, learning, self.actor.device)
 
     @on_megatron
-    def learn(self, batches: list[MicroBatch], passes: int, steps: int) -> RefreshReport | None:
-        for _ in range(passes):
-            with self.draft.learning_from(batches):
+    def learn(self, batches: list[MicroBatch], follows: list[bool], steps: int) -> RefreshReport | None:
+        for refresh_follows in follows:
+            with self.draft.learning_from(batches, refresh_follows):
                 self.actor.logprobs(batches, False)
         return self.draft.refresh(steps, None)
 
@@ -51,6 +53,18 @@ class DraftProbe(Probe):
 
     def save_draft(self, directory: Path) -> dict[str, FileSum]:
         return self.draft.save(directory)
+
+    def save_without_memory(self, directory: Path) -> str:
+        def no_memory() -> Held:
+            raise MemoryError("no memory for a copy")
+
+        if self.draft._trainer is not None:
+            self.draft._trainer.state_dict = no_memory
+        try:
+            self.draft.save(directory)
+        except WriteFailed as error:
+            return str(error)
+        return "written"
 
     def load_draft(self, directory: Path) -> None:
         self.draft.load(directory)
@@ -73,10 +87,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_models(tmp_path_factory.mktemp("models"))["qwen3"]
 
 
-def make_draft(model: Path, path: Path, vocabulary: int | None) -> Held:
-    """A random draft of the model, of its whole vocabulary or of every second token."""
+def make_draft(
+    model: Path, path: Path, vocabulary: int | None, first: int = 0, taps: tuple[int, int, int] | None = None
+) -> Held:
+    """A random draft of the model, of its whole vocabulary or of every second token from `first` on."""
     shape = draft_shape(read_shape(model), vocabulary)
-    ids = None if vocabulary is None else 2 * torch.arange(vocabulary)
+    shape = shape if taps is None else replace(shape, taps=taps)
+    ids = None if vocabulary is None else first + 2 * torch.arange(vocabulary)
     head = HfWeights(model).get("lm_head.weight")
     weights = initial_draft(shape, head if ids is None else head[ids], seed=2)
     write_draft(path, shape, weights, ids)
@@ -95,7 +112,7 @@ def test_it_learns_and_is_saved_under_one_layout_and_goes_on_under_another(
     batches = make_batches(make_sequences())
     group.call("build", TP2, model, phase="build")
     group.call("start_draft", tmp_path / "draft", LEARNING, phase="draft")
-    reports = group.call("learn", batches, 2, 8, phase="draft")  # ten examples, of which one is held out
+    reports = group.call("learn", batches, [True, False], 8, phase="draft")
     assert reports[1] is None and (reports[0].steps, reports[0].examples) == (8, 10)
     assert reports[0].kept, reports[0]
     held = group.call("weights_of_draft", phase="draft")
@@ -112,24 +129,62 @@ def test_it_learns_and_is_saved_under_one_layout_and_goes_on_under_another(
     (tmp_path / "again").mkdir()
     group.call("save_draft", tmp_path / "again", phase="draft")
     assert same(load_file(tmp_path / "again" / CHECKPOINT_FILE), load_file(tmp_path / CHECKPOINT_FILE))
-    assert group.call("learn", batches, 2, 1, phase="draft")[1].steps == 1
+    assert group.call("learn", batches, [True, True], 1, phase="draft")[1].steps == 1
 
 
-def test_what_does_not_learn_is_held_and_never_saved(group: Any, model: Path, tmp_path: Path) -> None:
+def test_a_draft_that_no_longer_learns_goes_on_as_it_was(group: Any, model: Path, tmp_path: Path) -> None:
     start = make_draft(model, tmp_path / "draft", None)
     group.call("build", PP2, model, phase="build")
-    group.call("start_draft", tmp_path / "draft", None, phase="draft")
-    held = group.call("weights_of_draft", phase="draft")
-    assert held[0] == {} and same(held[1], start)
-    assert group.call("save_draft", tmp_path, phase="draft") == [{}, {}]
+    group.call("start_draft", tmp_path / "draft", LEARNING, phase="draft")
+    assert group.call("learn", make_batches(make_sequences()), [True], 8, phase="draft")[1].kept
+    learnt = group.call("weights_of_draft", phase="draft")[1]
+    group.call("save_draft", tmp_path, phase="draft")
+    (tmp_path / "again").mkdir()
+    for learning, source in ((None, tmp_path), (LEARNING, tmp_path / "again")):
+        group.call("start_draft", tmp_path / "draft", learning, phase="draft")
+        held = group.call("weights_of_draft", phase="draft")
+        assert held[0] == {} and same(held[1], start)
+        group.call("load_draft", source, phase="draft")
+        assert same(group.call("weights_of_draft", phase="draft")[1], learnt)
+        group.call("save_draft", tmp_path / "again", phase="draft")
 
 
-def test_a_draft_of_other_sizes_is_refused_in_a_sentence(group: Any, model: Path, tmp_path: Path) -> None:
+def test_samples_that_no_refresh_would_see_are_not_kept(group: Any, model: Path, tmp_path: Path) -> None:
     make_draft(model, tmp_path / "draft", None)
+    group.call("build", TP2, model, phase="build")
+    group.call("start_draft", tmp_path / "draft", replace(LEARNING, recent_only=True), phase="draft")
+    batches = make_batches(make_sequences())
+    assert group.call("learn", batches, [False], 1, phase="draft")[0].examples == 0
+    assert group.call("learn", batches, [True], 1, phase="draft")[0].examples == 5
+    assert group.call("learn", batches, [True, True], 1, phase="draft")[0].examples == 5
+
+
+def test_a_state_that_cannot_be_made_fails_on_every_rank(group: Any, model: Path, tmp_path: Path) -> None:
+    make_draft(model, tmp_path / "draft", None)
+    group.call("build", TP2, model, phase="build")
+    group.call("start_draft", tmp_path / "draft", LEARNING, phase="draft")
+    found = group.call("save_without_memory", tmp_path, phase="draft")
+    assert found == ["actor rank 0: MemoryError: no memory for a copy"] * 2
+
+
+@pytest.mark.parametrize("learning", [LEARNING, None])
+@pytest.mark.parametrize(
+    ("kind", "difference"),
+    [
+        ({"vocabulary": None}, "sizes"),
+        ({"vocabulary": 50, "first": 1}, "layers or tokens"),
+        ({"vocabulary": 50, "taps": (0, 0, 1)}, "layers or tokens"),
+    ],
+)
+def test_another_draft_is_refused_in_a_sentence(
+    kind: dict[str, Any], difference: str, learning: DraftLearning | None, group: Any, model: Path, tmp_path: Path
+) -> None:
+    make_draft(model, tmp_path / "draft", **kind)
     make_draft(model, tmp_path / "other", 50)
     group.call("build", TP2, model, phase="build")
-    group.call("start_draft", tmp_path / "other", LEARNING, phase="draft")
+    group.call("start_draft", tmp_path / "other", learning, phase="draft")
     group.call("save_draft", tmp_path, phase="draft")
-    group.call("start_draft", tmp_path / "draft", LEARNING, phase="draft")
-    with pytest.raises(UserError, match=r"has other sizes .* drafting\.path"):
+    group.call("load_draft", tmp_path, phase="draft")
+    group.call("start_draft", tmp_path / "draft", learning, phase="draft")
+    with pytest.raises(UserError, match=rf"has other {difference} than .* drafting\.path"):
         group.call("load_draft", tmp_path, phase="draft")

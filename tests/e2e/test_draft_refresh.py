@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from rlhfspec_mega.drafting.initialize import initial_draft
-from rlhfspec_mega.models.draft_directory import write_draft
+from rlhfspec_mega.models.draft_directory import load_draft, write_draft
 from rlhfspec_mega.models.draft_shape import draft_shape
-from rlhfspec_mega.models.hf_directory import HfWeights
+from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
 from tests.e2e.chaos import differences, process_of, timeless
 from tests.e2e.conftest import SHAPE, marked, small_run, start, train
 
@@ -35,7 +35,7 @@ DETERMINISTIC = (
 
 
 def options(model: Path, draft: Path, output: Path, name: str, *more: str) -> list[str]:
-    """A refresh after every step; eight samples a step, of which one is held out."""
+    """A refresh after every step; eight samples a step, those of one prompt or more held out."""
     drafting = ("drafting=adaptive", f"drafting.path={draft}", "drafting.refresh_every=1", "drafting.refresh_steps=6")
     return small_run(model, output, name, *DETERMINISTIC, *drafting, *more)
 
@@ -62,6 +62,14 @@ def test_a_draft_is_kept_exactly_when_it_got_better(whole: Path, draft: Path) ->
     weights = [load_file(draft / "model.safetensors")[name]]
     weights += [saved_draft(whole, step + 1)[f"weight.{name}"] for step in range(STEPS)]
     assert [not torch.equal(old, new) for old, new in pairwise(weights)] == better
+
+
+def test_the_last_draft_is_exported_as_a_directory_of_its_own(whole: Path) -> None:
+    """Beside the model it was made for, so that drafting.path takes it in another run."""
+    shape, exported = load_draft(whole / "draft", read_shape(whole / "model"))
+    assert shape == draft_shape(SHAPE)
+    saved = saved_draft(whole, STEPS)
+    assert all(torch.equal(tensor, saved[f"weight.{name}"]) for name, tensor in exported.items())
 
 
 def test_training_is_that_of_plain_decoding(whole: Path, model: Path, tmp_path: Path) -> None:

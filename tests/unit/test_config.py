@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import errno
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 
-import psutil
 import pytest
 
-from rlhfspec_mega.config import output_dir as output_dir_module
 from rlhfspec_mega.config import ranges
 from rlhfspec_mega.config.checks import check_config, check_parallel, notes
 from rlhfspec_mega.config.compose import load_config, sweep_jobs
 from rlhfspec_mega.config.hardware import cpu_has_fast_bf16
 from rlhfspec_mega.config.model_shape import BYTE_VOCABULARY, model_shape
 from rlhfspec_mega.config.names import group_options, option_types
-from rlhfspec_mega.config.output_dir import claimed_output_dir, output_dir
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.errors import UserError
+from tests.e2e.conftest import SHAPE, make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 # Presets name the model and cluster they are for and are applied by themselves.
@@ -209,18 +205,6 @@ def test_bad_names_and_types(override: str, words: str) -> None:
         ("resharding.transport=object_store", "resharding.transport=object_store is Ray's: add cluster=ray"),
         ("cluster.max_restarts=-1", "cluster.max_restarts=-1 is out of range"),
         ("cluster.silence_seconds=0", "cluster.silence_seconds=0.0 is out of range"),
-        (
-            "drafting=off drafting.width=2",
-            "drafting.width=2 has no effect here: add drafting=adaptive, or set drafting.width=4",
-        ),
-        ("drafting=fixed drafting.tail_weight=1", "drafting.tail_weight=1.0 has no effect here: add drafting=adaptive"),
-        ("drafting=adaptive drafting.refresh_steps=5", "no effect here: add trainer.deterministic=true"),
-        ("drafting=adaptive drafting.refresh_every=0 drafting.refresh_seconds=9", "add drafting.refresh_every=4"),
-        ("drafting=adaptive drafting.path=/no/draft", "holds no config.json: give the directory of a draft"),
-        ("drafting=ema_tiers drafting.tiers={1:[]}", "drafting.tiers={1: []"),
-        ("drafting=bandit drafting.arms=[[3,1]]", "drafting.arms=[[3, 1]] is not valid"),
-        ("drafting=bandit trainer.deterministic=true", "which trainer.deterministic=true forbids"),
-        ("drafting.policy=adaptve", "did you mean 'adaptive'"),
         ("model=70b", "Model 70b with 70.6 billion weights needs about"),
         ("model.path=/no/such/model", "model.path=/no/such/model does not exist"),
         ("name=a/b", "cannot name a directory"),
@@ -318,104 +302,9 @@ def test_slow_bf16_and_foreign_data_are_noted() -> None:
 
 def test_a_long_run_without_checkpoints_is_noted() -> None:
     for long in (["trainer.steps=101"], ["model.path=weights"]):
-        (note,) = notes(load(*long))
+        (note,) = notes(load(*long, "drafting=off"))
         assert "trainer.checkpoint_every=0" in note and "trainer.checkpoint_every=10" in note
-        assert notes(load(*long, "trainer.checkpoint_every=50")) == []
-
-
-def test_output_directory_is_claimed_by_exactly_one(out: str) -> None:
-    config = load(out)
-    with ThreadPoolExecutor(4) as pool:
-        assert sum(pool.map(lambda _: _claims(config), range(16))) == 1
-
-
-def _claims(config: RunConfig) -> bool:
-    try:
-        with claimed_output_dir(config) as directory:
-            (directory / "metrics.jsonl").touch()
-    except UserError as error:
-        assert "exists already" in str(error)
-        return False
-    return True
-
-
-def test_a_name_is_refused_twice_and_resumed(out: str) -> None:
-    with claimed_output_dir(load(out, "seed=3"), ["seed=3"]) as directory:
-        assert (directory / "overrides.yaml").read_text() == "- seed=3\n"
-        (directory / "metrics.jsonl").touch()
-    sentence = refusal(out)
-    assert "trainer.resume=true" in sentence and "name=tiny2" in sentence
-    with claimed_output_dir(load(out, "seed=3", "trainer.resume=true", "experiment=one_process", "name=tiny")) as same:
-        assert same == directory
-    assert "was started with seed=3, not 0" in refusal(out, "trainer.resume=true")
-    assert "model.num_heads=4, not 2" in refusal(out, "seed=3", "trainer.resume=true", "model.num_heads=2")
-    assert "There is no run" in refusal(out, "trainer.resume=true", "name=other")
-    (directory / "config.yaml").unlink()
-    assert "config.yaml cannot be read" in refusal(out, "seed=3", "trainer.resume=true")
-    assert "holds no run" in refusal(out, "seed=3")
-
-
-def test_a_run_that_failed_at_once_frees_its_name(out: str) -> None:
-    config = load(out)
-    with pytest.raises(UserError, match="bad reward"), claimed_output_dir(config):
-        raise UserError("bad reward")
-    assert not output_dir(config).exists()
-    with claimed_output_dir(config) as directory:
-        (directory / "metrics.jsonl").touch()
-    assert (directory / "config.yaml").exists()
-
-
-HOLDER = """
-import subprocess, sys, time
-from rlhfspec_mega.config.compose import load_config
-from rlhfspec_mega.config.output_dir import claimed_output_dir
-with claimed_output_dir(load_config(sys.argv[1:])):
-    print(subprocess.Popen(["sleep", "60"], close_fds=False, stdout=subprocess.DEVNULL).pid, flush=True)
-    time.sleep(60)
-"""
-
-
-def test_a_run_is_resumed_by_one_process_at_a_time(out: str) -> None:
-    """A killed one does not count, even while a process that it started lives on."""
-    with claimed_output_dir(load(out)) as directory:
-        (directory / "metrics.jsonl").touch()
-    resume = [out, "cluster.device=cpu", "trainer.resume=true"]
-    command = [sys.executable, "-c", HOLDER, *resume]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout is not None
-        child = psutil.Process(int(first.stdout.readline()))
-        try:
-            with pytest.raises(UserError) as caught, claimed_output_dir(load(*resume)):
-                pass
-            first.kill()
-            first.wait()
-            assert child.is_running()
-            with claimed_output_dir(load(*resume)):
-                pass
-        finally:
-            first.kill()
-            child.kill()
-    assert f"{directory} is in use by process {first.pid} on " in str(caught.value)
-
-
-def test_a_lock_whose_run_has_just_freed_its_name_is_refused(out: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load(out)
-    lock = output_dir(config) / "run.lock"
-    monkeypatch.setattr(output_dir_module.fcntl, "flock", lambda *_: lock.unlink())
-    with pytest.raises(UserError, match="in use by another process"), claimed_output_dir(config):
-        pass
-
-
-def test_a_file_system_without_locks_is_told_of(
-    out: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def no_locks(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(output_dir_module.fcntl, "flock", no_locks)
-    with claimed_output_dir(load(out)):
-        pass
-    assert len(caplog.records) == 1 and "only one process at a time" in caplog.text
+        assert notes(load(*long, "drafting=off", "trainer.checkpoint_every=50")) == []
 
 
 def test_sweeps_expand_in_order() -> None:
@@ -454,13 +343,7 @@ def test_options_named_by_the_help_exist() -> None:
 
 def test_the_readmes_gsm8k_command_is_accepted(out: str, tmp_path: Path) -> None:
     """Given a model and files, nothing else is missing."""
-    from rlhfspec_mega.models.hf_directory import write_directory
-    from rlhfspec_mega.models.initialize import initial_tensors
-    from rlhfspec_mega.models.mapping import mapping_for
-    from rlhfspec_mega.models.shape import ModelShape
-
-    shape = ModelShape("llama", 16, 1, 2, 2, 8, 16, 300, 4096, 1e4, 1e-5, True)
-    write_directory(tmp_path / "model", shape, initial_tensors(mapping_for("llama").hf_tensors(shape), 1, seed=0))
+    make_model(tmp_path / "model", replace(SHAPE, max_positions=4096))
     file = tmp_path / "data.jsonl"
     file.write_text('{"question": "1+1?", "answer": "#### 2"}\n')
     options = [f"model.path={tmp_path}/model", f"data.train=[{file}]", f"data.eval=[{file}]"]

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.models.draft_directory import (
+    check_draft,
     draft_tensors,
     load_draft,
     load_target_ids,
@@ -26,6 +27,15 @@ TARGET = ModelShape("qwen3", 32, 6, 4, 2, 12, 48, 29, 96, 1e6, 1e-6, True)
 SHAPE = draft_shape(TARGET)
 REDUCED = draft_shape(TARGET, 7)
 IDS = torch.tensor([0, 2, 3, 11, 20, 27, 28])
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def tensors_of(shape: DraftShape) -> dict[str, torch.Tensor]:
@@ -45,7 +55,7 @@ def test_what_is_written_is_read_back(tmp_path, shape, ids):
     path, tensors = tmp_path / "draft", tensors_of(shape)
     write_draft(path, shape, tensors, ids)
     found, loaded = load_draft(path, TARGET)
-    assert found == shape == read_draft_shape(path, TARGET)
+    assert found == shape == read_draft_shape(path, TARGET) == check_draft(path, TARGET)
     assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], tensors[name]) for name in tensors)
     read_ids = load_target_ids(path, shape)
     assert (read_ids is None) if ids is None else torch.equal(read_ids, ids)
@@ -81,13 +91,14 @@ def changed(path, config=None, weights=None) -> None:
 
 
 def test_drafts_made_elsewhere_are_read(tmp_path):
+    """Without layers of their own they read those that SGLang captures: outputs 1, half - 1 and four before the end."""
     path = tmp_path / "draft"
     write_draft(path, SHAPE, tensors_of(SHAPE))
     left_out = dict.fromkeys(("target_hidden_size", "eagle_config", "draft_vocab_size"))
     half = {name: tensor.bfloat16() for name, tensor in tensors_of(SHAPE).items()}
     changed(path, left_out, {**half, "embed_tokens.weight": torch.zeros(29, 32)})
     shape, tensors = load_draft(path, TARGET)
-    assert shape == SHAPE and "embed_tokens.weight" not in tensors
+    assert shape == dataclasses.replace(SHAPE, taps=(1, 2, 2)) and "embed_tokens.weight" not in tensors
     assert torch.equal(tensors["fc.weight"], half["fc.weight"].float())
 
 
@@ -102,6 +113,17 @@ def test_drafts_made_elsewhere_are_read(tmp_path):
         ({"intermediate_size": None}, "intermediate_size = None"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}}, r"reads the layers \[1, 2, 6\]"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}, r"reads the layers \[1, 2\]"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3.0]}}, r"reads the layers \[1, 2, 3\.0\]"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "all"}}, "reads the layers all"),
+        ({"head_dim": None}, "head_dim is 8, this model needs 12"),
+        ({"num_attention_heads": 3}, "has 3 attention heads, not a multiple of its 2 KV heads"),
+        ({"rope_theta": 1e4, "rope_parameters": None}, r"rope_theta is 10000\.0, this model needs 1000000\.0"),
+        ({"rope_theta": None, "rope_parameters": None}, r"rope_theta is 10000\.0"),
+        ({"rope_scaling": LLAMA3}, r"rope_scaling is \{'factor': 8\.0.*, this model needs None"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "asks for RoPE scaling 'yarn'"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05, this model needs 1e-06"),
+        ({"attention_bias": True}, "asks for a bias in attention"),
+        ({"hidden_act": "gelu"}, "asks for the activation 'gelu'"),
     ],
 )
 def test_a_draft_of_another_model_is_refused(tmp_path, config, message):
@@ -109,6 +131,23 @@ def test_a_draft_of_another_model_is_refused(tmp_path, config, message):
     changed(tmp_path / "draft", config)
     with pytest.raises(UserError, match=message):
         load_draft(tmp_path / "draft", TARGET)
+
+
+def test_a_target_with_scaled_rotations_gets_its_draft_back(tmp_path):
+    scaled = dataclasses.replace(
+        TARGET, rope_scaling={key: value for key, value in LLAMA3.items() if key != "rope_type"}
+    )
+    shape = draft_shape(scaled)
+    write_draft(tmp_path / "draft", shape, tensors_of(shape))
+    assert read_draft_shape(tmp_path / "draft", scaled) == shape
+
+
+def test_too_shallow_a_target_needs_to_be_told_the_layers(tmp_path):
+    shallow = dataclasses.replace(TARGET, num_layers=3)
+    write_draft(tmp_path / "draft", draft_shape(shallow), tensors_of(draft_shape(shallow)))
+    changed(tmp_path / "draft", {"eagle_config": None})
+    with pytest.raises(UserError, match=r"reads the layers \[1, 0, -1\], this model has 3"):
+        read_draft_shape(tmp_path / "draft", shallow)
 
 
 def test_damaged_weights_are_refused(tmp_path):
@@ -123,11 +162,15 @@ def test_damaged_weights_are_refused(tmp_path):
         changed(path, weights={"d2t": offsets})
         with pytest.raises(UserError, match="does not name 7 tokens"):
             load_target_ids(path, REDUCED)
+        changed(path, weights={"fc.weight": tensors_of(REDUCED)["fc.weight"]})
+        with pytest.raises(UserError, match="does not name 7 tokens"):
+            check_draft(path, TARGET)
     changed(path, weights={"d2t": None, "norm.weight": None})
     with pytest.raises(UserError, match="no tensor d2t"):
         load_target_ids(path, REDUCED)
-    with pytest.raises(UserError, match=r"lacks norm\.weight"):
-        load_draft(path, TARGET)
+    for read in (load_draft, check_draft):
+        with pytest.raises(UserError, match=r"lacks norm\.weight"):
+            read(path, TARGET)
     (path / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"no file model\.safetensors"):
         load_draft(path, TARGET)
@@ -144,3 +187,6 @@ def test_nothing_wrong_is_written_and_no_model_replaced(tmp_path):
     (tmp_path / "model" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(UserError, match="holds no draft"):
         write_draft(tmp_path / "model", SHAPE, tensors)
+    (tmp_path / "empty").mkdir()
+    write_draft(tmp_path / "empty", SHAPE, tensors)
+    assert check_draft(tmp_path / "empty", TARGET) == SHAPE

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhfspec_mega.drafting import learner, training
+from rlhfspec_mega.drafting.agreement import agreement
 from rlhfspec_mega.drafting.buffer import ExampleBuffer, batches
 from rlhfspec_mega.drafting.collect import collect_examples
 from rlhfspec_mega.drafting.example import DraftExample, make_batch
 from rlhfspec_mega.drafting.initialize import initial_draft
-from rlhfspec_mega.drafting.learner import Target, accepted_by_depth
+from rlhfspec_mega.drafting.learner import DraftLearner, Target, accepted_by_depth
 from rlhfspec_mega.drafting.trainer import DraftTrainer
 from rlhfspec_mega.drafting.training import DraftNetwork
 from rlhfspec_mega.errors import RunError
@@ -101,30 +104,38 @@ def branch_logits(draft: DraftModel, example: DraftExample, root: int, steps: in
     return draft.logits(torch.stack(states))
 
 
-def test_training_computes_what_inference_computes():
+def compare_with_inference() -> list[int]:
+    """How many predictions of each step were compared; an AssertionError at the first that differs."""
     draft, examples = make_draft(), [example for example in EXAMPLES[:9] if example.predicted]
     network = DraftNetwork(SHAPE, draft.tensors(), MODEL.embedding)
     cells = [(example, place) for example in examples for place in range(example.predicted)]
     compared = [0] * DEPTH
     for step, prediction in enumerate(network.unroll(make_batch(examples), DEPTH)):
-        for logits, root, cell in zip(prediction.logits, prediction.roots, prediction.cells, strict=True):
+        predicted = network.logits(prediction.states)
+        for logits, root, cell in zip(predicted, prediction.roots, prediction.cells, strict=True):
             example, place = cells[int(root)]
             assert int(cell - root) == step and cells[int(cell)][0] is example
             entry = len(example.tokens) - example.predicted + place - 2
             torch.testing.assert_close(logits, branch_logits(draft, example, entry, step + 1)[-1], atol=1e-5, rtol=1e-5)
             compared[step] += 1
-    lengths = [example.predicted for example in examples]
-    assert compared == [sum(max(0, length - step) for length in lengths) for step in range(DEPTH)]
+    return compared
 
 
-def test_a_branch_must_not_see_real_entries_after_its_root():
-    """The comparison above has to notice a branch that reads the target's states where it may not know them."""
-    draft, example = make_draft(), max(EXAMPLES, key=lambda example: example.predicted)
-    right = branch_logits(draft, example, 3, 2)[-1]
-    read = torch.cat((draft.fuse(example.features[:5]),))
-    mask = torch.ones(5, 5, dtype=torch.bool).tril()
-    out = draft.advance(example.tokens[1:6], read, torch.arange(5), attention_of(mask))
-    assert (draft.logits(out[-1:])[0] - right).abs().max() > 1e-2
+def test_training_computes_what_inference_computes():
+    lengths = [example.predicted for example in EXAMPLES[:9]]
+    assert compare_with_inference() == [sum(max(0, length - step) for length in lengths) for step in range(DEPTH)]
+
+
+def test_a_branch_must_not_see_real_entries_after_its_root(monkeypatch):
+    """The comparison has to notice a branch that reads the target's states where it may not know them."""
+    right = training._Layout.grid_bias
+
+    def one_too_many(place: training._Layout) -> torch.Tensor:
+        return torch.nn.functional.pad(right(place), (1, 0))[..., :-1]
+
+    monkeypatch.setattr(training._Layout, "grid_bias", one_too_many)
+    with pytest.raises(AssertionError, match="not close"):
+        compare_with_inference()
 
 
 def test_examples_hold_what_the_target_computes_alone():
@@ -158,8 +169,7 @@ def test_a_refresh_raises_expected_accepted_length_and_reports_it(ids):
     first = trainer.refresh(steps=40, seconds=None)
     assert first.kept and first.after > first.before and first.steps == 40
     target = Target(MODEL.embedding, MODEL.head, ids, 1.0)
-    held_out = [example for number, example in enumerate(e for e in EXAMPLES if e.predicted) if number % 8 == 7]
-    measured = accepted_by_depth(shape, trainer.tensors(), target, held_out, 5)
+    measured = accepted_by_depth(shape, trainer.tensors(), target, trainer._buffer.held_out, 5)
     assert float(measured[-1]) == pytest.approx(first.after, abs=1e-5)
     assert trainer.refresh(steps=5, seconds=None).before == pytest.approx(first.after, abs=1e-6)
 
@@ -169,9 +179,8 @@ def test_a_refresh_that_makes_it_worse_leaves_everything_as_it_was():
     trainer.add([dataclasses.replace(example) for example in EXAMPLES])
     trainer.refresh(steps=30, seconds=None)
     before = trainer.state_dict()
-    for number, example in trainer._buffer._examples:
-        if number % 8 != 7:  # what is learnt from contradicts what is held out
-            example.states = -example.states
+    for example in trainer._buffer.learnt_from:  # contradicts what is held out
+        example.states = -example.states
     report = trainer.refresh(steps=20, seconds=None)
     assert not report.kept and report.after < report.before
     after = trainer.state_dict()
@@ -192,7 +201,7 @@ def test_training_goes_on_bit_by_bit_from_a_saved_state():
         trainer.refresh(steps=10, seconds=None)
     expected, resumed = whole.state_dict(), second.state_dict()
     assert expected.keys() == resumed.keys()
-    assert all(torch.equal(expected[name], resumed[name]) for name in expected if name != "examples_added")
+    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
     assert not torch.equal(expected["weight.fc.weight"], fresh.state_dict()["weight.fc.weight"])
 
 
@@ -204,6 +213,120 @@ def test_a_refresh_needs_a_target_and_a_limit():
     with pytest.raises(RunError, match="steps or seconds"):
         trainer.refresh(steps=None, seconds=None)
     assert not trainer.refresh(steps=3, seconds=None).kept  # nothing to learn from yet
+
+
+class Clock:
+    """Seconds that pass with work alone: a batch measured is 0.15, a step of training 0.3."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now, self.measured = 0.0, 0
+        monkeypatch.setattr("rlhfspec_mega.drafting.trainer.time.monotonic", lambda: self.now)
+        step, lengths = DraftLearner.step, DraftLearner.accepted_lengths
+
+        def timed_step(*arguments: Any) -> float:
+            self.now += 0.3
+            return step(*arguments)
+
+        def timed_lengths(*arguments: Any) -> torch.Tensor:
+            self.now, self.measured = self.now + 0.15, self.measured + 1
+            return lengths(*arguments)
+
+        monkeypatch.setattr(DraftLearner, "step", timed_step)
+        monkeypatch.setattr(DraftLearner, "accepted_lengths", timed_lengths)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "measured", "steps"),
+    [(4.0, 3, 10), (1.0, 1, 2), (0.1, 1, 1)],  # 4.0: half a second for either measurement, 3.1 to train
+)
+def test_a_refresh_by_time_trains_most_of_the_time_whatever_is_held_out(monkeypatch, seconds, measured, steps):
+    monkeypatch.setattr(learner, "_MEASURED_TOKENS", 20)
+    trainer, clock = make_trainer(), Clock(monkeypatch)
+    trainer.add(EXAMPLES)
+    report = trainer.refresh(steps=None, seconds=seconds)
+    assert (clock.measured, report.steps) == (2 * measured, steps)
+    assert report.seconds == pytest.approx(clock.now) and (report.seconds <= seconds + 1e-6 or steps == 1)
+
+
+def test_samples_of_one_prompt_are_all_held_out_or_none():
+    prompts = torch.arange(60)[:, None] * torch.tensor([1, 7, 11])
+    examples = [
+        DraftExample(torch.cat((prompt, torch.arange(member + 1))), 3, torch.zeros(4 + member, 3), torch.zeros(4, 1))
+        for prompt in prompts
+        for member in range(4)
+    ]
+    buffer = ExampleBuffer(10_000)
+    for example in examples[:4]:
+        buffer.add([example])
+        assert not buffer.held_out  # of one prompt: nothing could be learnt from
+    for count in range(2, 61):
+        buffer.add(examples[4 * count - 4 : 4 * count])
+        held_out, learnt = (
+            {tuple(e.tokens[:3].tolist()) for e in found} for found in (buffer.held_out, buffer.learnt_from)
+        )
+        assert held_out and learnt and not held_out & learnt and len(held_out | learnt) == count
+
+
+def test_about_every_eighth_prompt_is_held_out_whatever_else_there_is():
+    states = torch.zeros(4, 1)
+    examples = [DraftExample(torch.tensor([a, b, 1, 2]), 2, states, states) for a in range(20) for b in range(50)]
+    whole, part = ExampleBuffer(10_000), ExampleBuffer(10_000)
+    whole.add(examples)
+    part.add(examples[900:300:-1])
+    assert 840 < len(whole.learnt_from) < 910
+    assert set(map(id, part.learnt_from)) <= set(map(id, whole.learnt_from))
+
+
+def test_samples_of_one_prompt_alone_are_not_learnt_from():
+    trainer = make_trainer()
+    trainer.add([EXAMPLES[0]] * 3)
+    before = trainer.tensors()
+    report = trainer.refresh(steps=3, seconds=None)
+    assert (report.kept, report.steps, report.before, report.after, report.examples) == (False, 0, None, None, 3)
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.tensors().items())
+
+
+def test_weights_alone_are_a_beginning():
+    trainer, other = make_trainer(), make_trainer(seed=1)
+    other.load_state_dict({f"weight.{name}": tensor for name, tensor in trainer.tensors().items()})
+    assert all(torch.equal(tensor, other.tensors()[name]) for name, tensor in trainer.tensors().items())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize("ids", [None, torch.arange(1, 20, 2)])
+def test_the_measure_is_agreement_along_the_sequence_however_it_is_cut(monkeypatch, ids, temperature):
+    shape = SHAPE if ids is None else draft_shape(TARGET, len(ids))
+    draft, target = make_draft(shape), Target(MODEL.embedding, MODEL.head, ids, temperature)
+    examples = [example for example in EXAMPLES[:6] if example.predicted]
+    found = accepted_by_depth(shape, draft.tensors(), target, examples, 3)
+    known, lengths = torch.arange(TARGET.vocab_size) if ids is None else ids, []
+    for example in examples:
+        first = len(example.tokens) - example.predicted - 2
+        for place in range(example.predicted):
+            depth = min(3, example.predicted - place)
+            logits = branch_logits(draft, example, first + place, depth)
+            wanted = MODEL.logits(example.states[first + place + 1 :][:depth])
+            if temperature:
+                chances = agreement(wanted.softmax(-1)[:, known], logits.softmax(-1))
+            else:
+                chances = (known[logits.argmax(-1)] == wanted.argmax(-1)).float()
+            lengths.append(torch.nn.functional.pad(chances, (0, 3 - depth)).cumprod(0).cumsum(0))
+    torch.testing.assert_close(found, torch.stack(lengths).mean(0), atol=1e-4, rtol=1e-4)
+    monkeypatch.setattr(learner, "_MEASURED_LOGITS", 3 * TARGET.vocab_size)
+    torch.testing.assert_close(accepted_by_depth(shape, draft.tensors(), target, examples, 3), found)
+
+
+def test_a_long_example_is_learnt_from_in_windows_that_reach_all_of_it():
+    example = DraftExample(torch.arange(102), 10, torch.arange(102)[:, None], torch.arange(102)[:, None])
+    rng, seen = random.Random(0), set()
+    for _ in range(300):
+        ((window,),) = batches([example], 30, rng)
+        assert window.predicted == 9 and window.predicted * (len(window.tokens) - 2) <= 30**2
+        for cut, whole in ((window.tokens, example.tokens), (window.features, example.features)):
+            assert torch.equal(cut, whole[: len(window.tokens)]) and len(window.states) == len(window.tokens)
+        seen |= set(window.tokens[window.prompt_length :].tolist())
+    assert seen == set(range(10, 102))
+    assert batches([example], 100, rng)[0][0] is example
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=30), st.integers(10, 60))
@@ -220,9 +343,6 @@ def test_the_buffer_is_bounded_and_the_newest_stay(lengths, limit):
     kept = sorted(map(id, buffer.held_out + buffer.learnt_from))
     assert kept == sorted(id(example) for example in usable[len(usable) - len(buffer) :])
     assert sum(len(example.tokens) for example in usable[len(usable) - len(buffer) :]) <= limit or len(buffer) == 1
-    assert [id(e) for e in usable if any(e is h for h in buffer.held_out)] == [
-        id(e) for number, e in enumerate(usable) if number % 8 == 7 and number >= len(usable) - len(buffer)
-    ]
     made = batches(buffer.learnt_from, 20, random.Random(0))
     assert sorted(id(e) for batch in made for e in batch) == sorted(map(id, buffer.learnt_from))
     assert all(len(batch) == 1 or len(batch) * max(len(e.tokens) for e in batch) <= 20 for batch in made)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from pathlib import Path
 
 import pytest
 import torch
 
+from rlhfspec_mega.config.checks import notes
 from rlhfspec_mega.config.compose import load_config
+from rlhfspec_mega.config.model_shape import BYTE_VOCABULARY
 from rlhfspec_mega.drafting.collect import collect_examples
 from rlhfspec_mega.drafting.initialize import initial_draft
 from rlhfspec_mega.drafting.learner import Target, accepted_by_depth
-from rlhfspec_mega.errors import UserError
-from rlhfspec_mega.first_draft import DraftRecipe, first_draft, make_draft
+from rlhfspec_mega.first_draft import RECIPES, DraftRecipe, first_draft, make_draft
 from rlhfspec_mega.models.draft_directory import load_draft, load_target_ids
 from rlhfspec_mega.models.hf_directory import write_directory
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.observe.console import Console
+from rlhfspec_mega.startup import start_draft
+from tests.e2e.conftest import make_model as make_tokenized
 from tests.unit.test_draft_training import one_thread  # noqa: F401
 
 SHAPE = ModelShape("llama", 32, 4, 4, 2, 8, 48, 23, 64, 10000.0, 1e-5, True)
@@ -51,7 +55,47 @@ def test_a_first_draft_is_better_than_a_random_one_and_knows_the_frequent_tokens
     assert after > before + 0.05
 
 
-def test_a_model_from_elsewhere_needs_a_draft_made_for_it(tmp_path):
+def test_a_model_from_elsewhere_decodes_plainly_until_a_draft_is_made_for_it(tmp_path):
     config = load_config([f"model.path={tmp_path}"])
-    with pytest.raises(UserError, match=r"tools\.train_draft --model .* or decode without"):
-        first_draft(config, tmp_path, Console(1, stream=io.StringIO()))
+    assert start_draft(config, tmp_path, Console(1, stream=io.StringIO())) is None
+    note = next(note for note in notes(config) if "decodes plainly" in note)
+    assert f"python -m tools.train_draft --model {tmp_path} --out DIR, and add drafting.path=DIR" in note
+    given = load_config([f"model.path={tmp_path}", "drafting.path=there"])
+    assert start_draft(given, tmp_path, Console(1, stream=io.StringIO())) == Path("there")
+    assert not any("decodes plainly" in note for note in notes(given))
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """A configuration with an empty cache, and a model of the byte tokenizer's vocabulary."""
+    tokenized = dataclasses.replace(SHAPE, vocab_size=BYTE_VOCABULARY, max_positions=512)
+    monkeypatch.setitem(RECIPES, "tiny", DraftRecipe(prompts=2, members=1, max_new_tokens=4, steps=1))
+    return load_config([f"model.cache_dir={tmp_path / 'cache'}"]), make_tokenized(tmp_path / "made", tokenized)
+
+
+def test_a_first_draft_is_made_once(cached, monkeypatch):
+    config, model = cached
+    console = Console(1, stream=io.StringIO())
+    directory = first_draft(config, model, console)
+    made = (directory / "model.safetensors").read_bytes()
+    assert made and [path.name for path in directory.parent.iterdir()] == [directory.name]
+    monkeypatch.setattr("rlhfspec_mega.first_draft.make_draft", None)
+    assert first_draft(config, model, console) == directory
+    assert (directory / "model.safetensors").read_bytes() == made
+
+
+def test_of_two_first_runs_the_draft_of_the_quicker_stays(cached, monkeypatch):
+    """The slower one takes it too: the other run may be reading it."""
+    config, model = cached
+    console = Console(1, stream=io.StringIO())
+
+    def overtaken(_model, directory, *arguments):
+        make_draft(_model, directory, *arguments)
+        quicker = directory.with_suffix("")
+        quicker.mkdir()
+        (quicker / "config.json").write_text("quicker")
+
+    monkeypatch.setattr("rlhfspec_mega.first_draft.make_draft", overtaken)
+    directory = first_draft(config, model, console)
+    assert (directory / "config.json").read_text() == "quicker"
+    assert [path.name for path in directory.parent.iterdir()] == [directory.name]

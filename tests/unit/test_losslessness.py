@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Mapping
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from rlhfspec_mega.config.schema import DraftingConfig
 from rlhfspec_mega.models.draft_shape import draft_shape
+from rlhfspec_mega.models.packed_weights import PackedWeights
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer, causal_attention
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
@@ -19,7 +22,7 @@ from rlhfspec_mega.planning.tree import DraftingPolicy
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.sampling.noise import sample_seed
 from rlhfspec_mega.types import GenerationRequest, GenerationResult
-from tests.near_tie import assert_same
+from tests.near_tie import Logits, assert_same
 from tests.random_trees import RandomTrees
 from tests.unit.test_speculation import draft_weights, send_draft
 from tests.unit.test_torch_engine import finish, one_thread, random_weights, send_weights
@@ -63,12 +66,16 @@ def make(name: str) -> DraftingPolicy:
     return policy
 
 
-def logits_after(tokens: list[int]) -> torch.Tensor:
+def make_judge(shape: ModelShape, weights: dict[str, torch.Tensor]) -> Logits:
     """By the whole-sequence forward in float64."""
-    model = Transformer(SHAPE, max_positions=140, dtype=torch.float64, device="cpu")
-    model.load(WEIGHTS)
-    hidden = model.hidden(torch.tensor([tokens]), torch.arange(len(tokens))[None], causal_attention(SHAPE))
-    return model.logits(hidden)[0, -1]
+    model = Transformer(shape, max_positions=140, dtype=torch.float64, device="cpu")
+    model.load(weights)
+
+    def logits_after(tokens: list[int]) -> torch.Tensor:
+        hidden = model.hidden(torch.tensor([tokens]), torch.arange(len(tokens))[None], causal_attention(shape))
+        return model.logits(hidden)[0, -1]
+
+    return logits_after
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +95,49 @@ def test_every_policy_gives_the_tokens_of_plain_decoding(plain, name):
         found |= finish(engine)
         steps += engine.stats()["decode_steps"] * slots
     assert sum(len(result.tokens) for result in found.values()) >= 20_000 and len(found) >= 200
-    assert_same(plain, found, REQUESTS, logits_after)
+    assert_same(plain, found, REQUESTS, make_judge(SHAPE, WEIGHTS))
     assert steps < 0.97 * SEQUENCES * TOKENS, "next to nothing was accepted: the comparison shows nothing"
+
+
+# Wide enough for packed weights (gate and up: 512 outputs, the head: 520).
+WIDE = ModelShape("llama", 32, 2, 4, 2, 12, 256, 520, 160, 10000.0, 1e-6, False)
+
+
+def test_packed_weights_follow_an_update_in_mid_run(monkeypatch):
+    """Samples go on under the weights that came, as in an engine that packs nothing and never held others."""
+    policy, requests = RandomTrees(3), [dataclasses.replace(request(n), max_new_tokens=50) for n in range(16)]
+    engine = make_engine(8, policy, WIDE)
+    engine.submit(requests)
+    for _ in range(8):
+        engine.poll(0)
+    begun = [engine.export_sample(sample.request.sample_id) for sample in list(engine._scheduler.active)]
+    engine.clear()
+    fresh = [each for each in requests if each.sample_id not in {snapshot.request.sample_id for snapshot in begun}]
+    assert len(begun) == len(fresh) == 8 and all(snapshot.tokens for snapshot in begun)
+
+    def go_on(receiver: TorchEngine) -> dict[str, GenerationResult]:
+        send_weights(receiver, random_weights(4, WIDE), version=2, piece=10**6)
+        for snapshot in begun:
+            receiver.import_sample(snapshot)
+        receiver.submit(fresh)
+        return finish(receiver)
+
+    policy.records.clear()
+    found = go_on(engine)
+    assert sum(int(record.accepted.sum()) for record in policy.records) > 20
+    with monkeypatch.context() as patched:
+        patched.setattr(PackedWeights, "pack", lambda self, weights: None)
+        expected = go_on(make_engine(8, None, WIDE))
+    assert_same(expected, found, requests, make_judge(WIDE, random_weights(4, WIDE)))
+
+
+def test_packed_weights_of_a_draft_follow_its_update():
+    engine = make_engine(8, RandomTrees(3), WIDE)
+    send_draft(engine, weights := draft_weights(draft_shape(WIDE), seed=2), 2)
+    states = torch.randn(4, WIDE.hidden_size, generator=torch.Generator().manual_seed(0))
+    normed = F.rms_norm(states, (WIDE.hidden_size,), weights["norm.weight"], WIDE.norm_eps)
+    expected = F.linear(normed, weights["lm_head.weight"])
+    assert torch.allclose(engine._decoder.drafter.model.logits(states), expected, atol=1e-5)
 
 
 def test_sampled_frequencies_under_speculation_equal_softmax():

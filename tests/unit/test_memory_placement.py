@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +12,25 @@ from hypothesis import strategies as st
 
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.model_shape import model_shape
+from rlhfspec_mega.drafting.initialize import initial_draft
+from rlhfspec_mega.drafting.learner import DraftLearner, Target
 from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.models.draft_model import DraftModel
+from rlhfspec_mega.models.draft_shape import draft_shape
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
-from rlhfspec_mega.planning.memory import ActorPlan, actor_memory, engine_memory, weights_per_rank
+from rlhfspec_mega.models.transformer import Transformer
+from rlhfspec_mega.planning.memory import (
+    ActorPlan,
+    DraftPlan,
+    actor_memory,
+    draft_memory,
+    engine_memory,
+    weights_per_rank,
+)
 from rlhfspec_mega.planning.placement import place
 from rlhfspec_mega.rollout.torch_engine.cache import KVCache
+from rlhfspec_mega.rollout.torch_engine.drafter import Drafter
 
 
 def shape_of(model: str) -> ModelShape:
@@ -78,10 +92,72 @@ def test_weights_per_rank_are_those_of_the_largest_stage(model: str, stages: int
 @pytest.mark.parametrize(("dtype", "torch_dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
 def test_engine_memory_is_that_of_its_tensors(dtype: str, torch_dtype: torch.dtype) -> None:
     shape = shape_of("tiny")
-    cache = KVCache(shape, slots=3, positions=50, dtype=torch_dtype, device="meta")
-    assert engine_memory(shape, 3, 50, dtype).kv == cache.kv.nbytes
+    cache = KVCache(shape, slots=3, places=50, dtype=torch_dtype, device="meta")
+    assert engine_memory(shape, 3, 50, dtype, "cpu").kv == cache.kv.nbytes
     weights = sum(math.prod(t.shape) for t in mapping_for("llama").hf_tensors(shape))
-    assert engine_memory(shape, 3, 50, dtype).weights == weights * torch_dtype.itemsize
+    assert engine_memory(shape, 3, 50, dtype, "cpu").weights == weights * torch_dtype.itemsize
+
+
+# Every packed matrix has at least the 512 outputs from which packing pays.
+WIDE = ModelShape("llama", 32, 2, 4, 2, 64, 256, 512, 64, 1e4, 1e-5, True)
+
+
+def draft_plan(**changes: object) -> DraftPlan:
+    values: dict[str, object] = {
+        "buffer_tokens": 0,
+        "actor_dtype": "float32",
+        "slots": 3,
+        "positions": 50,
+        "nodes": 10,
+        "engine_dtype": "float32",
+        "device": "cuda",
+    }
+    return DraftPlan(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_packed_weights_on_a_cpu_are_counted() -> None:
+    draft, model = draft_shape(WIDE), Transformer(WIDE, max_positions=8, dtype=torch.float32, device="cpu")
+    beside = DraftModel(draft, model)
+    counted = (
+        engine_memory(WIDE, 1, 8, "float32", "cpu").packed,
+        draft_memory(draft, draft_plan(device="cpu")).engine - draft_memory(draft, draft_plan()).engine,
+    )
+    for one, bytes_counted in zip((model, beside), counted, strict=True):
+        one.weights_changed()
+        assert bytes_counted == sum(packed.numel() * 4 for packed in one._packed._packed.values()) > 0
+    assert (
+        engine_memory(WIDE, 1, 8, "bfloat16", "cpu").packed == engine_memory(WIDE, 1, 8, "float32", "cuda").packed == 0
+    )
+
+
+@pytest.mark.parametrize(("dtype", "torch_dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_draft_memory_of_an_engine_is_that_of_its_tensors(dtype: str, torch_dtype: torch.dtype) -> None:
+    draft = draft_shape(WIDE, 100)
+    model = Transformer(WIDE, max_positions=50, dtype=torch_dtype, device="cpu")
+    policy = SimpleNamespace(max_nodes=10, max_depth=4)
+    drafter = Drafter(draft, model, policy, slots=3)  # type: ignore[arg-type]
+    room = KVCache(WIDE, slots=3, places=policy.max_nodes, dtype=torch_dtype, device="cpu").kv
+    tensors = [*drafter.model.tensors().values(), drafter.cache.kv, drafter._features, room]
+    real = sum(tensor.nbytes for tensor in tensors)
+    assert real <= draft_memory(draft, draft_plan(engine_dtype=dtype)).engine < 1.05 * real
+
+
+def test_draft_memory_of_an_actor_is_that_of_learning() -> None:
+    draft = draft_shape(WIDE)
+    embedding = torch.randn(WIDE.vocab_size, WIDE.hidden_size)
+    target = Target(embedding, embedding.clone(), None, 1.0)
+    learner = DraftLearner(draft, initial_draft(draft, target.draft_head, seed=0), 1e-3)
+    for weight in learner.weights.values():
+        weight.grad = torch.zeros_like(weight)
+    learner.optimizer.step()
+    moments = [value for state in learner.optimizer.state.values() for value in state.values() if value.dim()]
+    held = [*learner.weights.values(), *moments, *learner.state_dict().values()]
+    real = sum(tensor.nbytes for tensor in held) + sum(weight.nbytes for weight in learner.weights.values())
+    real += 2 * embedding.nbytes + 700 * 4 * WIDE.hidden_size * 2  # states in bf16
+    of_a_step = 512 * (1 + 2 * 5) * 4 * draft.vocab_size
+    plan = draft_plan(buffer_tokens=700, actor_dtype="bfloat16")
+    assert draft_memory(draft, plan).actor == pytest.approx(real + of_a_step, rel=1e-5)
+    assert draft_memory(draft, draft_plan()).actor == sum(weight.nbytes for weight in learner.weights.values())
 
 
 def test_optimizer_memory_is_that_of_adam() -> None:

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from rlhfspec_mega.config.schema import LoggerConfig
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.observe.console import Console
+from rlhfspec_mega.observe.drafting import drafting_metrics
 from rlhfspec_mega.observe.json_lines import keep_steps_before, read_lines
 from rlhfspec_mega.observe.phases import PhaseTimer
 from rlhfspec_mega.observe.plot import plot_curves
 from rlhfspec_mega.observe.rollouts import read_rollouts, write_rollouts
 from rlhfspec_mega.observe.run_log import METRICS_FILE, TENSORBOARD_DIR, RunLog
 from rlhfspec_mega.observe.summary import summarize, summary_in_words, write_summary
-from rlhfspec_mega.types import FinishReason, Prompt, Sample, SampleState
+from rlhfspec_mega.types import DraftingTally, FinishReason, Prompt, Sample, SampleState
 
 
 class Clock:
@@ -226,6 +227,36 @@ def test_summary_of_a_run(tmp_path: Path) -> None:
     words = summary_in_words(summary)
     assert "20 steps in 1 min 23 s." in words and "rose from 0.300 to 1.800" in words
     assert "held-out prompts rose from 0.300 to 0.500" in words and "generate 98%" in words
+
+
+DRAFTED = drafting_metrics(
+    [
+        DraftingTally(
+            sample_steps=100,
+            drafted_sample_steps=80,
+            verified=400,
+            accepted=160,
+            sample_steps_by_verified=[20, 0, 0, 0, 80, 0, 0],
+            calibration_error=0.0214,
+        )
+    ]
+)
+
+
+def test_speculation_in_words() -> None:
+    words = summary_in_words(summarize([row | DRAFTED for row in rows(3)[1:]], 1.0))
+    assert "2.60 tokens per sample (2.00 draft tokens accepted where any were verified, 2.5 verified for each)" in words
+    assert "predicted acceptance was off by 0.021" in words
+
+
+def test_the_live_panel_shows_how_many_draft_tokens_were_verified() -> None:
+    stream = Terminal()
+    with Console(9, stream=stream) as console:
+        console.step(3, METRICS)
+    assert "draft tokens" not in stream.getvalue()
+    with Console(9, stream=stream) as console:
+        console.step(3, METRICS | DRAFTED)
+    assert "draft tokens per sample and step  0: 20%  5-8: 80%" in stream.getvalue()
 
 
 @pytest.mark.parametrize("steps", [0, 1])

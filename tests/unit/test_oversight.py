@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from rlhfspec_mega.config.schema import DraftingConfig
 from rlhfspec_mega.observe.drafting import BY_VERIFIED, collapse_notes, drafting_figures, drafting_metrics
+from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.control import EVERY
+from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.oversight import OverseenPolicy
+from rlhfspec_mega.planning.policies import make_policy
 from rlhfspec_mega.planning.tree import ROOT, Batch, DraftTree, StepRecord
-from rlhfspec_mega.planning.watch import LEAST, PROBE_EVERY, CollapseWatch
+from rlhfspec_mega.planning.uniform import Fixed
+from rlhfspec_mega.planning.watch import LEAST, LEAST_OF_TRIAL, CollapseWatch
 from rlhfspec_mega.types import TALLY_EDGES, DraftingTally
 from tests.random_trees import RandomTrees
+from tests.synthetic_drafts import constant, decode_step, make_batch
 
 SIZE = 10
 
@@ -28,27 +36,33 @@ def step(accepted: int, seconds: float = 1.0, drafted: bool = True) -> StepRecor
     if drafted:
         tree.add_layer(rows, np.full(SIZE, ROOT), zeros, np.ones(SIZE), zeros.astype(bool))
     chosen = np.arange(tree.size)
-    return StepRecord(batch(), tree, chosen, chosen < accepted, 0, 0.0, seconds)
+    hits = chosen < accepted
+    return StepRecord(batch(), tree, chosen, hits, 0, 0.0, seconds, hits)
 
 
-def feed(watch: CollapseWatch, accepted: int) -> None:
-    for _ in range(LEAST // SIZE):
+def feed(watch: CollapseWatch, accepted: int, window: int = LEAST) -> None:
+    for _ in range(window // SIZE):
         watch.observe(step(accepted))
 
 
-def test_a_collapse_stops_drafting_until_the_probes_recover() -> None:
+def test_a_collapse_stops_drafting_until_an_update_mends_it() -> None:
     watch = CollapseWatch(ratio=0.5)
     feed(watch, 8)
     feed(watch, 5)
     assert not watch.collapsed and watch.usual is not None and 0.7 < watch.usual < 0.8
     watch.weights_changed()
     feed(watch, 3)
-    assert watch.collapsed and watch.rate == pytest.approx(0.3)
-    assert sum(watch.may_draft() for _ in range(10 * PROBE_EVERY)) == 10
-    feed(watch, 3)
-    assert watch.collapsed, "what is bad must not become usual"
-    feed(watch, 7)
-    assert not watch.collapsed and all(watch.may_draft() for _ in range(100))
+    assert watch.collapsed and watch.rate == pytest.approx(0.3) and not watch.may_draft
+    watch.weights_changed()
+    assert watch.collapsed and watch.may_draft, "new weights are tried"
+    feed(watch, 3, LEAST_OF_TRIAL)
+    assert watch.collapsed and not watch.may_draft
+    usual = watch.usual
+    watch.weights_changed()
+    feed(watch, 6, LEAST_OF_TRIAL)
+    assert not watch.collapsed and watch.may_draft and watch.usual == usual, "a trial is too short to become usual"
+    feed(watch, 8)
+    assert watch.usual != usual
 
 
 def test_an_update_begins_a_new_window() -> None:
@@ -59,6 +73,45 @@ def test_an_update_begins_a_new_window() -> None:
     watch.weights_changed()
     feed(watch, 8)
     assert not watch.collapsed
+
+
+def test_tokens_are_judged_whether_or_not_they_are_verified() -> None:
+    watch, unverified = CollapseWatch(ratio=0.5), step(7)
+    unverified = replace(unverified, chosen=unverified.chosen[:0], accepted=unverified.accepted[:0])
+    for _ in range(LEAST // SIZE):
+        watch.observe(unverified)
+    assert watch.usual == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize("size", [8, 16])
+@pytest.mark.parametrize("name", ["fixed", "adaptive"])
+def test_drafting_is_off_while_the_draft_is_broken_and_back_after_the_update_that_mends_it(
+    name: str, size: int
+) -> None:
+    """300 steps between updates; verification that costs little, so that the watch alone stops drafting."""
+    rng, cost = np.random.default_rng(0), CostModel.nominal(10**6, 10**4, flops_per_second=1e13)
+    inner = make_policy(DraftingConfig(policy=name, max_depth=2, depth=2, width=1), AcceptanceModel(), cost, seed=0)
+    assert inner is not None
+    policy, shares = OverseenPolicy(inner, collapse_ratio=0.5), []
+    for chance in (0.8, 0.8, 0.1, 0.1, 0.1, 0.8, 0.8):
+        policy.watch.weights_changed()
+        records = [decode_step(policy, make_batch(size, rng), constant(chance), rng) for _ in range(300)]
+        shares.append(np.mean([record.tree.depth > 0 for record in records]))
+    assert min(shares[:2]) > 0.9
+    trial = (LEAST_OF_TRIAL / size + 2) / 300
+    assert shares[2] < 0.75 and max(shares[3:5]) <= trial
+    assert shares[5] > 0.9 and shares[6] > 0.9
+
+
+def test_a_collapse_may_be_said_without_stopping() -> None:
+    policy = OverseenPolicy(Fixed(AcceptanceModel(), CostModel(frozen=True), 1, 1, 1), collapse_ratio=0.5, stops=False)
+    feed(policy.watch, 8)
+    policy.begin_anew(Fixed(AcceptanceModel(), CostModel(frozen=True), 1, 1, 1))
+    policy.watch.weights_changed()
+    feed(policy.watch, 1)
+    tally = policy.take_tally()
+    assert tally.collapsed_rate == pytest.approx(0.1) and tally.usual_rate == pytest.approx(0.8)
+    assert all(policy.depth(batch()) == 1 for _ in range(EVERY))
 
 
 def test_control_steps_measure_what_speculation_gains() -> None:

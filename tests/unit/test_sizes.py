@@ -74,6 +74,23 @@ def test_sizes_add_up_or_are_refused(
     assert sizes.total_updates * sizes.samples_per_update == config.trainer.steps * of_step
 
 
+def test_a_draft_is_counted_where_there_is_one() -> None:
+    config = RunConfig()
+    learning = sizes_of(config).draft_memory
+    config.drafting.refresh_every = 0
+    still = sizes_of(config).draft_memory
+    assert learning.actor > still.actor > 0 and learning.engine == still.engine > 0
+    config.drafting.policy, config.drafting.tokens = "fixed", 2  # instead of 32: less room behind the longest sample
+    assert 0 < sizes_of(config).draft_memory.engine < still.engine
+    config.drafting.policy = "ema_tiers"  # 7 in its tiers
+    assert sizes_of(config).draft_memory.engine < still.engine
+    assert "memory of the draft" in {row[0] for row in size_rows(config, sizes_of(config))}
+    config.drafting.policy = "off"
+    plain = sizes_of(config)
+    assert (plain.draft_memory.actor, plain.draft_memory.engine) == (0, 0)
+    assert "memory of the draft" not in {row[0] for row in size_rows(config, plain)}
+
+
 def test_table_shows_every_figure() -> None:
     config = RunConfig()
     config.trainer.samples_per_update = 32

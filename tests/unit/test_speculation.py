@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.models.draft_model import DraftModel
 from rlhfspec_mega.models.draft_shape import DraftShape, draft_shape
 from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.planning.tree import ROOT
+from rlhfspec_mega.rollout.protocol import DraftPast
 from rlhfspec_mega.rollout.torch_engine import verification
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
+from rlhfspec_mega.rollout.torch_engine.slots import SlotState, StepNoise
+from rlhfspec_mega.sampling.noise import gumbel_from_states
 from rlhfspec_mega.types import TensorInfo, WeightTarget
 from tests.near_tie import assert_same
 from tests.random_trees import RandomTrees
@@ -148,3 +152,96 @@ def test_a_reduced_vocabulary_takes_the_noise_of_the_target_tokens(alone):
     send_draft(engine, draft_weights(shape))
     assert_same(alone, generate(engine, REQUESTS), REQUESTS, JUDGE)
     assert sum(int(record.accepted.sum()) for record in policy.records) > 20
+
+
+def test_noise_is_made_no_deeper_than_asked_and_is_the_same_in_pieces(monkeypatch):
+    slots = SlotState(3, 29, "cpu")
+    slots.noise[:], slots.lengths[:] = torch.tensor([5, 6, 7]), [4, 9, 30]
+    slots.temperatures[:] = slots.host_temperatures[:] = 1.0
+    rows, depths = torch.arange(3).repeat_interleave(5), torch.arange(5).repeat(3)
+    logits = torch.zeros(15, 29)
+    whole = StepNoise(slots, 3, 5).scores(logits, rows, depths)[1]
+    assert torch.equal(
+        whole, gumbel_from_states(slots.noise[rows], torch.from_numpy(slots.lengths)[rows] - 1 + depths, 29)
+    )
+    made = []
+    monkeypatch.setattr("rlhfspec_mega.rollout.torch_engine.slots._BLOCK_CELLS", 2 * 3 * 29)
+    monkeypatch.setattr(
+        "rlhfspec_mega.rollout.torch_engine.slots.gumbel_from_states",
+        lambda states, positions, vocab: (
+            made.append(positions.shape[1]) or gumbel_from_states(states, positions, vocab)
+        ),
+    )
+    noise = StepNoise(slots, 3, 5)
+    assert torch.equal(noise.scores(logits[:3], torch.arange(3), 1)[1], whole[depths == 1]) and made == [2]
+    shallow = depths < 3
+    assert torch.equal(noise.scores(logits[shallow], rows[shallow], depths[shallow])[1], whole[shallow])
+    assert made == [2, 2]
+    assert torch.equal(noise.scores(logits, rows, depths)[1], whole) and made == [2, 2, 1]
+
+
+def accepted_share(policy: RandomTrees) -> float:
+    return sum(record.accepted.sum() for record in policy.records) / sum(len(r.chosen) for r in policy.records)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("send", [send_weights, send_draft])
+def test_weights_that_are_not_finite_are_refused_by_name(send, value):
+    engine = make_engine(RandomTrees(0))
+    weights = {name: tensor.clone() for name, tensor in (WEIGHTS if send is send_weights else draft_weights()).items()}
+    name = list(weights)[3]
+    weights[name].view(-1)[2] = value
+    with pytest.raises(RunError, match=f"NaN or infinity in {name};"):
+        send(engine, weights, version=2)
+
+
+def test_a_spoilt_draft_cache_does_not_outlive_its_weights(alone):
+    spoilt, whole = RandomTrees(1), RandomTrees(1)
+    engine = make_engine(spoilt)
+    engine._decoder.drafter.cache.kv.fill_(torch.nan)  # as an overflow leaves it
+    send_draft(engine, draft_weights(), 2)
+    assert_same(alone, generate(engine, REQUESTS), REQUESTS, JUDGE)
+    generate(make_engine(whole), REQUESTS)
+    assert accepted_share(spoilt) == pytest.approx(accepted_share(whole), rel=0.05)
+
+
+def test_a_sample_that_came_before_the_drafts_weights_is_not_drafted_for():
+    first, second = make_engine(RandomTrees(1)), make_engine(RandomTrees(2), draft=False)
+    request = dataclasses.replace(REQUESTS[-1], max_new_tokens=30, stop_tokens=(), ignore_stop=False)
+    first.submit([request])
+    first.poll(0)
+    second.import_sample(first.export_sample(request.sample_id))
+    second.poll(0)
+    send_draft(second, draft_weights())
+    second.poll(0)
+    assert second.export_sample(request.sample_id).draft is None, "plain steps left a gap in what the draft has read"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda past: dataclasses.replace(past, kv=past.kv[:, :, :1]),
+        lambda past: dataclasses.replace(past, kv=past.kv[0]),
+        lambda past: dataclasses.replace(past, kv=past.kv[:, :, :, 1:]),
+        lambda past: dataclasses.replace(past, features=past.features[:, 1:]),
+        lambda past: DraftPast(
+            past.kv[:, :, :, :0], past.features[:1].repeat(past.kv.shape[3] + len(past.features), 1)
+        ),
+    ],
+    ids=["heads", "layers", "gap", "width", "too much unread"],
+)
+def test_a_draft_past_that_does_not_fit_is_refused(monkeypatch, change):
+    monkeypatch.setattr("rlhfspec_mega.rollout.torch_engine.drafter.BACKLOG", 3)
+    engine, request = make_engine(RandomTrees(1)), dataclasses.replace(REQUESTS[-1], max_new_tokens=30)
+    engine.submit([request])
+    engine.poll(0)
+    snapshot = engine.export_sample(request.sample_id)
+    with pytest.raises(UserError, match="draft's past"):
+        engine.import_sample(dataclasses.replace(snapshot, draft=change(snapshot.draft)))
+    engine.import_sample(snapshot)
+    assert finish(engine).keys() == {request.sample_id}
+
+
+def test_a_draft_vocabulary_of_one_token_is_refused():
+    with pytest.raises(UserError, match="at least 2 tokens"):
+        draft_shape(SHAPE, vocab_size=1)

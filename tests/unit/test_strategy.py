@@ -14,7 +14,7 @@ from rlhfspec_mega.config.schema import DraftingConfig
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost
 from rlhfspec_mega.planning.policies import make_policy
-from rlhfspec_mega.planning.policy import CalibratedPolicy, drafted_nodes
+from rlhfspec_mega.planning.policy import COSTS_AT_FIRST, COSTS_EVERY, CalibratedPolicy, drafted_nodes
 from rlhfspec_mega.planning.rivals import Bandit, EmaTiers
 from rlhfspec_mega.planning.strategy import Adaptive
 from rlhfspec_mega.planning.tree import ROOT, Batch, DraftTree, Ints, StepRecord
@@ -158,6 +158,54 @@ def test_ended_nodes_have_no_children() -> None:
         assert policy.expand(batch, tree).tolist() == [1]
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_ends_a_sample_is_never_verified(name: str) -> None:
+    """The target's choice after its parent ends the sample already."""
+    config = DraftingConfig(policy=name, width=2, depth=2, tiers={1: [2]}, arms=[[2, 2, 4]])
+    policy = make_policy(config, AcceptanceModel(), cost_of(*FLAT), 0)
+    assert policy is not None
+    batch, tree = make_batch(2, np.random.default_rng(0)), DraftTree()
+    assert policy.depth(batch) > 0
+    width = policy.width
+    ends = np.tile(np.arange(width) == 0, 2)
+    ends[width:] = False
+    tree.add_layer(
+        np.repeat([0, 1], width), np.full(2 * width, ROOT), np.tile(np.arange(width), 2), np.full(2 * width, 5.0), ends
+    )
+    policy.expand(batch, tree)
+    chosen = policy.choose(batch, tree)
+    assert width in chosen and not tree.ends[chosen].any()
+
+
+class Taught(CostModel):
+    """Counts the steps it is shown."""
+
+    shown = 0
+
+    def observe(self, step: StepCost) -> None:
+        self.shown += 1
+
+
+@pytest.mark.parametrize(
+    ("name", "costs", "acceptance"),
+    [
+        ("adaptive", True, True),
+        ("uniform", True, True),
+        ("fixed", False, True),
+        ("bandit", False, True),
+        ("ema_tiers", False, False),
+    ],
+)
+def test_a_policy_learns_what_it_reads(name: str, costs: bool, acceptance: bool) -> None:
+    rng, taught, model = np.random.default_rng(0), Taught(), AcceptanceModel()
+    policy = make_policy(DraftingConfig(policy=name), model, taught, 0)
+    assert policy is not None
+    for _ in range(COSTS_AT_FIRST + 10 * COSTS_EVERY):
+        decode_step(policy, make_batch(2, rng), constant(0.5), rng)
+    assert taught.shown == (COSTS_AT_FIRST + 10 if costs else 0)
+    assert (model.report().observations > 0) == acceptance
+
+
 def mean_depth(policy: CalibratedPolicy, chance: float, size: int, steps: int, rng: np.random.Generator) -> float:
     """Mean depth of the last half of some steps, after the policy learnt from the first."""
     depths = [decode_step(policy, make_batch(size, rng), constant(chance), rng).tree.depth for _ in range(steps)]
@@ -173,6 +221,26 @@ def test_drafting_is_deep_where_it_pays_and_stops_where_it_does_not() -> None:
     # Drafting a layer costs half a plain step, and hardly anything is accepted. Probes remain.
     hopeless = Adaptive(AcceptanceModel(), cost_of(5e-3, 1e-4, 3e-3, 1e-4), 2, 8)
     assert mean_depth(hopeless, 0.02, 4, 200, rng) < 0.1
+
+
+def test_uniform_drafts_only_where_all_its_layers_pay() -> None:
+    rng = np.random.default_rng(5)
+    assert mean_depth(Uniform(AcceptanceModel(), cost_of(*FLAT), 2, 4, 8), 0.9, 4, 60, rng) == 4
+    assert mean_depth(Uniform(AcceptanceModel(), cost_of(*LINEAR), 2, 4, 8), 0.7, 4, 60, rng) < 0.1
+    # A layer costs a third of a plain step: eight of them never pay, and one is no more than a probe to Uniform.
+    shallow = CostModel.nominal(50_000_000, 16_000_000, flops_per_second=1e13)
+    assert mean_depth(Adaptive(AcceptanceModel(), shallow, 1, 8), 0.55, 4, 100, rng) >= 0.9
+    assert mean_depth(Uniform(AcceptanceModel(), shallow, 1, 8, 8), 0.55, 4, 100, rng) <= 1
+
+
+def test_a_probe_of_uniform_verifies_and_finds_a_recovery() -> None:
+    rng = np.random.default_rng(6)
+    policy = Uniform(AcceptanceModel(), cost_of(5e-3, 1e-4, 3e-4, 1e-5), 1, 2, 2)
+    broken = [decode_step(policy, make_batch(4, rng), constant(0.01), rng) for _ in range(500)]
+    probes = [r for r in broken[200:] if r.tree.depth]
+    assert probes and all(len(r.chosen) == 4 for r in probes) and len(probes) < 60
+    recovered = [decode_step(policy, make_batch(4, rng), constant(0.95), rng) for _ in range(600)]
+    assert np.mean([r.tree.depth for r in recovered[-100:]]) > 1.5
 
 
 def test_samples_get_draft_tokens_by_their_own_prospects() -> None:
@@ -289,4 +357,4 @@ def test_bandit_keeps_to_its_arm() -> None:
 
 
 def test_off_is_no_policy() -> None:
-    assert make_policy(DraftingConfig(), AcceptanceModel(), CostModel(), 0) is None
+    assert make_policy(DraftingConfig(policy="off"), AcceptanceModel(), CostModel(), 0) is None

@@ -8,6 +8,7 @@ import torch
 
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
+from rlhfspec_mega.rollout.torch_engine.drafter import Drafter
 from rlhfspec_mega.types import GenerationRequest
 
 MIN_TEMPERATURE = 0.01  # below, logits / T leaves float32 too few bits between neighbours
@@ -58,3 +59,25 @@ def check_snapshot(snapshot: SampleSnapshot, cache: torch.Tensor) -> None:
             f"{name} brings KV of shape {tuple(snapshot.kv.shape)}, this engine needs {expected}; "
             "import it without KV, or from an engine of the same model."
         )
+
+
+def check_draft_past(snapshot: SampleSnapshot, drafter: Drafter) -> None:
+    """Raises UserError if the draft's part of a snapshot does not fit this engine's draft, or not all tokens."""
+    past, own = snapshot.draft, drafter.no_past()
+    if past is None:
+        return
+    same_sizes = past.features.shape[1:] == own.features.shape[1:] and _without_entries(past.kv) == _without_entries(
+        own.kv
+    )
+    tokens = len(snapshot.request.prompt_tokens) + len(snapshot.tokens)
+    entries = past.kv.shape[3] if same_sizes else 0
+    if not same_sizes or entries + len(past.features) != tokens - 1 or len(past.features) > drafter.room:
+        raise UserError(
+            f"Sample {snapshot.request.sample_id} of {tokens} tokens brings a draft's past of shapes "
+            f"{tuple(past.kv.shape)} and {tuple(past.features.shape)}, which do not fit this engine's draft; "
+            "import it without its draft part, or from an engine with the same draft."
+        )
+
+
+def _without_entries(kv: torch.Tensor) -> tuple[int, ...]:
+    return (*kv.shape[:3], *kv.shape[4:])

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rlhfspec_mega.models.transformer import Transformer
-from rlhfspec_mega.planning.tree import ROOT, Batch, DraftTree, Ints, StepRecord
+from rlhfspec_mega.planning.tree import ROOT, Batch, Bools, DraftTree, Ints, StepRecord
 from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, KVCache
 from rlhfspec_mega.rollout.torch_engine.drafter import Drafter
 from rlhfspec_mega.rollout.torch_engine.features import Features
@@ -56,11 +56,25 @@ class Decoder:
         )
         self.drafting = False
 
-    def draft_changed(self) -> None:
-        """New weights of the draft were written; from now on it is used."""
+    def draft_changed(self, idle: bool) -> None:
+        """New weights of the draft were written; from now on it is used.
+
+        Args:
+            idle: no slot is live; what the old weights put into the draft's cache is wiped out. Places behind a sample
+                weigh 0 in its attention, but 0 * NaN is NaN: an entry that overflowed would spoil all later samples.
+        """
         if self.drafter:
             self.drafter.model.weights_changed()
             self.drafting = True
+            if idle:
+                self.drafter.cache.kv.zero_()
+
+    def draft_lost(self) -> None:
+        """The draft's weights are mixed: steps are plain until it changes again, and live samples have no past then."""
+        self.drafting = False
+        if self.drafter:
+            for slot in range(len(self.slots.tokens)):
+                self.drafter.admit(slot, None, ())
 
     def admit(self, admission: Admission) -> None:
         """Samples of a group enter their slots."""
@@ -69,7 +83,9 @@ class Decoder:
             self.cache.fill(first, len(samples), kv)
         self.slots.assign(first, samples)
         if self.drafter:
-            if self.drafting and kv is None:
+            if not self.drafting:
+                past = None  # plain steps would not go on with it
+            elif kv is None:
                 past = self.drafter.no_past()
             for slot, sample in enumerate(samples, start=first):
                 self.drafter.admit(slot, past, sample.sequence)
@@ -91,18 +107,19 @@ class Decoder:
 
     def _speculate(self, drafter: Drafter, batch: int) -> Decoded:
         started, slots = time.perf_counter(), self.slots
-        drafter.make_room(batch)
         state = self._batch(drafter, batch)
         depth = drafter.policy.depth(state)
         noise = StepNoise(slots, batch, depth + 1)
         tree, drafted, chosen = DraftTree(), 0, np.zeros(0, np.int64)
-        verification = None
+        tokens, verification = slots.tokens[:0], None
         if depth > 0:
             grown = drafter.grow(state, slots, noise, depth)
-            tree, drafted = grown.tree, grown.drafted
+            tree, tokens, drafted = grown.tree, grown.tokens, grown.drafted
             if tree.size:
                 chosen = drafter.policy.choose(state, tree)
-                verification = with_drafts(slots.tokens[:batch], slots.lengths[:batch], tree, chosen, grown.tokens)
+                verification = with_drafts(slots.tokens[:batch], slots.lengths[:batch], tree, chosen, tokens)
+        else:
+            drafter.make_room(batch)
         if verification is None:
             verification = plain(slots.tokens[:batch], slots.lengths[:batch])
         features = Features(drafter.model.shape.taps)
@@ -116,6 +133,7 @@ class Decoder:
             drafted=drafted,
             draft_seconds=proposed - started,
             verify_seconds=time.perf_counter() - proposed,
+            root_hits=_root_hits(tree, tokens, decoded),
         )
         drafter.policy.observe(record)
         return decoded._replace(record=record)
@@ -134,7 +152,8 @@ class Decoder:
         """The target's choice after every input and its log-prob."""
         inputs = verification.inputs
         hidden = self.model.hidden(inputs.tokens, inputs.positions, CachedAttention(self.cache, inputs), features)
-        scaled, scores = noise.scores(self.model.logits(hidden), inputs.rows, verification.depths)
+        depths = verification.depths if verification.depth else 0
+        scaled, scores = noise.scores(self.model.logits(hidden), inputs.rows, depths)
         tokens = scores.argmax(dim=-1)
         return Selection(tokens, scaled.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0])
 
@@ -172,3 +191,12 @@ class Decoder:
         moved = (targets != places).nonzero()[:, 0]
         if len(moved):
             self.cache.settle(rows[moved], places[moved], targets[moved])
+
+
+def _root_hits(tree: DraftTree, tokens: torch.Tensor, decoded: Decoded) -> Bools:
+    """bool [samples drafted for]: whether the best first token of a tree with these tokens came out."""
+    if not tree.size:
+        return np.zeros(0, np.bool_)
+    first = np.flatnonzero((tree.depths == 1) & (tree.ranks == 0))
+    came = np.array(decoded.tokens)[np.cumsum(decoded.counts) - decoded.counts]
+    return tokens[torch.from_numpy(first).to(tokens.device)].cpu().numpy() == came[tree.rows[first]]

@@ -39,6 +39,7 @@ class Drafter:
         vocabulary: int64 [draft vocabulary], the target's token of each of the draft's; None: they are the same.
 
     Attributes:
+        room: unread tokens that a slot can hold.
         unread: int64 on the host [slots], accepted tokens that have no entry yet.
     """
 
@@ -58,10 +59,10 @@ class Drafter:
         weights = target.embedding
         places = target.max_positions + policy.max_nodes
         self.cache = KVCache(shape, slots=slots, places=places, dtype=weights.dtype, device=weights.device)
-        room = BACKLOG + policy.max_depth + 1
-        size = (slots, room, TAPS * shape.hidden_size)
+        self.room = BACKLOG + policy.max_depth + 1
+        size = (slots, self.room, TAPS * shape.hidden_size)
         self._features = torch.zeros(size, dtype=weights.dtype, device=weights.device)
-        self._tokens = torch.zeros(slots, room, dtype=torch.int64, device=weights.device)
+        self._tokens = torch.zeros(slots, self.room, dtype=torch.int64, device=weights.device)
         self._read = np.zeros(slots, np.int64)
         self._follows = np.zeros(slots, np.bool_)  # false: the sample came without what the draft needs of its past
         self.unread = np.zeros(slots, np.int64)
@@ -115,7 +116,7 @@ class Drafter:
         return self._follows[: batch.size] & (self.unread[: batch.size] > 0) & (batch.remaining > 1)
 
     def make_room(self, batch: int) -> None:
-        """Read everything when a slot could not hold another step's tokens unread."""
+        """Read everything when a slot could not hold another step's tokens unread; nothing can be drafted after it."""
         if self.unread[:batch].max(initial=0) >= BACKLOG:
             self._read_backlog(batch)
 
@@ -124,6 +125,7 @@ class Drafter:
         grown, tree, able = Grown(self._tokens.device), DraftTree(), np.flatnonzero(self.can_draft(batch))
         grown.tree = tree
         if not len(able):
+            self.make_room(batch.size)
             return grown
         states = self._read_backlog(batch.size)
         if len(able) < batch.size:

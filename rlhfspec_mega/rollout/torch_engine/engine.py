@@ -14,7 +14,7 @@ from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.planning.tree import DraftingPolicy
 from rlhfspec_mega.rollout.protocol import DraftPast, SampleSnapshot
-from rlhfspec_mega.rollout.torch_engine.checks import check_request, check_snapshot
+from rlhfspec_mega.rollout.torch_engine.checks import check_draft_past, check_request, check_snapshot
 from rlhfspec_mega.rollout.torch_engine.decoder import Decoded, Decoder
 from rlhfspec_mega.rollout.torch_engine.drafter import Drafter
 from rlhfspec_mega.rollout.torch_engine.prefill import Prefill
@@ -165,6 +165,8 @@ class TorchEngine:
         """Go on with a sample exported elsewhere, ahead of the waiting ones. Raises UserError if it does not fit."""
         check_request(snapshot.request, self._model.shape.vocab_size, self.max_positions, self._ids)
         check_snapshot(snapshot, self._decoder.cache.kv)
+        if self._decoder.drafter:
+            check_draft_past(snapshot, self._decoder.drafter)
         sample = LiveSample(snapshot.request, list(snapshot.tokens), list(snapshot.logprobs), list(snapshot.versions))
         self._ids.add(snapshot.request.sample_id)
         kv, draft, device = snapshot.kv, snapshot.draft, self._decoder.cache.kv.device
@@ -206,6 +208,7 @@ class TorchEngine:
         """
         drafter = self._decoder.drafter
         if target is WeightTarget.ACTOR:
+            self.abandon_draft_update()
             own, first = self._model.hf_tensors(), self._version is None
         elif drafter is not None:
             own, first = drafter.model.tensors(), not self._decoder.drafting
@@ -222,7 +225,9 @@ class TorchEngine:
         self._open_update().write(pieces)
 
     def end_update(self, version: int) -> None:
-        """Make the weights live. Raises RunError when elements are missing or `version` is not the announced one.
+        """Make the weights live.
+
+        Raises RunError when elements are missing or not finite, or `version` is not the announced one.
 
         After an error the engine decodes nothing until an update has succeeded: its weights are mixed.
         """
@@ -230,14 +235,21 @@ class TorchEngine:
         if version != update.version:
             raise RunError(f"Update {version} was ended, but update {update.version} was begun.")
         update.check_complete()
+        update.check_finite()
         self._update = None
         if self._updating is WeightTarget.ACTOR:
             self._version = version
             self._model.weights_changed()
         else:
-            self._decoder.draft_changed()
+            self._decoder.draft_changed(idle=not self._scheduler.active)
         self._prefill = None
         self._scheduler.forget_prefills()
+
+    def abandon_draft_update(self) -> None:
+        """Give up an update of the draft that was begun and will not be ended; steps are plain until the next one."""
+        if self._update is not None and self._updating is WeightTarget.DRAFT:
+            self._update = None
+            self._decoder.draft_lost()
 
     def _open_update(self) -> WeightUpdate:
         if self._update is None:

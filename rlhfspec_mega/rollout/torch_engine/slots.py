@@ -11,6 +11,8 @@ from rlhfspec_mega.rollout.torch_engine.scheduler import LiveSample
 from rlhfspec_mega.sampling.noise import gumbel_from_states, seed_states
 from rlhfspec_mega.sampling.select import perturbed_scores, scaled_logits
 
+_BLOCK_CELLS = 2**14  # samples x depths x vocabulary of noise that are made at once: fewer would cost as much
+
 
 class SlotState:
     """Arrays over slots; like the KV cache, the first rows are live.
@@ -76,20 +78,20 @@ class SlotState:
 class StepNoise:
     """The noise of one step: of every live sample at its next positions, for draft and target alike.
 
+    Made when asked for, some depths at a time: a draft may stop early, and a large vocabulary's noise is much to make.
+
     Args:
-        depths: positions; depth 0 is that of the token after the sample's last one.
+        depths: positions, at most; depth 0 is that of the token after the sample's last one.
     """
 
     def __init__(self, slots: SlotState, batch: int, depths: int):
         self._temperatures = slots.temperatures[:batch]
-        self._table = self._banned = None
-        if slots.host_temperatures[:batch].any():
-            device = slots.tokens.device
-            first = torch.from_numpy(slots.lengths[:batch] - 1).to(device)
-            positions = first[:, None] + torch.arange(depths, device=device)
-            self._table = gumbel_from_states(slots.noise[:batch, None], positions, slots.stops.shape[1])
-        if slots.any_forced:
-            self._banned = slots.stops[:batch] & slots.forced[:batch, None]
+        self._sampled = bool(slots.host_temperatures[:batch].any())
+        self._states, self._first = slots.noise[:batch, None], slots.lengths[:batch, None] - 1
+        self._vocab_size, self._depths = slots.stops.shape[1], depths
+        self._blocks: list[torch.Tensor] = []  # float64 [batch, depths of the block, vocab] each, from depth 0 on
+        self._block_depths = max(1, _BLOCK_CELLS // (batch * self._vocab_size))
+        self._banned = slots.stops[:batch] & slots.forced[:batch, None] if slots.any_forced else None
 
     def scores(
         self,
@@ -104,10 +106,27 @@ class StepNoise:
             token_ids: int64 [V], the target's tokens that the logits are of, when they are not 0 .. V - 1.
         """
         temperatures = self._temperatures[rows]
-        noise = None if self._table is None else self._table[rows, depths]
+        noise = self._noise(rows, depths) if self._sampled else None
         banned = None if self._banned is None else self._banned[rows]
         if token_ids is not None:
             noise = None if noise is None else noise[:, token_ids]
             banned = None if banned is None else banned[:, token_ids]
         scaled = scaled_logits(logits, temperatures)
         return scaled, perturbed_scores(scaled, temperatures, noise, banned)
+
+    def _noise(self, rows: torch.Tensor, depths: torch.Tensor | int) -> torch.Tensor:
+        """float64 [n, vocab] at these rows and depths."""
+        size = self._block_depths
+        if isinstance(depths, int):
+            return self._block(depths // size)[rows, depths % size]
+        blocks = 1 if size >= self._depths else int(depths.max()) // size + 1
+        made = [self._block(number) for number in range(blocks)]
+        return (made[0] if blocks == 1 else torch.cat(made, dim=1))[rows, depths]
+
+    def _block(self, number: int) -> torch.Tensor:
+        while len(self._blocks) <= number:
+            first = len(self._blocks) * self._block_depths
+            places = np.arange(first, min(first + self._block_depths, self._depths))
+            positions = torch.from_numpy(self._first + places).to(self._states.device)
+            self._blocks.append(gumbel_from_states(self._states, positions, self._vocab_size))
+        return self._blocks[number]

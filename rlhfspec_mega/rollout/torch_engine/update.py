@@ -49,8 +49,20 @@ class WeightUpdate:
         """Raises RunError naming the tensors of which an element did not come, or came twice."""
         wrong = [name for name, spans in self._written.items() if not _covers(spans, self._flat[name].numel())]
         if wrong:
-            names = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
-            raise RunError(f"Update {self.version} did not bring every element exactly once of {names}.")
+            raise RunError(f"Update {self.version} did not bring every element exactly once of {_some(wrong)}.")
+
+    def check_finite(self) -> None:
+        """Raises RunError naming the tensors that hold NaN or infinity."""
+        if not self._flat:
+            return
+        ends = torch.stack([torch.stack(flat.aminmax()) for flat in self._flat.values()])  # NaN is both ends
+        finite = ends.isfinite().all(dim=1).tolist()
+        if wrong := [name for name, good in zip(self._flat, finite, strict=True) if not good]:
+            raise RunError(f"Update {self.version} brought NaN or infinity in {_some(wrong)}; training has diverged.")
+
+
+def _some(names: Sequence[str], shown: int = 5) -> str:
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
 def _covers(spans: Sequence[tuple[int, int]], size: int) -> bool:
