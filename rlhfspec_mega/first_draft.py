@@ -34,7 +34,7 @@ from rlhfspec_mega.types import GenerationRequest
 from rlhfspec_mega.warmup import cache_root
 
 DRAFT_SEED = -2  # neither a run nor the warm-up has it: a draft's prompts and noise are its own
-_RECIPE_VERSION = 1  # part of the cache key: raise it when the recipe's code changes
+_RECIPE_VERSION = 2  # part of the cache key: raise it when the recipe's code changes
 _SLOTS = 64
 _PREFILL_CHUNK = 512
 _POLL_SECONDS = 1.0
