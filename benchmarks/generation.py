@@ -244,14 +244,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the tiny model and few repeats, under five minutes")
     parser.add_argument("--model", choices=("tiny", "small"), help="instead of tiny (quick) or small")
+    parser.add_argument("--batches", type=int, nargs="+", help="batch sizes; greedy decoding is measured at the first")
+    parser.add_argument("--repeats", type=int, nargs=2, metavar=("SELECTING", "JUDGING"))
     parser.add_argument("--device", default="cpu", help="of the engines; the draft is trained on the CPU")
     parser.add_argument("--dtype", default="float32", help="of the engines")
     parser.add_argument("--out", type=Path, help="JSON with all figures; the plot lies beside it")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     sizes = QUICK if arguments.quick else FULL
-    model = arguments.model or sizes.model
-    found = run(replace(sizes, model=model, device=arguments.device, dtype=arguments.dtype))
+    changes: dict[str, Any] = {"device": arguments.device, "dtype": arguments.dtype}
+    changes["model"] = arguments.model or sizes.model
+    if arguments.batches:
+        changes |= {"batches": tuple(arguments.batches), "greedy": tuple(arguments.batches[:1])}
+    if arguments.repeats:
+        changes["selecting"], changes["judging"] = arguments.repeats
+    found = run(replace(sizes, **changes))
     summary = summarize(found)
     name = f"generation_{arguments.device}{'_quick' if arguments.quick else ''}.json"
     out = arguments.out or RESULTS / name
