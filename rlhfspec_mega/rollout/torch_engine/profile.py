@@ -13,7 +13,8 @@ from rlhfspec_mega.planning.tree import Batch, DraftTree, Ints, StepRecord
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.types import GenerationRequest
 
-SECONDS = 5.0  # of a profile, about
+SECONDS = 8.0  # of a profile, about
+MOST_TOKENS = 384  # of a step; more take long and are seldom worth it
 REPEATS = 3  # of a step; the median counts
 PROMPT_TOKENS = (16, 192)
 
@@ -55,7 +56,7 @@ class ScriptedPolicy:
 def profile(engine: TorchEngine, seconds: float = SECONDS) -> list[StepCost]:
     """Decode made-up samples in batches and trees of many sizes; the engine is idle, has all its weights and a draft.
 
-    The largest and smallest batches come first: when the time is up, those between are left to interpolation.
+    Every batch size has its share of the time, the largest and smallest first; what one leaves is for the others.
     """
     own = engine.policy
     assert own is not None
@@ -63,11 +64,13 @@ def profile(engine: TorchEngine, seconds: float = SECONDS) -> list[StepCost]:
     deadline, measured = time.monotonic() + seconds, list[StepCost]()
     engine.policy = script
     try:
-        for length in PROMPT_TOKENS:
-            for size in _outside_in(engine.load().slots):
-                if time.monotonic() > deadline:
-                    return measured
-                measured += _measure(engine, script, size, length, deadline)
+        turns = [(length, size) for length in PROMPT_TOKENS for size in _outside_in(engine.load().slots)]
+        for turn, (length, size) in enumerate(turns):
+            now = time.monotonic()
+            if now > deadline:
+                return measured
+            share = now + (deadline - now) / (len(turns) - turn)
+            measured += _measure(engine, script, size, length, share)
     finally:
         engine.policy = own
         engine.clear()
@@ -85,6 +88,8 @@ def _measure(engine: TorchEngine, script: ScriptedPolicy, size: int, length: int
     ]
     found = []
     for script.shape in SHAPES:
+        if size * (1 + script.shape.verified) > MOST_TOKENS and script.shape.verified > 1:
+            break
         script.costs.clear()
         engine.submit(requests)
         while not engine.idle and len(script.costs) < REPEATS and time.monotonic() < deadline:
