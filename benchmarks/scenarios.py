@@ -27,6 +27,7 @@ SLOTS = 32
 # decodes in seconds.
 LENGTHS = {"chat": (119, 0.77, 0.17), "reasoning": (1300, 0.99, 0.02)}
 LONGEST = 320
+MEMBERS = 8  # samples of a prompt
 
 
 @dataclass(frozen=True)
@@ -108,19 +109,21 @@ class Bench:
         return seconds
 
     def requests(self, scenario: Scenario, repeat: int) -> list[GenerationRequest]:
-        """The samples of a scenario; prompts are drawn for the repeat.
+        """The samples of a scenario in groups that share a prompt, as in a rollout; prompts are drawn for the repeat.
 
         Long samples get long prompts, whose answers have much working: a forced length is then seldom beyond the
         answer, where the model says nothing that it was taught.
         """
-        draws = np.random.default_rng(repeat).permutation(len(self._prompts))[: 2 * len(scenario.lengths)]
+        draws = np.random.default_rng(repeat).permutation(len(self._prompts))[
+            : 2 * -(-len(scenario.lengths) // MEMBERS)
+        ]
         prompts = sorted((self._prompts[draw] for draw in draws), key=len, reverse=True)
         lengths = sorted(scenario.lengths, reverse=True)
         return [
             GenerationRequest(
                 sample_id=f"{repeat}.{number}",
-                group_id=f"{repeat}.{number}",
-                prompt_tokens=prompts[number],
+                group_id=f"{repeat}.{number // MEMBERS}",
+                prompt_tokens=prompts[number // MEMBERS],
                 seed=sample_seed(23, repeat, number, 0),
                 max_new_tokens=length,
                 temperature=scenario.temperature,

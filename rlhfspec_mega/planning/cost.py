@@ -63,7 +63,7 @@ class CostModel:
     """Seconds of drafting and verification, from a warm-up profile and every step since.
 
         verify = curve(tokens) + b * batch + c * kv_tokens + d * [any draft tokens]
-        draft  = first(backlog) + (depth - 1) * later(nodes per pass) + b * batch + c * depth * kv_tokens
+        draft  = first(backlog) + (depth - 1) * later(nodes per pass) + c * depth * kv_tokens
 
     Curves are values at knots with straight lines between (hat functions): a CPU's nearly straight line as well as a
     GPU's floor, knee, slope and steps. Predictions never fall with tokens, backlog, nodes or depth, and are above 0:
@@ -124,10 +124,10 @@ class CostModel:
         self, batch: int, kv_tokens: int, backlog: int, depth: int | Floats, drafted: int | Floats
     ) -> Floats:
         """Seconds of drafting `depth` layers, 0 for none; `depth` and `drafted` may be arrays that broadcast."""
-        b, c = self._draft_rest
+        (c,) = self._draft_rest
         later_passes = np.maximum(np.subtract(depth, 1), 0)
         nodes = np.divide(drafted, np.maximum(later_passes, 1))
-        first = float(np.interp(backlog, self._draft_x, self._first_y)) + b * batch
+        first = float(np.interp(backlog, self._draft_x, self._first_y))
         later = later_passes * np.interp(nodes, self._draft_x, self._later_y)
         seconds = first + later + c * kv_tokens * np.asarray(depth)
         return np.where(np.greater(depth, 0), np.maximum(seconds, LEAST_SECONDS), 0.0)
@@ -136,9 +136,9 @@ class CostModel:
         """`draft_seconds` of one case, in a tenth of the time: asked for several times a step."""
         if depth == 0:
             return 0.0
-        b, c = self._draft_rest
+        (c,) = self._draft_rest
         first, later = self._draft_lines
-        seconds = _on_line(self._draft_xs, first, backlog) + b * batch + c * kv_tokens * depth
+        seconds = _on_line(self._draft_xs, first, backlog) + c * kv_tokens * depth
         if depth > 1:
             seconds += (depth - 1) * _on_line(self._draft_xs, later, drafted / (depth - 1))
         return max(seconds, LEAST_SECONDS)
@@ -201,7 +201,7 @@ class CostModel:
         target = target_pass + target_token * self._verify_knots
         draft = draft_pass + draft_token * self._draft_knots
         self._verify = _unfitted(np.append(target, np.zeros(3)), 3)
-        self._draft = _unfitted(np.concatenate((draft, draft, np.zeros(2))), 2)
+        self._draft = _unfitted(np.concatenate((draft, draft, np.zeros(1))), 1)
         self._read_verify()
         self._read_draft()
 
@@ -214,11 +214,11 @@ class CostModel:
 
     def _draft_row(self, batch: int, kv_tokens: int, backlog: int, depth: int, drafted: int) -> Floats:
         count, passes = len(self._draft_knots), depth - 1
-        row = np.zeros(2 * count + 2)
+        row = np.zeros(2 * count + 1)
         _put_hats(row, 0, self._draft_knots, backlog, 1.0)
         if passes:
             _put_hats(row, count, self._draft_knots, drafted / passes, passes)
-        row[2 * count :] = batch, kv_tokens * depth
+        row[2 * count] = kv_tokens * depth
         return row
 
     def _read_verify(self) -> None:

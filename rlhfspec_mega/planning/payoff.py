@@ -12,6 +12,7 @@ from rlhfspec_mega.planning.tree import Batch, StepRecord
 
 RETHINK = 16  # steps after which forecasts, and whether drafting pays, are worked out anew
 HOLD = 8  # plain steps that follow a decision not to draft, while no sample comes or goes: deciding takes time itself
+PAID_OVER = 32  # steps over which reading a backlog is counted
 PROBE_SHARE = 0.01  # of the time may go into finding out whether drafting pays again
 PROBE_LATEST = 1000  # plain steps after which that is found out whatever it costs
 
@@ -74,7 +75,9 @@ class Payoff:
         layers = slice(usable - 1 if self._whole else 0, usable)
         nodes = expected.nodes[layers]
         depths = np.arange(layers.start + 1.0, usable + 1)[:, None]
-        seconds = self._cost.draft_seconds(size, kv, batch.backlog, depths, size * expected.drafted[layers])
+        # What has piled up over plain steps is read once and serves all steps to come.
+        backlog = min(batch.backlog, size + batch.backlog // PAID_OVER)
+        seconds = self._cost.draft_seconds(size, kv, backlog, depths, size * expected.drafted[layers])
         seconds = seconds + self._cost.verify_seconds(size, kv, size * (1.0 + nodes))
         rates = size * (1.0 + expected.accepted[layers]) / seconds
         return float(np.where(nodes <= self._max_nodes, rates, 0.0).max())

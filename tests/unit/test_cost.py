@@ -30,7 +30,7 @@ def gpu_steps(batch: int, kv: int, tokens: int) -> float:
 
 
 def draft(batch: int, kv: int, backlog: int, depth: int, drafted: int) -> float:
-    return 1.5e-3 + 1e-4 * backlog + (depth - 1) * 1e-3 + 1e-4 * drafted + 1e-9 * kv * depth + 2e-5 * batch
+    return 1.5e-3 + 1e-4 * backlog + (depth - 1) * 1e-3 + 1e-4 * drafted + 1e-9 * kv * depth
 
 
 def profile(machine: Machine, noise: float, rng: np.random.Generator) -> list[StepCost]:

@@ -16,7 +16,9 @@ from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, KVCache
 from rlhfspec_mega.rollout.torch_engine.inputs import Inputs, number_in_row, ragged
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState, StepNoise
 
-BACKLOG = 64  # accepted tokens a slot may hold unread while nothing is drafted
+# Accepted tokens a slot may hold unread while nothing is drafted. Many: reading costs as much as drafting, and of a
+# batch that is too large to draft for, few samples are left when it has become small enough.
+BACKLOG = 256
 
 
 class Grown:
