@@ -12,6 +12,7 @@ from rlhfspec_mega.planning.tree import Batch, StepRecord
 
 RETHINK = 16  # steps after which forecasts, and whether drafting pays, are worked out anew
 HOLD = 8  # plain steps that follow a decision not to draft, while no sample comes or goes: deciding takes time itself
+MARGIN = 1.1  # of forecast rates: they are the best of many guesses, and leave out what a policy's own work takes
 PAID_OVER = 32  # steps over which reading a backlog is counted
 PROBE_SHARE = 0.01  # of the time may go into finding out whether drafting pays again
 PROBE_LATEST = 1000  # plain steps after which that is found out whatever it costs
@@ -51,7 +52,7 @@ class Payoff:
         plain = float(step.verify_seconds(1)[0])
         key = step.size, usable
         if key not in self._pays:
-            self._pays[key] = self._forecast_rate(step.batch, usable) > step.size / plain
+            self._pays[key] = self._forecast_rate(step.batch, usable) > MARGIN * step.size / plain
         if self._pays[key]:
             return usable
         self.probing = self._probe_is_due(step, plain)

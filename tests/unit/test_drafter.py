@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from rlhfspec_mega.planning.tree import Batch
-from rlhfspec_mega.rollout.torch_engine.drafter import BACKLOG
+from rlhfspec_mega.rollout.torch_engine import drafter
 from rlhfspec_mega.types import GenerationRequest
 from tests.random_trees import RandomTrees
 from tests.unit.test_losslessness import make_engine, request
@@ -34,10 +35,11 @@ class WhenFull(RandomTrees):
     """Drafts only when the slot can hold no more unread tokens."""
 
     def depth(self, batch: Batch) -> int:
-        return int(batch.backlog >= BACKLOG)
+        return int(batch.backlog >= drafter.BACKLOG)
 
 
-def test_a_full_backlog_is_no_hindrance_to_drafting() -> None:
+def test_a_full_backlog_is_no_hindrance_to_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafter, "BACKLOG", 64)
     policy = WhenFull(0)
     engine = make_engine(1, policy)
     engine.submit([GenerationRequest("0", "0", (1, 2, 3), 5, 120, 1.0)])
