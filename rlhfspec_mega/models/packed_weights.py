@@ -2,7 +2,8 @@
 
 A BLAS product packs the whole weight matrix anew in every call. At one row (a matrix-vector product) it does not, so
 two rows cost nearly twice as much as one, which speculative decoding would pay in every step. oneDNN takes weights
-that were packed once: measured here, 2 rows cost 1.1 and 8 rows 1.6 of one, instead of 1.8 and 2.5.
+that were packed once: with a matrix [2304, 384], on one core without AVX-512, 2 rows cost 1.1 and 8 rows 1.6 of one,
+instead of 1.8 and 2.5. Narrow matrices gain less.
 """
 
 from __future__ import annotations

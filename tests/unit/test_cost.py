@@ -206,3 +206,20 @@ def test_a_nominal_model_is_frozen_and_grows_with_the_models() -> None:
 def test_an_empty_profile_is_refused() -> None:
     with pytest.raises(ValueError, match="no measurements"):
         CostModel().fit([])
+
+
+def test_a_profile_whose_backlog_is_its_batch_tells_drafting_apart() -> None:
+    """Made-up samples bring one unread token each, so nothing but the curve may explain what a first pass takes."""
+    measured = []
+    for batch in (1, 2, 4, 8, 16, 32):
+        for depth, drafted in ((1, 0), (3, 1), (6, 1), (4, 3)):
+            nodes = batch * drafted * (depth - 1)
+            seconds = 3e-3 + 2e-4 * batch + (depth - 1) * 2.5e-3 + 1.5e-4 * nodes
+            measured.append(StepCost(batch, 100 * batch, 2 * batch, batch, depth, nodes, seconds, 1e-2 + 1e-3 * batch))
+    model = CostModel()
+    model.fit(measured)
+    for step in measured:
+        predicted = model.drafting(step.batch, step.kv_tokens, step.backlog, step.depth, step.drafted)
+        assert predicted == pytest.approx(step.draft_seconds, rel=0.25)
+    unread = [model.drafting(8, 800, backlog, 1, 0) for backlog in (8, 16, 32)]
+    assert unread == pytest.approx([4.6e-3, 6.2e-3, 9.4e-3], rel=0.25), "a backlog costs as a batch of its size does"

@@ -16,7 +16,7 @@ from rlhfspec_mega.rollout.torch_engine.features import Features
 from rlhfspec_mega.rollout.torch_engine.scheduler import Admission
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState, StepNoise
 from rlhfspec_mega.rollout.torch_engine.verification import Verification, plain, with_drafts
-from rlhfspec_mega.sampling.select import Selection
+from rlhfspec_mega.sampling.select import Selection, best_tokens
 from rlhfspec_mega.sampling.verify import accepted_nodes
 
 
@@ -153,9 +153,7 @@ class Decoder:
         inputs = verification.inputs
         hidden = self.model.hidden(inputs.tokens, inputs.positions, CachedAttention(self.cache, inputs), features)
         depths = verification.depths if verification.depth else 0
-        scaled, scores = noise.scores(self.model.logits(hidden), inputs.rows, depths)
-        tokens = scores.argmax(dim=-1)
-        return Selection(tokens, scaled.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0])
+        return best_tokens(*noise.scores(self.model.logits(hidden), inputs.rows, depths))
 
     def _accept(
         self, verification: Verification, selection: Selection, features: Features | None
