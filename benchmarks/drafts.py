@@ -17,7 +17,7 @@ from rlhfspec_mega.models.draft_model import DraftModel
 from rlhfspec_mega.models.draft_shape import DraftShape, draft_shape
 from rlhfspec_mega.warmup import cache_root
 
-PHASES = ((2e-3, 0.7), (4e-4, 0.3))  # learning rate and share of the steps
+PHASES = ((2e-3, 0.6), (6e-4, 0.25), (2e-4, 0.15))  # learning rate and share of the steps
 SAMPLING_SEED = 5
 _RECIPE_VERSION = 1  # part of the cache key: raise it when the recipe's code changes
 

@@ -65,7 +65,7 @@ class Sizes:
 
 
 QUICK = Sizes("tiny", (1, 8, 32), (1,), 32, 16, 2, 6, 192, 300)
-FULL = Sizes("small", BATCHES, (1, 8, 32), 32, 32, 2, 7, 2048, 2200)
+FULL = Sizes("small", BATCHES, (1, 8, 32), 32, 32, 2, 7, 8192, 5000)
 
 
 def scenarios(sizes: Sizes) -> list[Scenario]:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from rlhfspec_mega.models.draft_shape import TAPS, DraftShape
 from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.planning.tree import BACKLOG
 
 GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _TRAINED_POSITIONS, _TRAINED_DEPTH = 512, 5  # of one training step of a draft
-_BACKLOG = 64  # tokens whose states an engine keeps for a draft that is not at work
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def draft_memory(draft: DraftShape, plan: DraftPlan) -> DraftMemory:
     packed = attention + (2 * draft.ffn_size + draft.vocab_size) * hidden
     kv = (plan.positions + plan.nodes) * _kv_bytes(draft, plan.engine_dtype)
     room = plan.nodes * _kv_bytes(target, plan.engine_dtype)
-    unread = (_BACKLOG + plan.nodes) * TAPS * hidden * size
+    unread = (BACKLOG + plan.nodes) * TAPS * hidden * size
     engine = weights * size + (4 * packed if _packs(plan.engine_dtype, plan.device) else 0)
     return DraftMemory(actor, engine + plan.slots * (kv + room + unread))
 

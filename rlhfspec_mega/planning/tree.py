@@ -14,6 +14,10 @@ Bools = NDArray[np.bool_]
 
 ROOT = -1  # the parent of depth-1 nodes: the sample's last token
 
+# Accepted tokens a sample may have that the draft has not read, while nothing is drafted. Many: reading costs as much
+# as drafting, and of a batch that is too large to draft for, few samples are left when it has become small enough.
+BACKLOG = 256
+
 
 @dataclass(frozen=True)
 class Batch:

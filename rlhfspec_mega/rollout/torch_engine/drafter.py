@@ -10,15 +10,11 @@ import torch
 from rlhfspec_mega.models.draft_model import DraftModel
 from rlhfspec_mega.models.draft_shape import TAPS, DraftShape
 from rlhfspec_mega.models.transformer import Transformer
-from rlhfspec_mega.planning.tree import ROOT, Batch, Bools, DraftingPolicy, DraftTree, Ints
+from rlhfspec_mega.planning.tree import BACKLOG, ROOT, Batch, Bools, DraftingPolicy, DraftTree, Ints
 from rlhfspec_mega.rollout.protocol import DraftPast
 from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, KVCache
 from rlhfspec_mega.rollout.torch_engine.inputs import Inputs, number_in_row, ragged
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState, StepNoise
-
-# Accepted tokens a slot may hold unread while nothing is drafted. Many: reading costs as much as drafting, and of a
-# batch that is too large to draft for, few samples are left when it has become small enough.
-BACKLOG = 256
 
 
 class Grown:
