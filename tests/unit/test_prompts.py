@@ -59,7 +59,9 @@ def test_epochs_and_seeds_are_shuffled_differently():
 
 
 @pytest.mark.parametrize(
-    "other", [stream(5), stream(4, name="r"), stream(4, seed=1), stream(4, shuffle=False)], ids=str
+    "other",
+    [stream(5), stream(4, name="r"), stream(4, seed=1), stream(4, shuffle=False)],
+    ids=["size", "name", "seed", "order"],
 )
 def test_a_foreign_cursor_is_refused(other):
     cursor = stream(4).state_dict()
