@@ -6,7 +6,7 @@ import numpy as np
 
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
-from rlhfspec_mega.planning.forecast import Forecast
+from rlhfspec_mega.planning.forecast import Forecast, Yield
 from rlhfspec_mega.planning.policy import StepView
 from rlhfspec_mega.planning.tree import Batch, StepRecord
 
@@ -16,6 +16,25 @@ MARGIN = 1.1  # of forecast rates: they are the best of many guesses, and leave 
 PAID_OVER = 32  # steps over which reading a backlog is counted
 PROBE_SHARE = 0.01  # of the time may go into finding out whether drafting pays again
 PROBE_LATEST = 1000  # plain steps after which that is found out whatever it costs
+
+
+def drafting_rate(expected: Yield, cost: CostModel, batch: Batch, usable: int, max_nodes: int, whole: bool) -> float:
+    """The best forecast tokens per second of a batch over depths up to `usable` and survival thresholds.
+
+    Args:
+        max_nodes: draft tokens of a sample, at most.
+        whole: see `Payoff`.
+    """
+    size, kv = batch.size, batch.kv_tokens
+    layers = slice(usable - 1 if whole else 0, usable)
+    nodes = expected.nodes[layers]
+    depths = np.arange(layers.start + 1.0, usable + 1)[:, None]
+    # What has piled up over plain steps is read once and serves all steps to come.
+    backlog = min(batch.backlog, size + batch.backlog // PAID_OVER)
+    seconds = cost.draft_seconds(size, kv, backlog, depths, size * expected.drafted[layers])
+    seconds = seconds + cost.verify_seconds(size, kv, size * (1.0 + nodes))
+    rates = size * (1.0 + expected.accepted[layers]) / seconds
+    return float(np.where(nodes <= max_nodes, rates, 0.0).max())
 
 
 class Payoff:
@@ -52,7 +71,9 @@ class Payoff:
         plain = float(step.verify_seconds(1)[0])
         key = step.size, usable
         if key not in self._pays:
-            self._pays[key] = self._forecast_rate(step.batch, usable) > MARGIN * step.size / plain
+            expected = self._forecast.of(step.batch)
+            rate = drafting_rate(expected, self._cost, step.batch, usable, self._max_nodes, self._whole)
+            self._pays[key] = rate > MARGIN * step.size / plain
         if self._pays[key]:
             return usable
         self.probing = self._probe_is_due(step, plain)
@@ -68,20 +89,6 @@ class Payoff:
             self._pays.clear()
         self.probing = False
         self._plain_steps = 0 if record.tree.depth else self._plain_steps + 1
-
-    def _forecast_rate(self, batch: Batch, usable: int) -> float:
-        """The best tokens per second over depths and survival thresholds, for samples as they were lately."""
-        expected = self._forecast.of(batch)
-        size, kv = batch.size, batch.kv_tokens
-        layers = slice(usable - 1 if self._whole else 0, usable)
-        nodes = expected.nodes[layers]
-        depths = np.arange(layers.start + 1.0, usable + 1)[:, None]
-        # What has piled up over plain steps is read once and serves all steps to come.
-        backlog = min(batch.backlog, size + batch.backlog // PAID_OVER)
-        seconds = self._cost.draft_seconds(size, kv, backlog, depths, size * expected.drafted[layers])
-        seconds = seconds + self._cost.verify_seconds(size, kv, size * (1.0 + nodes))
-        rates = size * (1.0 + expected.accepted[layers]) / seconds
-        return float(np.where(nodes <= self._max_nodes, rates, 0.0).max())
 
     def _probe_is_due(self, step: StepView, plain: float) -> bool:
         """Whether the time a probe would lose is within its share of the plain steps since the last draft."""
