@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class SampleState(StrEnum):
@@ -84,17 +85,95 @@ class SampleProgress:
     versions: list[int]
 
 
+class Span(NamedTuple):
+    """A stretch of a worker's time and what filled it.
+
+    Attributes:
+        start: seconds since the epoch, as time.time() gives them.
+        seconds: how long it took.
+        arguments: shown with it, e.g. {"batch": 8, "steps": 40, "draft_tokens": 960}.
+    """
+
+    name: str
+    start: float
+    seconds: float
+    arguments: dict[str, float | int | str]
+
+
+class MigrationEvent(NamedTuple):
+    """A sample that has moved from one engine to another.
+
+    Attributes:
+        source, destination: ranks of the engines.
+        departed, arrived: end of its last step there, start of its first step here; seconds since the epoch.
+        settled_bytes, delta_bytes: copied in stage one, while it was decoded, and in stage two, while it was not.
+    """
+
+    sample_id: str
+    source: int
+    destination: int
+    departed: float
+    arrived: float
+    settled_bytes: int
+    delta_bytes: int
+
+    @property
+    def downtime(self) -> float:
+        """Seconds in which the sample was decoded nowhere."""
+        return self.arrived - self.departed
+
+
+class Landing(NamedTuple):
+    """A sample from another engine that has been decoded here.
+
+    Attributes:
+        source: name of the engine process it came from.
+        departed, arrived: end of its last step there, start of its first step here; seconds since the epoch.
+        settled_bytes, delta_bytes: copied in stage one, while it was decoded, and in stage two, while it was not.
+        step_seconds: how long its first step here took.
+    """
+
+    sample_id: str
+    source: str
+    departed: float
+    arrived: float
+    settled_bytes: int
+    delta_bytes: int
+    step_seconds: float
+
+
+@dataclass
+class MigrationReport:
+    """What became of an engine's migrations since its last report.
+
+    Attributes:
+        departed: samples that their destinations have taken.
+        kept: samples whose order came to nothing: they ended, took too long, or their destination is gone.
+        arrived: samples taken from others, with all their tokens so far.
+        landings: of samples that arrived, now or earlier.
+    """
+
+    departed: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    arrived: list[SampleProgress] = field(default_factory=list)
+    landings: list[Landing] = field(default_factory=list)
+
+
 @dataclass
 class EngineReport:
     """What an engine answers after decoding for a while.
 
     Attributes:
         unfinished: samples that it still holds.
+        migration: what became of samples sent to and from other engines.
+        spans: what the time went into since the last report.
     """
 
     finished: list[GenerationResult]
     progress: list[SampleProgress]
     unfinished: int
+    migration: MigrationReport = field(default_factory=MigrationReport)
+    spans: list[Span] = field(default_factory=list)
 
 
 TALLY_EDGES = (0, 1, 2, 4, 8, 16)  # classes of draft tokens verified for a sample in a step: 0, 1, 2, 3-4, ... above
@@ -129,6 +208,24 @@ class DraftingTally:
     realised_accepted: float = 0.0
     collapsed_rate: float | None = None
     usual_rate: float | None = None
+
+
+@dataclass
+class TailTally:
+    """What was done about the long tail of rollouts.
+
+    Attributes:
+        downtimes: seconds in which each sample that moved with its KV was decoded nowhere.
+        freed_device_seconds: engines spent without samples while others still had some.
+        fused_tasks: samples that engines scored in that time.
+        fused_seconds: that it took.
+    """
+
+    migrations: int = 0
+    downtimes: list[float] = field(default_factory=list)
+    freed_device_seconds: float = 0.0
+    fused_tasks: int = 0
+    fused_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,13 @@ from pathlib import Path
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.observe.console import Console
 from rlhfspec_mega.observe.json_lines import keep_steps_before, read_lines
+from rlhfspec_mega.observe.live_samples import LiveSamples, plot_live_samples
 from rlhfspec_mega.observe.phases import PhaseTimer
 from rlhfspec_mega.observe.plot import plot_curves
 from rlhfspec_mega.observe.rollouts import ROLLOUTS_FILE, write_rollouts
 from rlhfspec_mega.observe.run_log import METRICS_FILE, RunLog
 from rlhfspec_mega.observe.summary import PHASE_PREFIX, summarize, summary_in_words, write_summary
+from rlhfspec_mega.observe.timeline import Timeline
 from rlhfspec_mega.types import Sample
 
 
@@ -38,9 +40,16 @@ class Reporter:
     """
 
     def __init__(
-        self, directory: Path, config: RunConfig, console: Console, phases: PhaseTimer, first_step: int = 0
+        self,
+        directory: Path,
+        config: RunConfig,
+        console: Console,
+        phases: PhaseTimer,
+        timeline: Timeline,
+        first_step: int = 0,
     ) -> None:
         self._directory, self._config, self._console, self._phases = directory, config, console, phases
+        self._timeline, self._rollout = timeline, LiveSamples()  # of the last step
         self._log = RunLog(directory, config.logger, config.name, first_step)
         keep_steps_before(directory / ROLLOUTS_FILE, first_step)
 
@@ -53,6 +62,7 @@ class Reporter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._timeline.flush()
         self._log.close()
 
     def step(self, step: int, samples: Sequence[Sample], metrics: Mapping[str, float]) -> None:
@@ -66,6 +76,8 @@ class Reporter:
             **{PHASE_PREFIX + name: value for name, value in seconds.items()},
         }
         self._log.log(step, row)
+        self._rollout = self._timeline.take_live()
+        self._timeline.flush()
         write_rollouts(self._directory / ROLLOUTS_FILE, samples, self._config.logger.rollouts_per_step)
         self._console.step(step + 1, row)
 
@@ -83,5 +95,10 @@ class Reporter:
         summary = {"start_model": start_model} | summarize(rows, time.monotonic() - started)
         write_summary(self._directory, summary)
         plot_curves(self._directory, rows)
+        if self._rollout.counts:
+            plot_live_samples(self._directory, self._rollout)
         self._console.note(summary_in_words(summary))
-        self._console.note(f"Everything is in {self._directory}: summary.json, curves, rollouts.jsonl and the model.")
+        self._console.note(
+            f"Everything is in {self._directory}: summary.json, curves, rollouts.jsonl, the model, and "
+            "timeline.json, which ui.perfetto.dev shows."
+        )

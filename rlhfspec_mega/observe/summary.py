@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec_mega.observe.drafting import drafting_figures
+from rlhfspec_mega.observe.tail import tail_figures, tail_in_words
 
 SUMMARY_FILE = "summary.json"
 PHASE_PREFIX = "seconds/"  # metric seconds/generate: seconds of phase generate
@@ -29,8 +30,8 @@ def summarize(rows: Rows, wall_seconds: float) -> dict[str, Any]:
         steps; reward_first and reward_last, exact_first and exact_last (means over the first and last five steps);
         eval_exact_first and eval_exact_last (first and last evaluation); generation_tokens_per_second (all tokens over
         all seconds of phase generate); logprob_difference_mean and response_length_mean (means over steps);
-        phase_seconds (totals); wall_seconds; with drafts also those of observe.drafting and the last
-        calibration_error.
+        phase_seconds (totals); wall_seconds; those of observe.tail; with drafts also those of observe.drafting and the
+        last calibration_error.
     """
     steps = [row for row in rows if row.get("reward") is not None]
     phases: dict[str, float] = {}
@@ -59,7 +60,7 @@ def summarize(rows: Rows, wall_seconds: float) -> dict[str, Any]:
     if drafting:
         errors = _values(steps, "calibration_error")
         drafting["calibration_error"] = errors[-1] if errors else None
-    return figures | drafting
+    return figures | drafting | tail_figures(steps)
 
 
 def write_summary(directory: Path, summary: Mapping[str, Any]) -> Path:
@@ -83,6 +84,8 @@ def summary_in_words(summary: Mapping[str, Any]) -> str:
         sentences.append(f"Generation ran at {summary['generation_tokens_per_second']:,.0f} tokens per second.")
     if "tokens_per_step" in summary:
         sentences.append(_drafting_in_words(summary))
+    if "migrations" in summary:
+        sentences.append(tail_in_words(summary))
     if summary["logprob_difference_mean"] is not None:
         difference = summary["logprob_difference_mean"]
         sentences.append(f"Engine and actor log-probabilities differ by {difference:.1e} on average.")

@@ -1,0 +1,83 @@
+"""Live samples of every engine over one rollout, and a picture of them: who emptied when, and what was freed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LIVE_FILE = "live_samples.png"
+_NAMED = 32  # engines; more names than these would overlap
+_STRIP_INCHES, _MOST_INCHES = 0.25, 8.0
+
+
+@dataclass
+class LiveSamples:
+    """What was seen in one rollout, by the rank of the engine; times in seconds since the epoch.
+
+    Attributes:
+        counts: (time, unfinished samples from then on), where their number changed.
+        freed: (start, end) of times in which the rollout had no more samples for the engine.
+    """
+
+    counts: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
+    freed: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
+
+    def add(self, rank: int, time: float, count: int) -> bool:
+        """Note the number of samples; whether it is another one than before."""
+        known = self.counts.setdefault(rank, [])
+        if known and known[-1][1] == count:
+            return False
+        known.append((time, count))
+        return True
+
+    def times(self) -> Iterator[float]:
+        """Every time there is, in no order."""
+        yield from (time for points in self.counts.values() for time, _ in points)
+        yield from (time for stretches in self.freed.values() for stretch in stretches for time in stretch)
+
+
+def plot_live_samples(directory: Path, rollout: LiveSamples) -> Path:
+    """Draw live_samples.png of a rollout that was seen; returns its path.
+
+    Above a line of steps for each engine; below a strip for each, hatched where it was freed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
+
+    ranks = sorted(rollout.counts.keys() | rollout.freed.keys())
+    begin, end = min(rollout.times()), max(rollout.times())
+    strips = min(_STRIP_INCHES * (len(ranks) + 1), _MOST_INCHES)
+    figure, (lines, bars) = pyplot.subplots(
+        2, 1, sharex=True, figsize=(11, 4 + strips), height_ratios=(4, strips), constrained_layout=True
+    )
+    for place, rank in enumerate(ranks):
+        points = rollout.counts.get(rank, [])
+        if points:
+            seconds = [time - begin for time, _ in points] + [end - begin]
+            lines.step(seconds, [count for _, count in points] + [points[-1][1]], where="post", color=f"C{place % 10}")
+        stretches = [(start - begin, stop - start) for start, stop in rollout.freed.get(rank, [])]
+        bars.broken_barh(stretches, (place - 0.4, 0.8), facecolor="none", edgecolor=f"C{place % 10}", hatch="////")
+    lines.set_ylabel("live samples")
+    lines.set_ylim(bottom=0)
+    lines.yaxis.set_major_locator(MaxNLocator(integer=True))
+    bars.set_ylim(len(ranks) - 0.5, -0.5)
+    bars.set_xlabel("seconds of the rollout; hatched: engine freed")
+    _name_engines(bars, ranks)
+    path = directory / LIVE_FILE
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return path
+
+
+def _name_engines(axis: Any, ranks: list[int]) -> None:
+    """Each strip's engine in the colour of its line."""
+    if len(ranks) > _NAMED:
+        return
+    axis.set_yticks(range(len(ranks)), [f"engine {rank}" for rank in ranks])
+    for place, label in enumerate(axis.get_yticklabels()):
+        label.set_color(f"C{place % 10}")
