@@ -30,6 +30,7 @@ LAYERS = {
     "drafting": 2,
     "actor": 2,
     "rollout": 2,
+    "simulate": 3,
     "resharding": 3,
     "cluster": 3,
     "workers": 4,

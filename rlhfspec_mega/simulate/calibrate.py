@@ -1,0 +1,148 @@
+"""From the measurements of a real run to cost curves, fit to simulate another."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.simulate.curves import CostCurves, DecodeCurve, MigrationTimes, check_curves
+
+LARGEST_KV_PART = 0.9  # of a step, that reading the KV cache may explain
+
+
+@dataclass(frozen=True)
+class DecodeSample:
+    """A stretch of decode steps of one engine with a batch that stayed the same.
+
+    Attributes:
+        kv_tokens: in the KV cache on average, of all samples together.
+        seconds: of the engine's time, prefill and copies for migrations left out. What an engine spends on its reports
+            and on waiting for the driver's next call belongs in it: it is part of the makespan.
+        tokens: gained by all samples together.
+    """
+
+    batch: int
+    kv_tokens: float
+    steps: int
+    seconds: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class CopySample:
+    """A migration's stage one.
+
+    Attributes:
+        tokens: whose KV was copied.
+        seconds: from its beginning to its end.
+    """
+
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What a run has to measure.
+
+    Attributes:
+        run: what was run and where; kept with the curves.
+        slots, kv_tokens: as in CostCurves.
+        plain, drafting: decoding without and with a draft; `drafting` may be empty.
+        prefill_tokens, prefill_seconds: in total.
+        scoring_tokens, scoring_seconds: in total.
+        scoring_start: seconds before an engine's first score.
+        copies: stage one; empty where nothing migrated, and then migration costs nothing in the simulation.
+        downtimes: seconds of each stage two.
+        source_rate_during_copy: decode rate of an engine while it copies, over its rate without.
+    """
+
+    run: str
+    slots: int
+    kv_tokens: int
+    plain: Sequence[DecodeSample]
+    drafting: Sequence[DecodeSample]
+    prefill_tokens: int
+    prefill_seconds: float
+    scoring_tokens: int
+    scoring_seconds: float
+    scoring_start: float
+    copies: Sequence[CopySample]
+    downtimes: Sequence[float]
+    source_rate_during_copy: float
+
+
+def calibrate(records: Measurements) -> CostCurves:
+    """Cost curves of a real engine. Raises UserError if decoding was not measured, or figures are impossible."""
+    if not records.plain:
+        raise UserError("A calibration needs decode steps without a draft: measure some at several batch sizes.")
+    copied = sum(copy.tokens for copy in records.copies)
+    curves = CostCurves(
+        name=records.run,
+        source={
+            "kind": "measured",
+            "run": records.run,
+            "decode_steps": sum(sample.steps for sample in (*records.plain, *records.drafting)),
+            "migrations": len(records.downtimes),
+        },
+        slots=records.slots,
+        kv_tokens=records.kv_tokens,
+        plain=decode_curve(records.plain),
+        drafting=decode_curve(records.drafting) if records.drafting else None,
+        prefill_seconds=records.prefill_seconds / max(records.prefill_tokens, 1),
+        scoring_seconds=records.scoring_seconds / max(records.scoring_tokens, 1),
+        scoring_start=records.scoring_start,
+        migration=MigrationTimes(
+            downtime=statistics.median(records.downtimes) if records.downtimes else 0.0,
+            copy_seconds=sum(copy.seconds for copy in records.copies) / max(copied, 1),
+            copy_share=max(1.0 - records.source_rate_during_copy, 0.0),
+        ),
+    )
+    try:
+        check_curves(curves)
+    except ValueError as error:
+        raise UserError(f"The run cannot have measured this ({error}): measure again.") from None
+    return curves
+
+
+def decode_curve(samples: Sequence[DecodeSample]) -> DecodeCurve:
+    """Least squares of seconds per step = s(batch) + c * kv_tokens, divided by the tokens per step at each batch.
+
+    Each stretch weighs by its steps. c is 0 or more, and leaves every s at least a tenth of its step. Seconds per token
+    of a sample never fall with the batch (isotonic regression). Batches that were not measured lie between those that
+    were; below the smallest, the smallest's figures hold.
+    """
+    given = np.array([s.batch for s in samples])
+    steps = np.array([s.steps for s in samples], np.float64)
+    step_seconds, kv = np.array([(s.seconds / s.steps, s.kv_tokens) for s in samples]).T
+    batches, index = np.unique(given, return_inverse=True)
+    weights = np.bincount(index, steps)
+    mean_seconds, mean_kv = (np.bincount(index, steps * values) / weights for values in (step_seconds, kv))
+    # The slope within batches is the c of the regression on batches and KV together (Frisch and Waugh 1933).
+    kv_apart, seconds_apart = kv - mean_kv[index], step_seconds - mean_seconds[index]
+    variance = float(steps @ kv_apart**2)
+    slope = float(steps @ (kv_apart * seconds_apart)) / variance if variance > 0 else 0.0
+    slope = min(max(slope, 0.0), LARGEST_KV_PART * float((mean_seconds / np.maximum(mean_kv, 1.0)).min()))
+    per_step = np.bincount(index, [s.tokens for s in samples]) / (batches * weights)
+    seconds = _rising(((mean_seconds - slope * mean_kv) / per_step).tolist(), weights.tolist())
+    points = list(zip(batches.tolist(), seconds, (slope / per_step).tolist(), strict=True))
+    if batches[0] > 1:
+        points.insert(0, (1, *points[0][1:]))
+    return DecodeCurve(*zip(*points, strict=True))
+
+
+def _rising(values: list[float], weights: list[float]) -> list[float]:
+    """The nearest values in weighted least squares that never fall: pool adjacent violators (Ayer et al. 1955)."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight, members
+    for value, weight in zip(values, weights, strict=True):
+        pool = (value, weight, 1)
+        while pools and pools[-1][0] > pool[0]:
+            mean, heavy, members = pools.pop()
+            total = heavy + pool[1]
+            pool = ((mean * heavy + pool[0] * pool[1]) / total, total, members + pool[2])
+        pools.append(pool)
+    return [mean for mean, _, members in pools for _ in range(members)]

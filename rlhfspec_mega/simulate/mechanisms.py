@@ -1,0 +1,77 @@
+"""The mechanisms that are compared in simulation, and the planning objects that each of them runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhfspec_mega.planning.consolidation import Consolidator
+from rlhfspec_mega.planning.reallocation import Reallocator
+from rlhfspec_mega.planning.tail import TailPolicy
+from rlhfspec_mega.simulate.curves import CostCurves
+from rlhfspec_mega.simulate.predictions import Learned, Oracle, Predictions
+from rlhfspec_mega.simulate.result import SimulatedRollout
+from rlhfspec_mega.simulate.rollout import Rollout
+from rlhfspec_mega.simulate.scoring import Scoring
+from rlhfspec_mega.simulate.workload import Workload, start_places
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """How a rollout is run.
+
+    Attributes:
+        queued: samples are handed out as slots free up; the start says nothing then.
+        moves: samples are reallocated.
+        fuses: the long tail is consolidated, and freed engines score finished samples (inter-stage fusion).
+        drafts: engines draft adaptively.
+    """
+
+    queued: bool = False
+    moves: bool = False
+    fuses: bool = False
+    drafts: bool = False
+
+
+_UNDRAFTED = {
+    "static": Mechanism(),
+    "queue": Mechanism(queued=True),
+    "reallocation": Mechanism(moves=True),
+    "reallocation+fusion": Mechanism(moves=True, fuses=True),
+}
+MECHANISMS = _UNDRAFTED | {
+    f"{name}+drafting": Mechanism(mechanism.queued, mechanism.moves, mechanism.fuses, drafts=True)
+    for name, mechanism in _UNDRAFTED.items()
+}
+
+
+def simulate(
+    mechanism: Mechanism,
+    workload: Workload,
+    engines: int,
+    curves: CostCurves,
+    *,
+    start: str,
+    plan_seconds: float,
+    earlier: Sequence[Workload] | None,
+) -> SimulatedRollout:
+    """Simulate one rollout.
+
+    Args:
+        start: see `start_places`.
+        earlier: rollouts that lengths are predicted from, besides this one; None: policies are told the truth.
+
+    Raises ValueError for drafting without a curve of it.
+    """
+    curve = curves.drafting if mechanism.drafts else curves.plain
+    if curve is None:
+        raise ValueError(f"{curves.name} has no curve with drafting")
+    places = None if mechanism.queued else start_places(workload, engines, start)
+    predictions: Predictions = Oracle(workload) if earlier is None else Learned(workload, earlier)
+    scoring = Scoring(engines, workload.totals, curves.scoring_seconds, curves.scoring_start)
+    policy = None
+    if mechanism.moves:
+        cost = curves.migration.cost
+        consolidator = Consolidator(cost) if mechanism.fuses else None
+        policy = TailPolicy(Reallocator(cost), consolidator, scoring.work_seconds)
+    return Rollout(workload, engines, curves, curve, places, policy, predictions, scoring, plan_seconds).run()

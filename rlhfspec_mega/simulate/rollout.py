@@ -1,0 +1,272 @@
+"""The events of a simulated rollout: samples end, plans fall due, samples migrate, freed devices score."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rlhfspec_mega.planning.rollout_state import EngineState, Ints, RolloutPolicy, RolloutState
+from rlhfspec_mega.simulate.curves import CostCurves, DecodeCurve
+from rlhfspec_mega.simulate.engine import SAME_TOKEN, FluidEngine, Share
+from rlhfspec_mega.simulate.migration import Migration, Migrations
+from rlhfspec_mega.simulate.predictions import Predictions
+from rlhfspec_mega.simulate.result import LiveCounts, SimulatedRollout
+from rlhfspec_mega.simulate.scoring import Scoring
+from rlhfspec_mega.simulate.workload import Workload
+
+
+class Rollout:
+    """One rollout, to be run once.
+
+    Args:
+        curve: of the two in `curves`, the one that engines decode by.
+        places: engine [samples] that each begins on; None: one queue for all, samples are handed out in order as slots
+            free up, and nothing is left to a policy.
+        policy: asked every `plan_seconds`; None: samples stay where they are.
+        predictions: of the tokens that samples still have to come; only `policy` reads them.
+        scoring: of this rollout's samples; nothing scored yet.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        engines: int,
+        curves: CostCurves,
+        curve: DecodeCurve,
+        places: Ints | None,
+        policy: RolloutPolicy | None,
+        predictions: Predictions,
+        scoring: Scoring,
+        plan_seconds: float,
+    ) -> None:
+        if places is None and policy is not None:
+            raise ValueError("a policy moves samples that have a place; a queue hands them out by itself")
+        self.now = 0.0
+        self._workload, self._curves, self._curve = workload, curves, curve
+        self._policy, self._predictions, self._plan_seconds = policy, predictions, plan_seconds
+        self._scoring = scoring
+        self._engines = [
+            FluidEngine(rank, curves.slots, curve, curves.prefill_seconds, curves.migration.copy_share)
+            for rank in range(engines)
+        ]
+        count = len(workload.lengths)
+        self._ids = tuple(str(sample) for sample in range(count))
+        self._at = np.zeros(count, np.int64) if places is None else places.copy()
+        self._left = workload.lengths.astype(np.float64)  # of samples without a slot; for the others engines know
+        self._totals = workload.totals
+        self._finished_at = np.full(count, np.nan)
+        self._unfinished = count
+        self._queue: deque[int] = deque()
+        self._migrations, self._freed = Migrations(engines), set[int]()
+        self._idle = set[int]()  # freed engines that found no sample to score
+        self._handed_over = self._refused = 0
+        self._live = LiveCounts(engines)
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._scheduled = 0
+        self._stamps = [0] * engines  # an engine's announced end counts only while its stamp stays
+        self._place(places)
+
+    def run(self) -> SimulatedRollout:
+        """Simulate until the last sample has ended, and the scoring that is left then."""
+        if self._policy is not None:
+            self._policy.begin()
+            self._schedule(self._plan_seconds, self._plan)
+        while self._unfinished:
+            self.now, _, action, arguments = heapq.heappop(self._events)
+            action(*arguments)
+        freed = sum(self.now - engine.last_held for engine in self._engines)
+        return SimulatedRollout(
+            makespan=self.now,
+            makespan_with_scoring=self._scoring.rest(self.now),
+            freed_device_seconds=freed,
+            used_device_seconds=self._scoring.seconds_before(self.now),
+            fused_tasks=self._scoring.tasks,
+            migrations=self._migrations.done,
+            overtaken=self._migrations.overtaken,
+            handed_over=self._handed_over,
+            refused=self._refused,
+            finished_at=self._finished_at,
+            ended_on=self._at,
+            decoded=sum(engine.decoded for engine in self._engines),
+            kv_peak=max(engine.kv_peak for engine in self._engines),
+            live=self._live,
+        )
+
+    # Samples and engines
+
+    def _place(self, places: Ints | None) -> None:
+        if places is None:
+            first = min(len(self._at), len(self._engines) * self._curves.slots)
+            self._queue.extend(range(first, len(self._at)))
+            places = np.arange(first) % len(self._engines)
+        for sample, place in enumerate(places.tolist()):
+            self._give(self._engines[place], sample)
+        for engine in self._engines:
+            self._changed(engine)
+
+    def _give(self, engine: FluidEngine, sample: int, with_kv: bool = False) -> None:
+        """Queue a sample at an engine; what follows from it is left to `_changed`."""
+        engine.advance(self.now)
+        self._at[sample] = engine.rank
+        prefill = 0 if with_kv else int(self._workload.prompts[sample])
+        group, left, total = int(self._workload.groups[sample]), float(self._left[sample]), float(self._totals[sample])
+        engine.take(Share(sample, group, left, total, prefill))
+
+    def _changed(self, engine: FluidEngine) -> None:
+        """What follows when an engine, advanced to now, has gained or lost samples or decodes at another pace."""
+        while self._queue and _held(engine) < engine.slots:
+            self._give(engine, self._queue.popleft())
+        engine.admit()
+        self._live.note(self.now, engine.rank, len(engine.live))
+        self._stamps[engine.rank] += 1
+        end = engine.next_end()
+        if end is not None:
+            self._schedule(end, self._end, engine, self._stamps[engine.rank])
+        self._score(engine)
+
+    def _end(self, engine: FluidEngine, stamp: int) -> None:
+        """Samples of an engine end."""
+        if stamp != self._stamps[engine.rank]:
+            return
+        for sample in engine.end(self.now):
+            self._finished_at[sample] = self.now
+            self._unfinished -= 1
+            self._predictions.finished(sample, int(self._workload.lengths[sample]))
+            self._scoring.add(sample)
+            if sample in self._migrations.under_way:
+                self._overtake(sample, engine)
+        self._changed(engine)
+        while self._idle and self._scoring.waiting:
+            rank = min(self._idle)
+            self._idle.remove(rank)
+            self._score(self._engines[rank])
+
+    # Plans
+
+    def _plan(self) -> None:
+        assert self._policy is not None
+        state = self._state()
+        self._scoring.expect(float((state.lengths + state.remaining).sum()))
+        unfinished = np.flatnonzero(np.isnan(self._finished_at)).tolist()
+        plan = self._policy.plan(state)
+        self._freed.update(plan.freed)
+        for move in plan.moves:
+            self._move(unfinished[move.sample], self._engines[move.destination])
+        for rank in sorted(self._freed):
+            self._score(self._engines[rank])
+        self._schedule(self.now + self._plan_seconds, self._plan)
+
+    def _state(self) -> RolloutState:
+        """What a policy may know now; the true lengths are not part of it."""
+        left = self._left.copy()
+        for engine in self._engines:
+            engine.advance(self.now)
+            if engine.live:
+                samples = np.fromiter(engine.live, np.int64, len(engine.live))
+                left[samples] = np.fromiter(engine.live.values(), np.float64, len(samples)) - engine.level
+        unfinished = np.flatnonzero(np.isnan(self._finished_at))
+        generated = np.floor(self._workload.lengths[unfinished] - left[unfinished] + SAME_TOKEN).astype(np.int64)
+        lengths = self._workload.prompts[unfinished] + generated
+        throughput = self._curve.throughput(float(lengths.mean()))
+        under_way = np.fromiter(self._migrations.under_way, np.int64)
+        return RolloutState(
+            now=self.now,
+            engines=tuple(
+                EngineState(engine.rank, engine.slots, self._curves.kv_tokens, throughput) for engine in self._engines
+            ),
+            ids=tuple(self._ids[sample] for sample in unfinished.tolist()),
+            at=self._at[unfinished],
+            groups=self._workload.groups[unfinished],
+            generated=generated,
+            lengths=lengths,
+            remaining=self._predictions.remaining(unfinished, generated),
+            movable=~np.isin(unfinished, under_way),
+        )
+
+    # Migrations
+
+    def _move(self, sample: int, destination: FluidEngine) -> None:
+        """Do as the policy says; what cannot be done is counted and passed over, as a real run does."""
+        source = self._engines[self._at[sample]]
+        if source is destination or destination.rank in self._freed or sample in self._migrations.under_way:
+            self._refused += 1
+        elif sample in source.waiting and source.waiting[sample].prefill:
+            source.withdraw(sample)
+            self._handed_over += 1
+            self._give(destination, sample)
+            self._changed(destination)
+        else:
+            self._at[sample] = destination.rank
+            self._migrations.add(sample, source.rank, destination.rank)
+            self._copy_next(source.rank)
+
+    def _copy_next(self, source: int) -> None:
+        """An engine begins its next stage-one copy, if it has one to make and makes none."""
+        migration = self._migrations.next_copy(source)
+        if migration is None:
+            return
+        self._copying(migration, +1)
+        tokens = float(self._totals[migration.sample]) - self._engines[source].left(migration.sample)
+        self._schedule(self.now + tokens * self._curves.migration.copy_seconds, self._copied, migration)
+
+    def _overtake(self, sample: int, source: FluidEngine) -> None:
+        """A sample has ended at its source before its migration's copy was done."""
+        self._at[sample] = source.rank
+        migration, was_copied = self._migrations.overtake(sample)
+        if was_copied:
+            self._copying(migration, -1)
+            self._copy_next(source.rank)
+        self._score(self._engines[migration.destination])
+
+    def _copying(self, migration: Migration, more: int) -> None:
+        """A copy begins (+1) or is over (-1): both engines change their pace."""
+        for rank in (migration.source, migration.destination):
+            engine = self._engines[rank]
+            engine.advance(self.now)
+            engine.copies += more
+            self._changed(engine)
+
+    def _copied(self, migration: Migration) -> None:
+        """Stage one is done: the sample leaves its source."""
+        if migration.void:
+            return
+        source = self._engines[migration.source]
+        source.advance(self.now)
+        self._left[migration.sample] = source.withdraw(migration.sample)
+        self._migrations.copied(migration)
+        self._copying(migration, -1)
+        self._schedule(self.now + self._curves.migration.downtime, self._arrive, migration)
+        self._copy_next(migration.source)
+
+    def _arrive(self, migration: Migration) -> None:
+        """Stage two is done: the sample goes on at its destination."""
+        self._migrations.arrive(migration)
+        destination = self._engines[migration.destination]
+        self._give(destination, migration.sample, with_kv=True)
+        self._changed(destination)
+
+    # Inference tasks
+
+    def _score(self, engine: FluidEngine) -> None:
+        """A freed engine that is empty, and will stay so, scores a sample that has ended."""
+        rank = engine.rank
+        if not self._unfinished or rank not in self._freed or not engine.empty or self._migrations.incoming[rank]:
+            return
+        if not self._scoring.busy(rank, self.now):
+            until = self._scoring.begin(rank, self.now)
+            if until is None:
+                self._idle.add(rank)
+            else:
+                self._schedule(until, self._score, engine)
+
+    def _schedule(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self._events, (time, self._scheduled, action, arguments))
+        self._scheduled += 1
+
+
+def _held(engine: FluidEngine) -> int:
+    return len(engine.live) + len(engine.waiting)

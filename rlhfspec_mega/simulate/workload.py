@@ -1,0 +1,105 @@
+"""The samples of a simulated rollout: lengths drawn from distributions of RL workloads, and where samples begin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.planning.rollout_state import Floats, Ints
+from rlhfspec_mega.rollout.assignment import assign
+from rlhfspec_mega.types import GenerationRequest
+
+
+@dataclass(frozen=True)
+class LengthLaw:
+    """Response lengths: lognormal, cut at a limit; all equal where sigma is 0.
+
+    Attributes:
+        median: tokens.
+        correlation: of the logarithms of two lengths in one group.
+        limit: longest response, in tokens.
+        prompt: tokens of a prompt.
+    """
+
+    median: float
+    sigma: float
+    correlation: float
+    limit: int
+    prompt: int
+
+    def scaled(self, factor: float) -> LengthLaw:
+        """The law with all lengths, the prompt's included, multiplied."""
+        limit, prompt = (max(round(tokens * factor), 1) for tokens in (self.limit, self.prompt))
+        return replace(self, median=self.median * factor, limit=limit, prompt=prompt)
+
+    def draw(self, groups: int, members: int, generator: np.random.Generator) -> Ints:
+        """Lengths [groups * members], group by group; from 1 to the limit."""
+        shared = generator.standard_normal((groups, 1)) * self.correlation**0.5
+        own = generator.standard_normal((groups, members)) * (1.0 - self.correlation) ** 0.5
+        lengths = np.rint(self.median * np.exp(self.sigma * (shared + own)))
+        return np.clip(lengths, 1, self.limit).astype(np.int64).reshape(-1)
+
+
+# Chat: LMSYS-like conversations. Reasoning: RL on mathematics, where members of a group resemble each other. Short: the
+# fixed 480 tokens of APP (arXiv 2312.11819), the control without a long tail.
+LENGTH_LAWS = {
+    "chat": LengthLaw(median=119, sigma=0.77, correlation=0.0, limit=4096, prompt=128),
+    "reasoning": LengthLaw(median=1300, sigma=0.99, correlation=0.6, limit=32768, prompt=256),
+    "short": LengthLaw(median=480, sigma=0.0, correlation=0.0, limit=480, prompt=128),
+}
+STARTS = ("even", "skewed")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The samples of a rollout, one entry each, members of a group side by side.
+
+    Attributes:
+        groups: number of the prompt.
+        prompts: tokens of the prompt.
+        lengths: response tokens that the sample will have; no policy sees them.
+        limit: the most that a response may have.
+    """
+
+    groups: Ints
+    prompts: Ints
+    lengths: Ints
+    limit: int
+
+    @property
+    def totals(self) -> Floats:
+        """Tokens [samples] of prompt and response."""
+        return (self.prompts + self.lengths).astype(np.float64)
+
+
+def draw_workload(law: LengthLaw, samples: int, members: int, seed: int) -> Workload:
+    """Random groups of `members` samples. Raises UserError unless `samples` are whole groups."""
+    if members < 1 or samples < 1 or samples % members:
+        raise UserError(f"{samples} samples are no whole groups of {members}: choose numbers that divide.")
+    count = samples // members
+    lengths = law.draw(count, members, np.random.default_rng(seed))
+    groups = np.repeat(np.arange(count, dtype=np.int64), members)
+    return Workload(groups, np.full(samples, law.prompt, np.int64), lengths, law.limit)
+
+
+def start_places(workload: Workload, engines: int, start: str) -> Ints:
+    """Engine [samples] that each sample begins on: as a real rollout assigns them ("even"), or "skewed".
+
+    A skewed start has the longest samples, as many as an even share, on the first engine; the others are assigned
+    evenly to the rest. With one engine the two are the same.
+    """
+    count = len(workload.lengths)
+    places = np.zeros(count, np.int64)
+    rest, first = np.arange(count), 0
+    if start == "skewed" and engines > 1:
+        by_length = np.argsort(-workload.lengths, kind="stable")
+        rest, first = np.sort(by_length[-(-count // engines) :]), 1
+    requests = [
+        GenerationRequest(str(index), str(group), (), 0, workload.limit)
+        for index, group in zip(rest.tolist(), workload.groups[rest].tolist(), strict=True)
+    ]
+    for engine, share in enumerate(assign(requests, engines - first), start=first):
+        places[[int(request.sample_id) for request in share]] = engine
+    return places
