@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhfspec_mega.config.schema import RolloutConfig
 from rlhfspec_mega.ledger import Ledger, Purpose
+from rlhfspec_mega.rollout.fusion import ScoringQueue
 from rlhfspec_mega.rollout.manager import Progress, RolloutManager
 from rlhfspec_mega.sampling.noise import sample_seed
 from rlhfspec_mega.types import GenerationRequest, Prompt, Sample
@@ -47,25 +48,39 @@ class SampleGenerator:
         self._config, self._seed = config, seed
 
     def sample(
-        self, prompts: Sequence[Prompt], members: int, step: int, progress: Progress | None = None
+        self,
+        prompts: Sequence[Prompt],
+        members: int,
+        step: int,
+        progress: Progress | None = None,
+        scoring: ScoringQueue | None = None,
     ) -> list[Sample]:
-        """`members` samples of each prompt, in order of prompt, then member, at the run's temperature."""
+        """`members` samples of each prompt, in order of prompt, then member, at the run's temperature.
+
+        Args:
+            scoring: is handed each sample as it finishes, see RolloutManager.generate.
+        """
         samples = [
             Sample(f"{step}.{prompt.index}.{member}", step, prompt, member)
             for prompt in prompts
             for member in range(members)
         ]
         self._ledger.open(samples, Purpose.TRAIN)
-        return self._generate(samples, self._config.temperature, "generate", progress)
+        return self._generate(samples, self._config.temperature, "generate", progress, scoring)
 
     def greedy(self, prompts: Sequence[Prompt], step: int) -> list[Sample]:
         """The most probable response to each prompt, for evaluation."""
         samples = [Sample(f"eval{step}.{prompt.index}", step, prompt, 0) for prompt in prompts]
         self._ledger.open(samples, Purpose.EVALUATE)
-        return self._generate(samples, 0.0, "evaluate", None)
+        return self._generate(samples, 0.0, "evaluate", None, None)
 
     def _generate(
-        self, samples: list[Sample], temperature: float, phase: str, progress: Progress | None
+        self,
+        samples: list[Sample],
+        temperature: float,
+        phase: str,
+        progress: Progress | None,
+        scoring: ScoringQueue | None,
     ) -> list[Sample]:
         requests = [
             GenerationRequest(
@@ -79,7 +94,7 @@ class SampleGenerator:
             )
             for sample in samples
         ]
-        results = self._rollout.generate(requests, self._ledger, phase, progress)
+        results = self._rollout.generate(requests, self._ledger, phase, progress, scoring)
         for sample in samples:
             result = results[sample.sample_id]
             sample.response_tokens, sample.engine_logprobs = result.tokens, result.logprobs

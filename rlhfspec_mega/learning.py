@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -13,6 +13,7 @@ from rlhfspec_mega.algorithm.microbatch import TrainSequence
 from rlhfspec_mega.algorithm.objectives import policy_metrics, policy_objective
 from rlhfspec_mega.algorithm.token_weights import token_weights
 from rlhfspec_mega.config.schema import AlgorithmConfig
+from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.types import Sample
 from rlhfspec_mega.workers.actor_group import ActorGroup
 
@@ -34,6 +35,22 @@ def add_reference_logprobs(actor: ActorGroup, samples: Sequence[Sample]) -> None
     found, _ = actor.logprobs([_sequence(sample) for sample in samples], use_reference=True)
     for sample, logprobs in zip(samples, found, strict=True):
         sample.reference_logprobs = logprobs
+
+
+def take_reference_logprobs(samples: Sequence[Sample], found: Mapping[str, list[float]]) -> None:
+    """Fill `reference_logprobs` from what engines have scored, by sample id.
+
+    Raises RunError, and fills nothing, unless there is one log-prob for every response token of every sample.
+    """
+    for sample in samples:
+        scored = found.get(sample.sample_id)
+        if scored is None or len(scored) != len(sample.response_tokens):
+            raise RunError(
+                f"The reference has scored {len(scored or [])} of the {len(sample.response_tokens)} response tokens of "
+                f"sample {sample.sample_id}: engines must score every finished sample before a step goes on."
+            )
+    for sample in samples:
+        sample.reference_logprobs = found[sample.sample_id]
 
 
 def add_old_logprobs(actor: ActorGroup, samples: Sequence[Sample], refresh_follows: bool) -> dict[str, float]:

@@ -15,7 +15,7 @@ from rlhfspec_mega.config.drafting import drafts
 from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.config.output_dir import output_dir
 from rlhfspec_mega.config.schema import RunConfig
-from rlhfspec_mega.config.sizes import Sizes, derive_sizes, size_rows
+from rlhfspec_mega.config.sizes import Sizes, derive_sizes, engines_score, size_rows
 from rlhfspec_mega.data.prompts import PromptStream, make_prompts
 from rlhfspec_mega.data.tokenizer import load_tokenizer
 from rlhfspec_mega.first_draft import first_draft
@@ -23,6 +23,7 @@ from rlhfspec_mega.generation import SampleGenerator, stop_tokens
 from rlhfspec_mega.ledger import Ledger
 from rlhfspec_mega.observe.console import Console
 from rlhfspec_mega.observe.phases import PhaseTimer
+from rlhfspec_mega.observe.timeline import TIMELINE_FILE, Timeline
 from rlhfspec_mega.reward.runner import RewardRunner
 from rlhfspec_mega.system import System
 from rlhfspec_mega.types import Prompt
@@ -44,6 +45,7 @@ class Run:
     model: Path
     console: Console
     phases: PhaseTimer
+    timeline: Timeline
     prompts: PromptStream
     held_out: list[Prompt]
     rewards: RewardRunner
@@ -80,12 +82,23 @@ def started(config: RunConfig) -> Iterator[Run]:
         with RewardRunner(reward.function, reward.time_limit, reward.arguments) as rewards:
             model = Path(config.model.path or warm_model(config, shape, directory, console))
             draft = start_draft(config, model, console)
+            reference = model if engines_score(config) else None
             console.phase("starting workers")
-            with System(config, sizes, shape, directory, total_updates=sizes.total_updates, draft=draft) as system:
+            timeline = Timeline(directory / TIMELINE_FILE)
+            with System(
+                config,
+                sizes,
+                shape,
+                directory,
+                total_updates=sizes.total_updates,
+                draft=draft,
+                reference=reference,
+                timeline=timeline,
+            ) as system:
                 load_start(system, model)
                 ledger, stops = Ledger(), stop_tokens(tokenizer, model)
                 generator = SampleGenerator(system.rollout, ledger, tokenizer, stops, config.rollout, config.seed)
-                phases = PhaseTimer(entered=console.phase)
+                phases = PhaseTimer(entered=console.phase, charged=timeline.phase)
                 yield Run(
                     config,
                     sizes,
@@ -93,6 +106,7 @@ def started(config: RunConfig) -> Iterator[Run]:
                     model,
                     console,
                     phases,
+                    timeline,
                     prompts,
                     held_out,
                     rewards,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from dataclasses import replace
@@ -25,13 +26,21 @@ from rlhfspec_mega.models.draft_directory import draft_tensors, load_target_ids,
 from rlhfspec_mega.models.hf_directory import write_directory
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.observe.timeline import Timeline
+from rlhfspec_mega.planning.consolidation import Consolidator
+from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.placement import ACTOR, ENGINE, place
+from rlhfspec_mega.planning.reallocation import Reallocator
+from rlhfspec_mega.planning.rollout_state import MigrationCost
+from rlhfspec_mega.planning.tail import TailPolicy
 from rlhfspec_mega.resharding.controller import Resharder
 from rlhfspec_mega.rollout.manager import RolloutManager
+from rlhfspec_mega.rollout.reallocation import FIRST_DOWNTIME, Reallocation, ScoringWork
 from rlhfspec_mega.types import WeightTarget
 from rlhfspec_mega.workers.actor_group import ActorGroup
+from rlhfspec_mega.workers.scoring import ReferenceSettings
 
-DRAFTING_FILE = "drafting.json"
+LEARNT_FILE = "learnt.json"
 SETTLE_SECONDS = 10.0  # how long an engine may take to come back from a call when the actor has died
 _PAUSE_SECONDS = 0.1
 
@@ -43,7 +52,9 @@ class System:
         run_dir: worker logs go to its `logs`.
         total_updates: optimizer steps to come, for the learning-rate schedule.
         draft: directory of the draft to start from; None: engines decode plainly.
+        reference: directory of the model that engines score with; None: they do not.
         with_engines: a replay of saved rollouts needs none.
+        timeline: is told what the engines do.
 
     Attributes:
         actor: log-probs, updates, checkpoints.
@@ -63,11 +74,15 @@ class System:
         *,
         total_updates: int,
         draft: Path | None = None,
+        reference: Path | None = None,
         with_engines: bool = True,
+        timeline: Timeline | None = None,
     ) -> None:
         self._config, self._sizes, self._shape, self._draft = config, sizes, shape, draft
+        self._reference, self._timeline = reference, timeline
         self._total_updates, self._with_engines = total_updates, with_engines
-        self._drafting_file = run_dir / DRAFTING_FILE
+        self._learnt_file = run_dir / LEARNT_FILE
+        self._lengths = LengthPredictor(config.rollout.max_new_tokens)
         self._device = device_type(config.cluster)
         self._places = place(config.placement.mode, sizes.devices, sizes.actor_ranks, sizes.engines)
         self._cluster = make_cluster(config.cluster, run_dir / "logs", self._places, use_gpus=self._device == "cuda")
@@ -102,7 +117,27 @@ class System:
                 revive=self._revive,
                 poll_seconds=self._config.rollout.poll_seconds,
                 deterministic=self._config.trainer.deterministic,
+                at_once=self._config.rollout.slots if self._reallocates("queue") else None,
+                reallocation=self._reallocation() if self._reallocates("adaptive") else None,
+                scored_at_once=self._config.trainer.max_tokens_per_microbatch,
+                timeline=self._timeline,
             )
+
+    def _reallocates(self, policy: str) -> bool:
+        """Whether this policy is at work: under trainer.deterministic assignment is fixed."""
+        return self._config.reallocation.policy == policy and not self._config.trainer.deterministic
+
+    def _reallocation(self) -> Reallocation:
+        options, scoring, cost = self._config.reallocation, ScoringWork(), MigrationCost(FIRST_DOWNTIME, 0.0)
+        policy = TailPolicy(
+            Reallocator(cost, least_gain=options.least_gain, cool_down=options.cool_down),
+            Consolidator(cost, tolerance=options.tolerance) if self._reference else None,
+            scoring.seconds,
+        )
+        if known := self._load_learnt("lengths"):
+            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+                self._lengths.load_state_dict(known)
+        return Reallocation(policy, self._lengths, self._config.rollout.poll_seconds, scoring, policy.learn_cost)
 
     def _start_actor(self) -> None:
         config = self._config
@@ -165,9 +200,17 @@ class System:
             "device": self._device,
             "deterministic": self._config.trainer.deterministic,
         }
+        if self._reference is not None:
+            arguments["reference"] = ReferenceSettings(
+                self._reference,
+                self._config.actor.dtype,
+                self._config.rollout.temperature,
+                self._config.trainer.max_tokens_per_microbatch,
+                self._config.actor.logprob_chunk,
+            )
         if self._draft is not None:
             arguments |= {"draft": self._draft, "drafting": self._config.drafting, "seed": self._config.seed}
-            arguments["drafting_state"] = self._load_drafting() if self._config.trainer.resume else None
+            arguments["drafting_state"] = self._load_learnt("drafting")
         return [
             WorkerSpec("rlhfspec_mega.workers.engine.TorchEngineWorker", arguments, devices=(device,))
             for device in self._places[ENGINE]
@@ -199,27 +242,30 @@ class System:
             self._draft_changed()
         return report
 
-    def save_drafting(self) -> None:
-        """Write what an engine has learnt of costs and acceptance beside the run's results, for a resumed run.
+    def save_learnt(self) -> None:
+        """Write what was learnt of costs, acceptance and lengths beside the run's results, for a resumed run.
 
         Raises OSError where it cannot be written.
         """
         serving = self._engines.serving()[:1]
-        if self._draft is None or not serving:
+        if not serving:
             return
-        call = self._engines.start(serving[0], "drafting_state")
-        self._cluster.wait([call], "checkpoint", check=False)
-        state = None if call.dead else call.result()
-        if state is not None:
-            partial = self._drafting_file.with_suffix(".partial")
-            partial.write_text(json.dumps(state) + "\n", encoding="utf-8")
-            partial.replace(self._drafting_file)
+        learnt: dict[str, Any] = {"lengths": self._lengths.state_dict()}
+        if self._draft is not None:
+            call = self._engines.start(serving[0], "drafting_state")
+            self._cluster.wait([call], "checkpoint", check=False)
+            learnt["drafting"] = None if call.dead else call.result()
+        partial = self._learnt_file.with_suffix(".partial")
+        partial.write_text(json.dumps(learnt) + "\n", encoding="utf-8")
+        partial.replace(self._learnt_file)
 
-    def _load_drafting(self) -> Any:
+    def _load_learnt(self, what: str) -> Any:
         """What an earlier run of this directory has learnt; a file that cannot be read is as good as none."""
+        if not self._config.trainer.resume:
+            return None
         try:
-            return json.loads(self._drafting_file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            return json.loads(self._learnt_file.read_text(encoding="utf-8"))[what]
+        except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def _draft_changed(self) -> None:

@@ -7,11 +7,14 @@ import torch
 from rlhfspec_mega import checkpoints, learning
 from rlhfspec_mega.config.drafting import drafts
 from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.sizes import engines_score
 from rlhfspec_mega.errors import CheckpointError, Stopped, WorkerDied
 from rlhfspec_mega.ledger import Purpose
 from rlhfspec_mega.observe.drafting import collapse_notes, drafting_metrics
 from rlhfspec_mega.observe.reporter import Reporter, sample_metrics
+from rlhfspec_mega.observe.tail import tail_metrics
 from rlhfspec_mega.recovery import driver_state, recover, resume
+from rlhfspec_mega.rollout.fusion import ScoringQueue
 from rlhfspec_mega.startup import Run, started
 from rlhfspec_mega.stop import StopSignals
 from rlhfspec_mega.types import Sample, SampleState
@@ -27,7 +30,7 @@ def run(config: RunConfig) -> None:
     """
     with started(config) as run, StopSignals(run.console.note) as signals:
         step = resume(run) if config.trainer.resume else 0
-        with Reporter(run.directory, config, run.console, run.phases, first_step=step) as reporter:
+        with Reporter(run.directory, config, run.console, run.phases, run.timeline, first_step=step) as reporter:
             while True:
                 try:
                     train(run, reporter, step, signals)
@@ -64,18 +67,24 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
     trainer, algorithm, actor, phases = run.config.trainer, run.config.algorithm, run.system.actor, run.phases
     with phases.measure("generate"):
         prompts = run.prompts.next_batch(trainer.prompts_per_step)
-        samples = run.generator.sample(prompts, trainer.samples_per_prompt, step, run.console.progress)
-        tallies = run.system.rollout.take_tallies("generate")
+        scoring = ScoringQueue() if engines_score(run.config) else None
+        samples = run.generator.sample(prompts, trainer.samples_per_prompt, step, run.console.progress, scoring)
+        tallies, tail = run.system.rollout.take_tallies("generate"), run.system.rollout.take_tail()
+    moved = {} if trainer.deterministic else tail_metrics(tail)  # then nothing moves, and the rest is the clock's
     for note in collapse_notes(tallies):
         run.console.note(note)
     with phases.measure("score"):
         score(run, samples)
     if algorithm.kl_coef > 0:
         with phases.measure("reference"):
-            learning.add_reference_logprobs(actor, samples)
+            if scoring is None:
+                learning.add_reference_logprobs(actor, samples)
+            else:
+                run.system.rollout.finish_scoring(scoring, "reference")
+                learning.take_reference_logprobs(samples, scoring.results)
     refreshes = drafts(run.config) and is_due(step + 1, run.config.drafting.refresh_every)
     with phases.measure("logprobs"):
-        metrics = drafting_metrics(tallies) | learning.add_old_logprobs(actor, samples, refreshes)
+        metrics = drafting_metrics(tallies) | moved | learning.add_old_logprobs(actor, samples, refreshes)
     with phases.measure("update"):
         learning.assign_advantages(samples, trainer.samples_per_prompt, algorithm, shuffle_generator(run.config, step))
         metrics |= learning.update(actor, samples, run.sizes.samples_per_update, algorithm)
@@ -86,6 +95,8 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
             metrics |= refresh_draft(run)
     with phases.measure("reshard"):
         run.system.reshard(step + 1)
+    for rank, spans in enumerate(actor.take_spans()):
+        run.timeline.actor(rank, spans)
     return samples, metrics
 
 
@@ -113,6 +124,8 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
     with run.phases.measure("evaluate"):
         samples = run.generator.greedy(run.held_out, step)
         run.system.rollout.take_tallies("evaluate")  # a step's figures are those of its own samples
+        run.system.rollout.take_tail()
+        run.timeline.take_live()
         score(run, samples)
         run.ledger.settle(step, Purpose.EVALUATE)
     return {f"eval_{name}": value for name, value in sample_metrics(samples).items()}
@@ -142,10 +155,10 @@ def save(run: Run, step: int) -> None:
         keep = run.config.trainer.keep_checkpoints
         checkpoints.save(run.directory, step, run.system.actor, driver_state(run), keep)
         try:
-            run.system.save_drafting()
+            run.system.save_learnt()
         except OSError as error:
             run.console.note(
-                f"What was learnt of drafting could not be written: {error}; a resumed run learns it anew."
+                f"What was learnt of drafting and lengths could not be written: {error}; a resumed run learns it anew."
             )
 
 

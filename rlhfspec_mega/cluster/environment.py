@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
+LOOPBACK = "127.0.0.1"
+HOST = "RLHFSPEC_MEGA_HOST"  # a worker's address for workers of other machines; unset: all are on one machine
+
 
 def worker_environment(threads: int) -> dict[str, str]:
     """Variables over those of the driver. `threads`: of a worker's computation."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from rlhfspec_mega.cluster.environment import LOOPBACK
 from rlhfspec_mega.cluster.ray_sweeper import Sweeper
 from rlhfspec_mega.errors import UserError
 
@@ -26,7 +27,6 @@ try:
 except ModuleNotFoundError:
     raise UserError("cluster.launcher=ray needs Ray: pip install 'rlhfspec-mega[ray]'.") from None
 
-LOOPBACK = "127.0.0.1"
 _REACH_SECONDS = 5.0  # longest wait for a cluster's port to answer
 _LONGEST_DIRECTORY = 40  # characters; Ray's sockets lie 60 deeper, and the kernel takes 107
 

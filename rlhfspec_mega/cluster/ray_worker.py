@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import ray
 
+from rlhfspec_mega.cluster.environment import HOST
 from rlhfspec_mega.cluster.execute import Executor
 from rlhfspec_mega.cluster.interface import Answer
 
@@ -59,6 +60,7 @@ class RayWorker:
             os.setpgid(0, 0)  # its children are ended with it
         # Ray's daemon of this node is the parent. A stopped process would not notice its end.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.environ[HOST] = ray.util.get_node_ip_address()
         if interface := _interface(ray.util.get_node_ip_address()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._executor = Executor()

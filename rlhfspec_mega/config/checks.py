@@ -13,6 +13,7 @@ from rlhfspec_mega.config.model_shape import BYTE_VOCABULARY, model_shape
 from rlhfspec_mega.config.output_dir import check_output_dir
 from rlhfspec_mega.config.ranges import check_ranges
 from rlhfspec_mega.config.reach import ray_address
+from rlhfspec_mega.config.reallocation import idle_reallocation
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.config.sizes import Sizes, derive_sizes
 from rlhfspec_mega.data.chain_sums import ChainSums
@@ -144,6 +145,7 @@ def _check_useless(config: RunConfig) -> None:
         "cluster.address": (config.cluster.launcher == "local", "cluster.launcher=ray"),
         "logger.wandb_project": (not config.logger.wandb, "logger=wandb"),
         **idle_drafting(config),
+        **idle_reallocation(config),
     }
     for key, (unused, remedy) in idle.items():
         value, default = attrgetter(key)(config), attrgetter(key)(RunConfig())
@@ -301,16 +303,19 @@ def _check_memory(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
     if draft.engine:
         of_draft = f"{draft.actor / GIB:,.1f} on one actor rank, {draft.engine / GIB:,.1f} on each engine"
         parts += f"; for the draft {of_draft}"
+    if sizes.reference_memory:
+        parts += f"; for the reference {sizes.reference_memory / GIB:,.1f} on each engine"
+    of_engine = engine.total + draft.engine + sizes.reference_memory
     if device_type(config.cluster) == "cpu":
         workers = sizes.actor_ranks + sizes.engines
-        need = sizes.actor_ranks * (actor.total + 2 * actor.weights) + sizes.engines * (engine.total + draft.engine)
+        need = sizes.actor_ranks * (actor.total + 2 * actor.weights) + sizes.engines * of_engine
         need, have = (need + draft.actor + workers * PROCESS_BYTES) // config.cluster.nodes, host_memory()
         where, hint = "this machine", "choose a smaller model or a machine with GPUs"
     elif not gpu_memory():
         return  # the GPUs of a Ray cluster, seen from a machine without
     else:
         shared = config.placement.mode == "colocated"
-        of_actor, of_engine = actor.total + draft.actor, engine.total + draft.engine
+        of_actor = actor.total + draft.actor
         need = of_actor + of_engine if shared else max(of_actor, of_engine)
         have = int(0.9 * min(gpu_memory()))
         where = "each GPU"

@@ -101,7 +101,7 @@ class RolloutConfig:
     slots: int = 64  # samples decoded at once on an engine
     prefill_chunk: int = 512  # prompt tokens per engine step
     dtype: str | None = None  # null: the actor's
-    poll_seconds: float = 0.25  # longest time an engine decodes before it answers
+    poll_seconds: float = 0.05  # longest time an engine decodes before it answers
 
 
 @dataclass
@@ -138,7 +138,13 @@ class DraftingConfig:
 
 @dataclass
 class ReallocationConfig:
-    policy: str = "off"
+    """What is done about engines that end at different times; nothing under trainer.deterministic."""
+
+    policy: str = "adaptive"  # off | queue | adaptive
+    fusion: bool = True  # engines without samples score finished ones with the reference; adaptive packs the tail
+    least_gain: float = 0.1  # adaptive: share of the time left that moves must save
+    cool_down: float = 5.0  # adaptive: seconds in which a sample is not moved again
+    tolerance: float = 0.03  # adaptive: share of the time left by which packing the tail may delay its end
 
 
 @dataclass

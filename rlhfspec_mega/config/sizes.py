@@ -16,9 +16,11 @@ from rlhfspec_mega.planning.memory import (
     DraftMemory,
     DraftPlan,
     EngineMemory,
+    ReferencePlan,
     actor_memory,
     draft_memory,
     engine_memory,
+    reference_memory,
     weights_per_rank,
 )
 
@@ -32,6 +34,7 @@ class Sizes:
         samples_per_rank: samples of one update on one data-parallel rank, at most; packing balances them by tokens.
         total_updates: optimizer steps of the whole run.
         weights_per_rank: weights on the actor rank that holds most.
+        reference_memory: bytes of the reference in each engine; 0 where the actor holds it.
     """
 
     devices: int
@@ -49,6 +52,7 @@ class Sizes:
     actor_memory: ActorMemory
     engine_memory: EngineMemory
     draft_memory: DraftMemory
+    reference_memory: int
 
 
 def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
@@ -85,6 +89,7 @@ def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
             shape, rollout.slots, max_sequence, rollout.dtype or actor.dtype, device_type(config.cluster)
         ),
         draft_memory=_draft_memory(config, shape, max_sequence),
+        reference_memory=_reference_memory(config, shape),
     )
 
 
@@ -147,6 +152,19 @@ def _draft_memory(config: RunConfig, shape: ModelShape, max_sequence: int) -> Dr
     return draft_memory(draft, plan)
 
 
+def engines_score(config: RunConfig) -> bool:
+    """Whether the reference lies on the engines' devices; otherwise, where there is one, on the actor's ranks."""
+    needed = config.algorithm.kl_coef > 0
+    return needed and config.reallocation.fusion and not config.trainer.deterministic
+
+
+def _reference_memory(config: RunConfig, shape: ModelShape) -> int:
+    if not engines_score(config):
+        return 0
+    plan = ReferencePlan(config.actor.dtype, config.trainer.max_tokens_per_microbatch, config.actor.logprob_chunk)
+    return reference_memory(shape, plan)
+
+
 def size_rows(config: RunConfig, sizes: Sizes) -> list[tuple[str, str, str]]:
     """Rows (what, value, where it comes from) of the table printed at the start."""
     actor, trainer, rollout = config.actor, config.trainer, config.rollout
@@ -174,6 +192,7 @@ def size_rows(config: RunConfig, sizes: Sizes) -> list[tuple[str, str, str]]:
         ("memory per actor rank", f"{sizes.actor_memory.total / GIB:.2f} GiB", "estimate"),
         ("memory per engine", f"{sizes.engine_memory.total / GIB:.2f} GiB", "estimate: weights and KV"),
         *_draft_rows(sizes.draft_memory),
+        *_reference_rows(sizes.reference_memory),
     ]
 
 
@@ -182,3 +201,7 @@ def _draft_rows(memory: DraftMemory) -> list[tuple[str, str, str]]:
         return []
     value = f"{memory.actor / GIB:.2f} + {memory.engine / GIB:.2f} GiB"
     return [("memory of the draft", value, "estimate: beside one actor rank, in each engine")]
+
+
+def _reference_rows(memory: int) -> list[tuple[str, str, str]]:
+    return [("memory of the reference", f"{memory / GIB:.2f} GiB", "estimate: in each engine")] if memory else []

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlhfspec_mega.ledger import Ledger
+from rlhfspec_mega.observe.timeline import Timeline
 from rlhfspec_mega.rollout.assignment import Assignment
-from rlhfspec_mega.types import DraftingTally, GenerationRequest, GenerationResult
+from rlhfspec_mega.rollout.fusion import ScoringQueue
+from rlhfspec_mega.rollout.journal import Journal
+from rlhfspec_mega.rollout.migration.messages import Meeting
+from rlhfspec_mega.rollout.reallocation import Reallocation
+from rlhfspec_mega.types import DraftingTally, EngineReport, GenerationRequest, GenerationResult, TailTally
 
 Progress = Callable[[int, int], None]
 _PAUSE_SECONDS = 0.01
@@ -52,6 +58,10 @@ class RolloutManager:
     Args:
         revive: called when no engine serves; returns when one does, or raises.
         poll_seconds: longest time an engine decodes before it answers.
+        at_once: samples an engine is given at once, see Assignment.
+        reallocation: moves samples while they are decoded; not with `deterministic`.
+        scored_at_once: tokens that an engine scores before it answers.
+        timeline: is told what the engines do.
     """
 
     def __init__(
@@ -62,9 +72,15 @@ class RolloutManager:
         revive: Callable[[], None],
         poll_seconds: float,
         deterministic: bool = False,
+        at_once: int | None = None,
+        reallocation: Reallocation | None = None,
+        scored_at_once: int = 1024,
+        timeline: Timeline | None = None,
     ) -> None:
         self._engines, self._wait, self._revive = engines, wait, revive
-        self._poll_seconds, self._deterministic = poll_seconds, deterministic
+        self._poll_seconds, self._deterministic, self._at_once = poll_seconds, deterministic, at_once
+        self._reallocation, self._scored_at_once = reallocation, scored_at_once
+        self._journal = Journal(timeline)
 
     def generate(
         self,
@@ -72,38 +88,66 @@ class RolloutManager:
         ledger: Ledger,
         phase: str,
         progress: Progress | None = None,
+        scoring: ScoringQueue | None = None,
     ) -> dict[str, GenerationResult]:
         """Decode all requests; results by sample id.
 
         Args:
             ledger: holds every sample as PENDING; they are FINISHED on return.
+            scoring: takes finished samples; engines without samples score them. `finish_scoring` does the rest.
 
         Raises:
             RunError: an engine failed or lost a sample, one came back twice or unasked, or no engine could be revived.
         """
-        work = Assignment(requests, self._engines.size, self._engines.serving(), ledger, repeat=self._deterministic)
-        calls: dict[int, EngineCall] = {}
-        given: dict[int, int] = {}  # by rank: the process that holds its samples
-        while not work.done:
-            self._take_back(work, given, calls)
-            for rank in self._engines.serving():
-                if rank not in calls and work.has_work(rank):
-                    given[rank] = self._engines.launches(rank)
-                    calls[rank] = self._engines.start(rank, "advance", work.take(rank), self._poll_seconds)
-            if not calls and not self._engines.serving():
+        serving = self._engines.serving()
+        reallocation = self._reallocation if requests and len(serving) > 1 else None
+        if reallocation:
+            reallocation.begin(requests, self._meet(requests[0].temperature, phase))
+            serving = self._engines.serving()
+        work = Assignment(
+            requests, self._engines.size, serving, ledger, repeat=self._deterministic, at_once=self._at_once
+        )
+        self._journal.begin(serving)
+        stage = Stage(work, reallocation, scoring)
+        stage.given = {rank: self._engines.launches(rank) for rank in serving}
+        while not work.done or stage.calls:  # an engine that waits for what ended elsewhere is heard out
+            self._take_back(stage)
+            self._start_calls(stage)
+            if not stage.calls and not self._engines.serving():
                 self._revive()
-            elif not calls:
+            elif not stage.calls:
                 time.sleep(_PAUSE_SECONDS)  # a suspect engine holds what is left: it comes back or is given up
-            for call in self._wait(list(calls.values()), phase, first=True, check=False):
-                del calls[call.rank]
-                if call.dead:
-                    del given[call.rank]
-                    work.lose(call.rank, self._engines.serving())
-                else:
-                    work.report(call.rank, call.result())
+            for call in self._wait(list(stage.calls.values()), phase, first=True, check=False):
+                self._file(call, stage)
+            if work.done:
+                self._journal.end()
+            if reallocation and not work.done:
+                unscored = scoring.unscored_tokens if scoring else None
+                reallocation.plan(work, self._engines.serving(), unscored)
             if progress:
                 progress(len(work.results), len(requests))
+        if reallocation:
+            reallocation.end()
         return work.results
+
+    def finish_scoring(self, scoring: ScoringQueue, phase: str) -> None:
+        """Have all engines score what waits. Raises RunError as `generate` does."""
+        stage = Stage(None, None, scoring)
+        while not scoring.done:
+            self._take_back(stage)
+            self._start_calls(stage)
+            if not stage.calls and not self._engines.serving():
+                self._revive()
+            elif not stage.calls:
+                time.sleep(_PAUSE_SECONDS)
+            for call in self._wait(list(stage.calls.values()), phase, first=True, check=False):
+                self._file(call, stage)
+        if self._reallocation and scoring.scored_tokens:
+            self._reallocation.scoring.seconds_per_token = scoring.seconds / scoring.scored_tokens
+
+    def take_tail(self) -> TailTally:
+        """What was done about the long tail since the last call."""
+        return self._journal.take()
 
     def take_tallies(self, phase: str) -> list[DraftingTally]:
         """What speculation did on each serving engine since the last call; nothing without drafts."""
@@ -112,11 +156,97 @@ class RolloutManager:
         tallies = [call.result() for call in calls if not call.dead]
         return [tally for tally in tallies if tally is not None]
 
-    def _take_back(self, work: Assignment, given: dict[int, int], calls: dict[int, EngineCall]) -> None:
+    def _meet(self, temperature: float, phase: str) -> dict[int, Meeting]:
+        """What each engine that serves tells about itself."""
+        calls = [self._engines.start(rank, "meet", temperature) for rank in self._engines.serving()]
+        self._wait(calls, phase, first=False, check=False)
+        return {call.rank: call.result() for call in calls if not call.dead}
+
+    def _start_calls(self, stage: Stage) -> None:
+        """Give every engine that waits what there is for it: samples first. Nothing once all samples have ended."""
+        if stage.work and stage.work.done:
+            return
+        for rank in self._engines.serving():
+            if rank in stage.calls:
+                continue
+            if stage.work and stage.work.has_work(rank):
+                stage.given[rank] = self._engines.launches(rank)
+                stage.calls[rank] = self._advance(rank, stage.work, stage)
+            elif stage.scoring and (batch := stage.scoring.take(rank, self._scored_at_once)):
+                stage.given[rank] = self._engines.launches(rank)
+                stage.calls[rank] = self._engines.start(rank, "score", batch)
+
+    def _advance(self, rank: int, work: Assignment, stage: Stage) -> EngineCall:
+        """Begin to hand over what is queued for an engine, and to decode."""
+        samples = work.take(rank)
+        self._journal.live(rank, work.held(rank))
+        if stage.reallocation is None:
+            return self._engines.start(rank, "advance", samples, self._poll_seconds)
+        stage.cut[rank] = work.travels.open_sources(rank)
+        orders = stage.reallocation.orders(rank, work)
+        return self._engines.start(rank, "advance", samples, self._poll_seconds, orders)
+
+    def _file(self, call: EngineCall, stage: Stage) -> None:
+        """Take note of an answer, or of its engine's death."""
+        rank = call.rank
+        del stage.calls[rank]
+        if call.dead:
+            stage.given.pop(rank, None)
+            self._lose(rank, stage)
+        elif stage.scoring and rank in stage.scoring.holders():
+            report = call.result()
+            stage.scoring.report(rank, report)
+            self._journal.scored(rank, report.span, freed=bool(stage.work))
+        elif stage.work:
+            self._decoded(rank, call.result(), stage.work, stage)
+
+    def _decoded(self, rank: int, report: EngineReport, work: Assignment, stage: Stage) -> None:
+        serving = self._engines.serving()
+        work.report(rank, report, serving)
+        if stage.scoring:
+            for result in report.finished:
+                if work.results.get(result.sample_id) is result:
+                    stage.scoring.add(work.known[result.sample_id].request, result)
+        if stage.reallocation:
+            work.cut(rank, stage.cut.pop(rank), serving)
+            counting = [result for result in report.finished if work.results.get(result.sample_id) is result]
+            self._journal.moved(stage.reallocation.note(rank, counting, report.migration.landings))
+        self._journal.decoded(rank, report.spans, work.held(rank))
+
+    def _lose(self, rank: int, stage: Stage) -> None:
+        if stage.work:
+            stage.work.lose(rank, self._engines.serving())
+        if stage.reallocation:
+            stage.reallocation.lose(rank)
+        if stage.scoring:
+            stage.scoring.lose(rank)
+        self._journal.gone(rank)
+
+    def _take_back(self, stage: Stage) -> None:
         """The work of engines that died between two calls, and of those that were away from the start."""
-        alive = self._engines.alive()
-        for rank in work.holders():
+        alive, given = self._engines.alive(), stage.given
+        holders = {*(stage.work.holders() if stage.work else ()), *(stage.scoring.holders() if stage.scoring else ())}
+        holders |= given.keys()
+        for rank in sorted(holders):
             there = rank in alive and given.get(rank, self._engines.launches(rank)) == self._engines.launches(rank)
-            if not there and rank not in calls:
+            if not there and rank not in stage.calls:
                 given.pop(rank, None)
-                work.lose(rank, self._engines.serving())
+                self._lose(rank, stage)
+
+
+@dataclass
+class Stage:
+    """A rollout, or the scoring after it, under way.
+
+    Attributes:
+        calls: in flight, by rank.
+        given: by rank, the process that was given something.
+        cut: by rank, dead engines whose messages its call in flight takes.
+    """
+
+    work: Assignment | None
+    reallocation: Reallocation | None
+    scoring: ScoringQueue | None
+    calls: dict[int, EngineCall] = field(default_factory=dict)
+    given: dict[int, int] = field(default_factory=dict)
+    cut: dict[int, list[int]] = field(default_factory=dict)

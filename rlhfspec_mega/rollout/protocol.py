@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from rlhfspec_mega.rollout.migration.staging import Layout
 from rlhfspec_mega.types import (
     EngineLoad,
     GenerationRequest,
@@ -38,6 +39,7 @@ class SampleSnapshot:
     Attributes:
         kv: [layers, 2, kv_heads, positions, head_dim] of the settled positions, or None: the importer prefills again.
         draft: the draft's part; without it an engine that drafts prefills again.
+        reported: tokens that the driver knows of; None: all.
     """
 
     request: GenerationRequest
@@ -46,6 +48,7 @@ class SampleSnapshot:
     versions: list[int]
     kv: torch.Tensor | None = None
     draft: DraftPast | None = None
+    reported: int | None = None
 
 
 class RolloutEngine(Protocol):
@@ -83,8 +86,36 @@ class RolloutEngine(Protocol):
     def end_update(self, version: int) -> None:
         """Make the weights live. Raises RunError when elements are missing or the version is not the announced one."""
 
-    def export_sample(self, sample_id: str) -> SampleSnapshot:
-        """State of an unfinished sample; it is removed from this engine."""
+    def holds(self, sample_id: str) -> bool:
+        """Whether this engine has the sample, decoding or waiting."""
+
+    def waits(self, sample_id: str) -> bool:
+        """Whether the sample is here and not being decoded yet."""
+
+    def request(self, sample_id: str) -> GenerationRequest:
+        """The request of a sample that this engine has."""
+
+    def settled(self, sample_id: str) -> dict[str, int] | None:
+        """Positions whose KV no longer changes, of the "target" and, where one follows the sample, the "draft".
+
+        None unless the sample is being decoded here.
+        """
+
+    def read_ahead(self, sample_ids: Sequence[str]) -> None:
+        """Let the draft read what it has not read of decoding samples, so that little but settled KV is to be moved."""
+
+    def kv_layout(self, positions: int) -> Layout:
+        """Of the KV of a sample of so many tokens."""
+
+    def settled_kv(self, sample_id: str, part: str, first: int, last: int) -> torch.Tensor:
+        """View [layers, 2, kv_heads, last - first, head_dim] of a decoding sample's KV, valid until the next step."""
+
+    def export_sample(self, sample_id: str, with_kv: bool = True) -> SampleSnapshot:
+        """State of an unfinished sample; it is removed from this engine.
+
+        Args:
+            with_kv: false if the settled KV was copied before; `draft.kv` is then empty.
+        """
 
     def import_sample(self, snapshot: SampleSnapshot) -> None:
         """Go on with a sample exported elsewhere."""

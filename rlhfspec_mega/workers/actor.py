@@ -14,14 +14,15 @@ from rlhfspec_mega.actor.checkpoint_writer import WriteFailed
 from rlhfspec_mega.actor.draft import ActorDraft
 from rlhfspec_mega.actor.draft_learning import DraftLearning
 from rlhfspec_mega.actor.rendezvous import ParallelRanks, Rendezvous
-from rlhfspec_mega.algorithm.microbatch import MicroBatch
+from rlhfspec_mega.algorithm.microbatch import MicroBatch, TokenLoss
 from rlhfspec_mega.config.schema import ActorConfig
 from rlhfspec_mega.drafting.trainer import RefreshReport
 from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.observe.spans import SpanRecorder
 from rlhfspec_mega.resharding.buckets import Bucket
 from rlhfspec_mega.resharding.export import WeightExporter, send_tensors
 from rlhfspec_mega.resharding.transport import Sender
-from rlhfspec_mega.types import WeightTarget
+from rlhfspec_mega.types import Span, WeightTarget
 
 
 class ActorWorker(Actor):
@@ -44,10 +45,20 @@ class ActorWorker(Actor):
         self._exporter = WeightExporter(self)
         self._senders: dict[str, Sender] = {}
         self._draft: ActorDraft | None = None
+        self._spans = SpanRecorder()
 
     def grid_position(self) -> ParallelRanks:
         """Where this rank stands in the TP x PP x DP grid."""
         return self.ranks
+
+    def take_spans(self) -> list[Span]:
+        """What this rank did since the last call, for the timeline."""
+        return self._spans.take()
+
+    def update(self, batches: Sequence[MicroBatch], loss: TokenLoss, metrics: Sequence[str]) -> dict[str, float]:
+        """See Actor.update."""
+        with self._spans.measure("update", micro_batches=len(batches)):
+            return super().update(batches, loss, metrics)
 
     # The draft
 
@@ -58,16 +69,18 @@ class ActorWorker(Actor):
     def refresh_draft(self, steps: int | None, seconds: float | None) -> RefreshReport | None:
         """Train the draft by count or by time; the report on the rank that has it."""
         assert self._draft is not None
-        return self._draft.refresh(steps, seconds)
+        with self._spans.measure("draft refresh"):
+            return self._draft.refresh(steps, seconds)
 
     def logprobs(
         self, batches: Sequence[MicroBatch], use_reference: bool, refresh_follows: bool = False
     ) -> dict[int, tuple[list[float], float]] | None:
         """See Actor.logprobs; a draft learns from what the actor itself computes (see ActorDraft.learning_from)."""
-        if self._draft is None or use_reference:
-            return super().logprobs(batches, use_reference)
-        with self._draft.learning_from(batches, refresh_follows):
-            return super().logprobs(batches, use_reference)
+        with self._spans.measure("reference" if use_reference else "logprobs", micro_batches=len(batches)):
+            if self._draft is None or use_reference:
+                return super().logprobs(batches, use_reference)
+            with self._draft.learning_from(batches, refresh_follows):
+                return super().logprobs(batches, use_reference)
 
     def save(self, directory: Path) -> SavedPart:
         """See Actor.save; with the draft."""
@@ -105,7 +118,8 @@ class ActorWorker(Actor):
     ) -> dict[int, int]:
         """Send this stage's buckets; checksums on the stage's first tensor-parallel rank."""
         sender = self._senders.get(stream)
-        if target is WeightTarget.ACTOR:
-            return self._exporter.send(buckets, sender)
-        assert self._draft is not None
-        return send_tensors(self._draft.weights(), buckets, sender) if sender is not None else {}
+        with self._spans.measure("send weights", target=target.value):
+            if target is WeightTarget.ACTOR:
+                return self._exporter.send(buckets, sender)
+            assert self._draft is not None
+            return send_tensors(self._draft.weights(), buckets, sender) if sender is not None else {}

@@ -14,6 +14,7 @@ from rlhfspec_mega.cluster.interface import WorkerGroup
 from rlhfspec_mega.config.schema import ActorConfig
 from rlhfspec_mega.drafting.trainer import RefreshReport
 from rlhfspec_mega.errors import CheckpointError, RunError
+from rlhfspec_mega.types import Span
 
 
 class ActorGroup:
@@ -71,6 +72,10 @@ class ActorGroup:
         """Train the draft on what it has kept, by count or by time."""
         reports = self._group.call("refresh_draft", steps, seconds, phase="draft")
         return next(report for report in reports if report is not None)
+
+    def take_spans(self) -> list[list[Span]]:
+        """What each rank did since the last call."""
+        return self._group.call("take_spans", phase="update")
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must have in common with this actor to be loaded, as JSON."""

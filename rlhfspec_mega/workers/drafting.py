@@ -11,7 +11,11 @@ from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.oversight import OverseenPolicy
 from rlhfspec_mega.planning.policies import make_policy
+from rlhfspec_mega.planning.rollout_state import Throughput
+from rlhfspec_mega.planning.strategy import Adaptive
+from rlhfspec_mega.planning.throughput import throughput_of
 from rlhfspec_mega.planning.tree import DraftingPolicy
+from rlhfspec_mega.planning.uniform import Uniform
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.rollout.torch_engine.profile import profile
 from rlhfspec_mega.types import DraftingTally
@@ -77,6 +81,25 @@ class DraftingBrain:
         elif self._deterministic:
             self._set_models()
             self.policy.begin_anew(self._decide())
+
+    def pace(self, slots: int, length: int, temperature: float) -> Throughput:
+        """How fast this engine decodes samples of so many tokens, by batch.
+
+        Of policies that do not go by costs it is not known when they draft: plain decoding is taken for them.
+        """
+        overseen, policy = self.policy, self.policy.policy
+        forecast = isinstance(policy, Adaptive | Uniform) and overseen.watch.may_draft
+        return throughput_of(
+            self._cost,
+            self._acceptance if forecast else None,
+            slots=slots,
+            length=length,
+            temperature=temperature,
+            width=policy.width,
+            depth=policy.max_depth,
+            max_nodes=policy.max_nodes,
+            whole=isinstance(policy, Uniform),
+        )
 
     def take_tally(self) -> DraftingTally:
         """What was done since the last call, with how well it had been predicted."""

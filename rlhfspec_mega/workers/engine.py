@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
+import math
+import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rlhfspec_mega.cluster.environment import HOST, LOOPBACK
 from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.models.draft_directory import load_target_ids, read_draft_shape
 from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.planning.cost import CostModel
+from rlhfspec_mega.planning.rollout_state import Throughput
+from rlhfspec_mega.planning.throughput import throughput_of
 from rlhfspec_mega.resharding.buckets import Bucket
 from rlhfspec_mega.resharding.receive import receive_weights
 from rlhfspec_mega.resharding.transport import Receiver
+from rlhfspec_mega.rollout.migration.agent import MigrationAgent
+from rlhfspec_mega.rollout.migration.messages import Meeting, Orders
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
-from rlhfspec_mega.types import DraftingTally, EngineReport, TensorInfo, WeightTarget
+from rlhfspec_mega.rollout.torch_engine.profile import profile_plain
+from rlhfspec_mega.types import DraftingTally, EngineReport, GenerationResult, TensorInfo, WeightTarget
 from rlhfspec_mega.workers.drafting import DraftingBrain
+from rlhfspec_mega.workers.scoring import ReferenceScoring, ReferenceSettings
+
+ORDER_SECONDS = 30.0  # in which a sample that is told to move has moved, or stays
+_ACKNOWLEDGEMENT_SECONDS = 0.001  # between two looks for one, with nothing else to do
 
 
-class TorchEngineWorker(TorchEngine):
-    """A TorchEngine that also receives weights and takes samples that began elsewhere.
+class TorchEngineWorker(ReferenceScoring, TorchEngine):
+    """A TorchEngine that also receives weights, takes samples that began elsewhere, and scores finished ones.
 
     Args:
         deterministic: refuse operations whose result depends on timing (torch.use_deterministic_algorithms), decide
             drafting by a nominal cost, and forget for every share of samples what the ones before have taught.
         draft: directory of a draft: its shape and vocabulary; its weights come like the actor's.
         drafting_state: what `drafting_state` returned in an earlier life, on whatever machine; see DraftingBrain.
+        reference: what to score with; None: this engine does not.
     """
 
     def __init__(
@@ -42,6 +57,7 @@ class TorchEngineWorker(TorchEngine):
         drafting: DraftingConfig | None = None,
         seed: int = 0,
         drafting_state: Any = None,
+        reference: ReferenceSettings | None = None,
     ) -> None:
         torch.use_deterministic_algorithms(deterministic)
         self._brain = None
@@ -61,25 +77,90 @@ class TorchEngineWorker(TorchEngine):
             device=device,
             **given,
         )
+        if reference is not None:
+            self.hold_reference(reference, self.max_positions, device)
         self._receiver: Receiver | None = None
+        self.migration: MigrationAgent | None = None
+        self._plain_cost: CostModel | None = None  # of an engine without a draft
 
-    def advance(self, samples: Sequence[SampleSnapshot], seconds: float) -> EngineReport:
+    def advance(self, samples: Sequence[SampleSnapshot], seconds: float, orders: Orders | None = None) -> EngineReport:
         """Take these samples, decode for about `seconds`, and report all that the driver does not know yet.
 
         A driver that asks for samples waits for no update of the draft: one still open has lost its transfer while
         this engine was taken for silent.
+
+        Args:
+            orders: of migrations; None where samples stay.
         """
         self.abandon_draft_update()
-        if samples and self._brain and self.drafting:
+        if self.migration:
+            self.migration.collect()
+            self.abort([sample.request.sample_id for sample in samples])  # copies left from moves that failed halfway
+        if self._brain and self.drafting and samples:
             self._brain.prepare(self)
         fresh = [sample.request for sample in samples if not sample.tokens]
         for sample in samples:
             if sample.tokens:
                 self.import_sample(sample)
         self.submit(fresh)
-        finished = self.poll(seconds)
+        moves = orders is not None and self.migration is not None  # one that was started anew has met nobody
+        finished = self._decode(seconds, orders) if moves and orders else self.poll(seconds)
         load = self.load()
-        return EngineReport(finished, self.progress(), load.running + load.waiting)
+        report = EngineReport(finished, self.progress(), load.running + load.waiting, spans=self.spans.take())
+        if moves and self.migration:
+            report.migration = self.migration.report()
+            report.unfinished += self.migration.undecided
+        return report
+
+    def _decode(self, seconds: float, orders: Orders) -> list[GenerationResult]:
+        """Decode with migrations between the steps; an engine without samples waits for those that are expected."""
+        assert self.migration is not None
+        end, finished = time.monotonic() + seconds, list[GenerationResult]()
+        self.migration.follow(orders)
+        while True:
+            self.migration.turn()
+            if not self.idle:
+                started = time.time()
+                finished += self.poll(0.0)
+                self.migration.stepped(started, time.time() - started)
+            left = end - time.monotonic()
+            if left <= 0 or (self.idle and not self.migration.busy and not orders.expects):
+                return finished
+            if self.idle:
+                self.migration.wait(min(left, _ACKNOWLEDGEMENT_SECONDS) if self.migration.busy else left)
+
+    def meet(self, temperature: float) -> Meeting:
+        """Before a rollout with migrations: where this engine listens, and how fast it decodes."""
+        if self.migration is None:
+            self.migration = MigrationAgent(self, os.environ.get(HOST, LOOPBACK), ORDER_SECONDS)
+        pace, slots, stats = self._pace(temperature), self.load().slots, self.stats()
+        prefill = stats["prefill_seconds"] / stats["prefill_tokens"] if stats["prefill_tokens"] else math.inf
+        self.migration.forget()
+        room, copy = self.max_positions * slots, self.migration.copy_seconds
+        return Meeting(self.migration.address, pace, slots, room, prefill, copy)
+
+    def _pace(self, temperature: float) -> Throughput:
+        slots, length = self.load().slots, self.max_positions // 2
+        if self._brain is not None and self.drafting:
+            self._brain.prepare(self)
+            return self._brain.pace(slots, length, temperature)
+        if self._plain_cost is None:
+            self._plain_cost = CostModel()
+            if costs := profile_plain(self):
+                self._plain_cost.fit(costs)
+        return throughput_of(self._plain_cost, None, slots=slots, length=length)
+
+    def leave(self) -> None:
+        """Take no more part in migrations: connections end, as they do when the process does."""
+        if self.migration is not None:
+            self.migration.close()
+            self.migration = None
+
+    def clear(self) -> None:
+        """Forget every sample, and those on their way here and from here."""
+        super().clear()
+        if self.migration is not None:
+            self.migration.forget()
 
     def end_update(self, version: int) -> None:
         """Make weights live; the draft is watched anew."""

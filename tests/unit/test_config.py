@@ -87,6 +87,29 @@ def test_every_option_runs_or_is_refused_in_one_sentence(group: str, name: str, 
         assert check_config(load(option, out)).actor_ranks >= 1
 
 
+def test_the_memory_of_a_reference_on_the_engines_counts(out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest machine, to a MiB, on which the run fits without one is too small with one in each engine."""
+    options = ("trainer.max_tokens_per_microbatch=200000", "actor.logprob_chunk=200000", out)  # large passes
+
+    def least_memory(config: RunConfig) -> int:
+        low, high = 0, 1 << 16
+        while high - low > 1:
+            middle = (low + high) // 2
+            monkeypatch.setattr("rlhfspec_mega.config.checks.host_memory", lambda: middle * 2**20)  # noqa: B023
+            try:
+                check_config(config)
+                high = middle
+            except UserError as error:
+                assert ("for the reference" in str(error)) == config.reallocation.fusion
+                low = middle
+        return high
+
+    without, with_one = load("reallocation.fusion=false", *options), load(*options)
+    sizes = check_config(with_one)
+    more = least_memory(with_one) - least_memory(without)
+    assert more == pytest.approx(sizes.engines * sizes.reference_memory / 2**20, abs=1)
+
+
 def test_presets_follow_model_and_cluster_and_yield_to_the_user() -> None:
     actor = load_config(["model=70b", "cluster=8n8g"]).actor
     assert (actor.tensor_parallel, actor.pipeline_parallel, actor.sequence_parallel, actor.dtype) == (

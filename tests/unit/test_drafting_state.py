@@ -140,7 +140,7 @@ def test_a_full_disk_costs_what_was_learnt_and_not_the_run(monkeypatch):
         phases=SimpleNamespace(measure=lambda name: torch.no_grad()),
         config=SimpleNamespace(trainer=SimpleNamespace(keep_checkpoints=2)),
         console=SimpleNamespace(note=notes.append),
-        system=SimpleNamespace(actor=None, save_drafting=fail),
+        system=SimpleNamespace(actor=None, save_learnt=fail),
         directory=Path(),
     )
     monkeypatch.setattr(trainer.checkpoints, "save", lambda *arguments: None)

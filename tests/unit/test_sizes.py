@@ -74,6 +74,20 @@ def test_sizes_add_up_or_are_refused(
     assert sizes.total_updates * sizes.samples_per_update == config.trainer.steps * of_step
 
 
+def test_a_reference_is_counted_where_engines_score() -> None:
+    config = RunConfig()
+    config.reallocation.fusion = False
+    assert sizes_of(config).reference_memory == 0
+    config.reallocation.fusion = True
+    sizes = sizes_of(config)
+    assert sizes.reference_memory > 4 * sizes.parameters
+    assert any("reference" in what for what, _, _ in size_rows(config, sizes))
+    config.trainer.deterministic = True  # on the actor's ranks
+    assert sizes_of(config).reference_memory == 0
+    config.trainer.deterministic, config.algorithm.kl_coef = False, 0.0  # nowhere
+    assert sizes_of(config).reference_memory == 0
+
+
 def test_a_draft_is_counted_where_there_is_one() -> None:
     config = RunConfig()
     learning = sizes_of(config).draft_memory

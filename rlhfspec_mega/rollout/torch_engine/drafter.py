@@ -91,11 +91,15 @@ class Drafter:
         for array in (self._read, self._follows, self.unread):
             array[target] = array[source]
 
-    def past(self, slot: int) -> DraftPast | None:
-        """What `admit` takes of a slot's sample; None if it is not drafted for."""
+    def follows(self, slot: int) -> bool:
+        """Whether a slot's sample is drafted for."""
+        return bool(self._follows[slot])
+
+    def past(self, slot: int, with_kv: bool = True) -> DraftPast | None:
+        """What `admit` takes of a slot's sample; None if it is not drafted for. Without KV, that part is empty."""
         if not self._follows[slot]:
             return None
-        kv = self.cache.prefix(slot, int(self._read[slot])).clone()
+        kv = self.cache.prefix(slot, int(self._read[slot]) if with_kv else 0).clone()
         return DraftPast(kv, self._features[slot, : self.unread[slot]].clone())
 
     def accept(
@@ -107,6 +111,25 @@ class Drafter:
         self._tokens[rows, places] = tokens
         self.unread[: len(counts)] += np.where(self._follows[: len(counts)], counts, 0)
 
+    def settled(self, slot: int) -> int:
+        """Entries of a slot's sample that no longer change; 0 where it is not drafted for."""
+        return int(self._read[slot])
+
+    def read_ahead(self, slots: Sequence[int], batch: int) -> None:
+        """Make entries of all but the newest unread token of these slots: features are larger than entries to copy.
+
+        The newest one is left: a slot without unread tokens could not be drafted for in the next step.
+        """
+        counts = np.zeros(batch, np.int64)
+        counts[list(slots)] = np.maximum(self.unread[list(slots)] - 1, 0)
+        if not counts.any():
+            return
+        self._read_unread(counts)
+        for slot in np.flatnonzero(counts):
+            left = slice(int(counts[slot]), int(counts[slot] + self.unread[slot]))
+            for values in (self._features, self._tokens):
+                values[slot, : self.unread[slot]] = values[slot, left].clone()
+
     # Drafting
 
     def can_draft(self, batch: Batch) -> Bools:
@@ -116,7 +139,7 @@ class Drafter:
     def make_room(self, batch: int) -> None:
         """Read everything when a slot could not hold another step's tokens unread; nothing can be drafted after it."""
         if self.unread[:batch].max(initial=0) >= BACKLOG:
-            self._read_backlog(batch)
+            self._read_unread(self.unread[:batch].copy())
 
     def grow(self, batch: Batch, slots: SlotState, noise: StepNoise, depth: int) -> Grown:
         """A tree of up to `depth` layers, as deep and as wide as the policy wants it."""
@@ -125,7 +148,7 @@ class Drafter:
         if not len(able):
             self.make_room(batch.size)
             return grown
-        states = self._read_backlog(batch.size)
+        states = self._read_unread(self.unread[: batch.size].copy())
         if len(able) < batch.size:
             states = states[torch.from_numpy(able).to(states.device)]
         rows, parents = able, np.full(len(able), ROOT)
@@ -191,12 +214,12 @@ class Drafter:
         )
         return self.model.advance(inputs.tokens, states, inputs.positions, CachedAttention(self.cache, inputs))
 
-    def _read_backlog(self, batch: int) -> torch.Tensor:
-        """Make entries of all unread tokens; the states [batch, hidden] that each slot's last entry puts out.
+    def _read_unread(self, counts: Ints) -> torch.Tensor:
+        """Make entries of the first counts[i] unread tokens of slot i; states [batch, hidden] its last entry puts out.
 
-        The state of a slot that had nothing unread means nothing.
+        The state of a slot of which nothing was read means nothing.
         """
-        counts, device = self.unread[:batch], self._tokens.device
+        batch, device = len(counts), self._tokens.device
         rows, columns = ragged(counts)
         places = self._read[rows] + columns
         end = int((self._read[:batch] + counts).max())
@@ -215,7 +238,7 @@ class Drafter:
         put_out = self.model.advance(inputs.tokens, states, inputs.positions, CachedAttention(self.cache, inputs))
         last = np.maximum(np.cumsum(counts) - 1, 0)
         self._read[:batch] += counts
-        self.unread[:batch] = 0
+        self.unread[:batch] -= counts
         return put_out[torch.from_numpy(last).to(device)]
 
 

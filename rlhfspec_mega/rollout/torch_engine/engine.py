@@ -12,7 +12,9 @@ from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.models.draft_shape import DraftShape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer
+from rlhfspec_mega.observe.spans import SpanRecorder
 from rlhfspec_mega.planning.tree import DraftingPolicy
+from rlhfspec_mega.rollout.migration.staging import Layout
 from rlhfspec_mega.rollout.protocol import DraftPast, SampleSnapshot
 from rlhfspec_mega.rollout.torch_engine.checks import check_draft_past, check_request, check_snapshot
 from rlhfspec_mega.rollout.torch_engine.decoder import Decoded, Decoder
@@ -47,6 +49,9 @@ class TorchEngine:
         draft, policy: of the draft and its use; without them every step is plain. Until the draft's weights come,
             steps are plain too.
         draft_vocabulary: int64, the target's token of each of the draft's; None: they are the same.
+
+    Attributes:
+        spans: what the time goes into.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class TorchEngine:
         self._ids: set[str] = set()  # unfinished samples
         self._counts = {"decode_steps": 0, "generated_tokens": 0, "prefill_tokens": 0, "finished_samples": 0}
         self._seconds = {"decode_seconds": 0.0, "prefill_seconds": 0.0}
+        self.spans = SpanRecorder()
 
     @property
     def vocab_size(self) -> int:
@@ -146,8 +152,60 @@ class TorchEngine:
         known = [sample_id for sample_id in dict.fromkeys(sample_ids) if sample_id in self._ids]
         return [self._remove(sample_id).result(FinishReason.ABORTED) for sample_id in known]
 
-    def export_sample(self, sample_id: str) -> SampleSnapshot:
+    def holds(self, sample_id: str) -> bool:
+        """Whether this engine has the sample, decoding or waiting."""
+        return sample_id in self._ids
+
+    def waits(self, sample_id: str) -> bool:
+        """Whether the sample is here and not being decoded yet."""
+        return sample_id in self._ids and self._scheduler.find(sample_id) is None
+
+    def request(self, sample_id: str) -> GenerationRequest:
+        """The request of a sample that this engine has. Raises RunError for another one."""
+        sample = self._scheduler.sample(sample_id)
+        if sample is None:
+            raise RunError(f"Sample {sample_id} is not in this engine.")
+        return sample.request
+
+    def settled(self, sample_id: str) -> dict[str, int] | None:
+        """Positions whose KV no longer changes, of the "target" and, where one follows the sample, the "draft".
+
+        None unless the sample is being decoded here.
+        """
+        slot, drafter = self._scheduler.find(sample_id), self._decoder.drafter
+        if slot is None:
+            return None
+        found = {"target": self._scheduler.active[slot].length - 1}
+        return found | {"draft": drafter.settled(slot)} if drafter and drafter.follows(slot) else found
+
+    @torch.inference_mode()
+    def read_ahead(self, sample_ids: Sequence[str]) -> None:
+        """Let the draft read what it has not read of decoding samples, so that little but settled KV is to be moved."""
+        slots = [slot for name in sample_ids if (slot := self._scheduler.find(name)) is not None]
+        if slots and self._decoder.drafter and self._decoder.drafting:
+            self._decoder.drafter.read_ahead(slots, len(self._scheduler.active))
+
+    def kv_layout(self, positions: int) -> Layout:
+        """Of the KV of a sample of so many tokens."""
+        caches = {"target": self._decoder.cache.kv}
+        if self._decoder.drafter:
+            caches["draft"] = self._decoder.drafter.cache.kv
+        parts = {name: (kv.shape[0], 2, kv.shape[3], positions, kv.shape[5]) for name, kv in caches.items()}
+        return Layout(str(caches["target"].dtype).removeprefix("torch."), parts)
+
+    def settled_kv(self, sample_id: str, part: str, first: int, last: int) -> torch.Tensor:
+        """View [layers, 2, kv_heads, last - first, head_dim] of a decoding sample's KV, valid until the next step."""
+        slot, drafter = self._scheduler.find(sample_id), self._decoder.drafter
+        if slot is None:
+            raise RunError(f"Sample {sample_id} has no KV in this engine: it is not being decoded here.")
+        cache = drafter.cache if part == "draft" and drafter else self._decoder.cache
+        return cache.prefix(slot, last)[:, :, :, first:]
+
+    def export_sample(self, sample_id: str, with_kv: bool = True) -> SampleSnapshot:
         """State of an unfinished sample, with its KV if it holds a slot; it leaves this engine.
+
+        Args:
+            with_kv: false if the settled KV was copied before; `draft.kv` is then empty.
 
         Raises RunError for an unknown or finished sample.
         """
@@ -156,10 +214,12 @@ class TorchEngine:
         slot, drafter = self._scheduler.find(sample_id), self._decoder.drafter
         kv = draft = None
         if slot is not None:
-            kv = self._decoder.cache.prefix(slot, self._scheduler.active[slot].length - 1).clone()
-            draft = drafter.past(slot) if drafter else None
+            draft = drafter.past(slot, with_kv) if drafter else None
+            if with_kv:
+                kv = self._decoder.cache.prefix(slot, self._scheduler.active[slot].length - 1).clone()
         sample = self._remove(sample_id)
-        return SampleSnapshot(sample.request, sample.tokens, sample.logprobs, sample.versions, kv, draft)
+        known = sample.request, sample.tokens, sample.logprobs, sample.versions
+        return SampleSnapshot(*known, kv, draft, sample.reported)
 
     def import_sample(self, snapshot: SampleSnapshot) -> None:
         """Go on with a sample exported elsewhere, ahead of the waiting ones. Raises UserError if it does not fit."""
@@ -168,6 +228,8 @@ class TorchEngine:
         if self._decoder.drafter:
             check_draft_past(snapshot, self._decoder.drafter)
         sample = LiveSample(snapshot.request, list(snapshot.tokens), list(snapshot.logprobs), list(snapshot.versions))
+        if snapshot.reported is not None:
+            sample.reported = snapshot.reported
         self._ids.add(snapshot.request.sample_id)
         kv, draft, device = snapshot.kv, snapshot.draft, self._decoder.cache.kv.device
         if kv is None or (self._decoder.drafting and draft is None):
@@ -260,25 +322,32 @@ class TorchEngine:
 
     @torch.inference_mode()
     def _step(self) -> None:
-        started = time.perf_counter()
-        self._advance_prefill()
+        started = time.time()
+        prefilling = self._advance_prefill()
         self._admit()
-        prefilled = time.perf_counter()
-        if self._scheduler.active:
-            self._commit(self._decoder.step(len(self._scheduler.active)))
+        prefilled, batch = time.time(), len(self._scheduler.active)
+        if prefilling:
+            self.spans.add("prefill", started, prefilled, steps=1)
+        if batch:
+            decoded = self._decoder.step(batch)
+            self._commit(decoded)
+            drafted = len(decoded.record.chosen) if decoded.record else 0
+            self.spans.add("decode", prefilled, time.time(), batch=batch, steps=1, draft_tokens=drafted)
         self._seconds["prefill_seconds"] += prefilled - started
-        self._seconds["decode_seconds"] += time.perf_counter() - prefilled
+        self._seconds["decode_seconds"] += time.time() - prefilled
 
-    def _advance_prefill(self) -> None:
+    def _advance_prefill(self) -> bool:
+        """Whether there was something to prefill."""
         if self._prefill is None:
             groups = self._scheduler.next_prefill(self._prefill_chunk)
             if not groups:
-                return
+                return False
             self._counts["prefill_tokens"] += sum(len(group.prefix) for group in groups)
             drafter = self._decoder.drafter if self._decoder.drafting else None
             self._prefill = Prefill(self._model, drafter.model if drafter else None, groups)
         if self._prefill.advance(self._prefill_chunk):
             self._prefill = None
+        return True
 
     def _admit(self) -> None:
         for admission in self._scheduler.admit():

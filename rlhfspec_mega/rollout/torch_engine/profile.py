@@ -13,7 +13,7 @@ from rlhfspec_mega.planning.tree import Batch, DraftTree, Ints, StepRecord
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.types import GenerationRequest
 
-SECONDS = 8.0  # of a profile, about
+SECONDS, PLAIN_SECONDS = 8.0, 2.0  # of a profile, about
 MOST_TOKENS = 384  # of a step; more take long and are seldom worth it
 REPEATS = 3  # of a step; the median counts
 PROMPT_TOKENS = (16, 192)
@@ -78,14 +78,31 @@ def profile(engine: TorchEngine, seconds: float = SECONDS) -> list[StepCost]:
     return measured
 
 
+def profile_plain(engine: TorchEngine, seconds: float = PLAIN_SECONDS) -> list[StepCost]:
+    """As `profile`, of plain steps alone, of an engine without a draft."""
+    deadline, measured = time.monotonic() + seconds, list[StepCost]()
+    try:
+        for length in PROMPT_TOKENS:
+            for size in _outside_in(engine.load().slots):
+                engine.submit(_made_up(engine, size, length, 2 * REPEATS))
+                found = list[StepCost]()
+                while not engine.idle and (time.monotonic() < deadline or not measured + found):
+                    started, load = time.perf_counter(), engine.load()
+                    engine.poll(0)
+                    if load.running == size:
+                        took = time.perf_counter() - started
+                        found.append(StepCost(size, load.kv_tokens, size, 0, 0, 0, 0.0, took))
+                engine.clear()
+                if found:
+                    measured.append(sorted(found, key=lambda cost: cost.verify_seconds)[len(found) // 4])
+    finally:
+        engine.clear()
+        engine.reset_stats()
+    return measured
+
+
 def _measure(engine: TorchEngine, script: ScriptedPolicy, size: int, length: int, deadline: float) -> list[StepCost]:
-    tokens = REPEATS * (script.max_depth + 1)
-    prompt = tuple(range(max(2, min(length, engine.max_positions - tokens))))
-    prompt = tuple(token % engine.vocab_size for token in prompt)
-    tokens = min(tokens, engine.max_positions - len(prompt))
-    requests = [
-        GenerationRequest(f"profile.{i}", "profile", prompt, seed=i, max_new_tokens=tokens) for i in range(size)
-    ]
+    requests = _made_up(engine, size, length, REPEATS * (script.max_depth + 1))
     found = []
     for script.shape in SHAPES:
         if size * (1 + script.shape.verified) > MOST_TOKENS and script.shape.verified > 1:
@@ -99,6 +116,13 @@ def _measure(engine: TorchEngine, script: ScriptedPolicy, size: int, length: int
         if whole:
             found.append(sorted(whole, key=lambda cost: cost.draft_seconds + cost.verify_seconds)[len(whole) // 2])
     return found
+
+
+def _made_up(engine: TorchEngine, size: int, length: int, tokens: int) -> list[GenerationRequest]:
+    """Samples of one prompt of about `length` tokens and responses of about `tokens`."""
+    prompt = tuple(token % engine.vocab_size for token in range(max(2, min(length, engine.max_positions - tokens))))
+    tokens = min(tokens, engine.max_positions - len(prompt))
+    return [GenerationRequest(f"profile.{i}", "profile", prompt, seed=i, max_new_tokens=tokens) for i in range(size)]
 
 
 def _outside_in(largest: int) -> list[int]:

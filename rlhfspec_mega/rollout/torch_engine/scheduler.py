@@ -185,6 +185,11 @@ class Scheduler:
         """The slot of a decoding sample."""
         return next((i for i, sample in enumerate(self.active) if sample.request.sample_id == sample_id), None)
 
+    def sample(self, sample_id: str) -> LiveSample | None:
+        """A decoding or waiting sample."""
+        members = (sample for group in self._waiting for sample in group.members)
+        return next((s for s in (*self.active, *members) if s.request.sample_id == sample_id), None)
+
     def withdraw(self, sample_id: str) -> LiveSample | None:
         """Take a waiting sample out of the queue."""
         for group in self._waiting:

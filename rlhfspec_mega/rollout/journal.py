@@ -1,0 +1,79 @@
+"""What a rollout's manager notes of the long tail: for the timeline, and summed up for the summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rlhfspec_mega.observe.timeline import Timeline
+from rlhfspec_mega.types import MigrationEvent, Span, TailTally
+
+
+class Journal:
+    """Follows live samples, migrations and freed time of the engines of one rollout after another."""
+
+    def __init__(self, timeline: Timeline | None) -> None:
+        self._timeline = timeline
+        self._empty: dict[int, float] = {}  # engines without samples, since when
+        self._tally = TailTally()
+
+    def begin(self, ranks: Sequence[int]) -> None:
+        """A rollout begins on these engines."""
+        self._empty = dict.fromkeys(ranks, time.time())
+
+    def live(self, rank: int, count: int) -> None:
+        """An engine has so many samples from now on."""
+        now = time.time()
+        if count:
+            self._fill(rank, now)
+        else:
+            self._empty.setdefault(rank, now)
+        if self._timeline:
+            self._timeline.live(rank, now, count)
+
+    def gone(self, rank: int) -> None:
+        """An engine died: it is not free, it is not there."""
+        self._empty.pop(rank, None)
+        if self._timeline:
+            self._timeline.live(rank, time.time(), 0)
+
+    def decoded(self, rank: int, spans: Sequence[Span], count: int) -> None:
+        """An engine has answered, with so many samples left."""
+        if self._timeline:
+            self._timeline.engine(rank, spans)
+        self.live(rank, count)
+
+    def moved(self, events: Sequence[MigrationEvent]) -> None:
+        """Samples have moved; of those that were being decoded, how long they were not."""
+        for event in events:
+            self._tally.migrations += 1
+            if event.settled_bytes:
+                self._tally.downtimes.append(event.downtime)
+            if self._timeline:
+                self._timeline.migration(event)
+
+    def scored(self, rank: int, span: Span, freed: bool) -> None:
+        """An engine has scored a batch; `freed`: while others were still decoding."""
+        if freed:
+            self._tally.fused_tasks += int(span.arguments["samples"])
+            self._tally.fused_seconds += span.seconds
+        if self._timeline:
+            self._timeline.engine(rank, [span])
+
+    def end(self) -> None:
+        """All samples have ended: engines that were empty before had been freed. Later calls do nothing."""
+        now = time.time()
+        for rank in list(self._empty):
+            self._fill(rank, now)
+
+    def take(self) -> TailTally:
+        """What was summed up since the last call."""
+        taken, self._tally = self._tally, TailTally()
+        return taken
+
+    def _fill(self, rank: int, now: float) -> None:
+        """The engine is empty no longer."""
+        since = self._empty.pop(rank, now)
+        self._tally.freed_device_seconds += now - since
+        if self._timeline and now > since:
+            self._timeline.freed(rank, since, now)

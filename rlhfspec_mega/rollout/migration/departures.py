@@ -1,0 +1,338 @@
+"""The source's side: copies settled KV between decode steps, then hands samples over at a step boundary."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from dataclasses import dataclass, field
+
+from rlhfspec_mega.rollout.migration.messages import Arrival, Dropped, MigrationOrder
+from rlhfspec_mega.rollout.migration.shipment import SharedShipment, Shipment, StreamedShipment
+from rlhfspec_mega.rollout.migration.staging import Layout
+from rlhfspec_mega.rollout.migration.wire import Address, Outlet, this_machine
+from rlhfspec_mega.rollout.protocol import RolloutEngine, SampleSnapshot
+
+COPY_SHARE = 0.05  # of the time of decoding may go into copying
+FIRST_RATE = 1e9  # bytes per second of copying, until it is measured
+LEAST_BYTES = 1 << 16  # of one turn: less is all call and no copy
+
+
+@dataclass
+class _Link:
+    """A destination: its connection, and what of prompts was sent there already."""
+
+    address: Address
+    outlet: Outlet
+    prompts: dict[str, _Copy] = field(default_factory=dict)
+
+
+@dataclass
+class _Copy:
+    """Positions copied so far, by part."""
+
+    shipment: Shipment
+    copied: dict[str, int]
+
+
+@dataclass
+class _Leaving:
+    """A sample in stage one.
+
+    Attributes:
+        prompt_rows: positions that its group's prompt has in common, by part; copied once for all members.
+        caught_up: all that was settled at the last step boundary is copied: the next one hands the sample over.
+    """
+
+    order: MigrationOrder
+    link: _Link
+    own: _Copy
+    prompt: _Copy | None
+    prompt_rows: dict[str, int]
+    deadline: float
+    settled_bytes: int = 0
+    caught_up: bool = False
+
+
+class Departures:
+    """Samples on their way out of one engine.
+
+    Copying takes turns between decode steps, each a small share of a step's time, oldest order first. A sample whose
+    settled KV was copied to the last position leaves at the next step boundary: what it gained since, its tokens and
+    the states its draft has not read are the short rest. It stays the source's until the destination has acknowledged.
+
+    Args:
+        name: of this engine's process.
+        seconds: an order not fulfilled by then comes to nothing.
+    """
+
+    def __init__(self, engine: RolloutEngine, name: str, seconds: float) -> None:
+        self._engine, self._name, self._seconds = engine, name, seconds
+        self._machine = this_machine()
+        self._links: dict[str, _Link] = {}
+        self._leaving: dict[str, _Leaving] = {}
+        self._unacknowledged: dict[int, tuple[_Link, SampleSnapshot, _Copy | None]] = {}
+        self._unreachable: set[str] = set()  # in this rollout
+        self._numbers = itertools.count()
+        self._rate = FIRST_RATE
+        self.departed: list[str] = []
+        self.kept: list[str] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._leaving or self._unacknowledged)
+
+    @property
+    def copy_seconds(self) -> float:
+        """To copy one token's KV."""
+        return self._engine.kv_layout(1).bytes / self._rate
+
+    @property
+    def undecided(self) -> int:
+        """Samples sent and not acknowledged."""
+        return len(self._unacknowledged)
+
+    def order(self, order: MigrationOrder) -> None:
+        """Begin to send a sample away; one that is unknown or ended stays where it is."""
+        if not self._engine.holds(order.sample_id) or order.sample_id in self._leaving:
+            self.kept.append(order.sample_id)
+            return
+        link = self._link(order.destination)
+        settled = self._engine.settled(order.sample_id)
+        if link is None:
+            self.kept.append(order.sample_id)
+        elif settled is None or not self._copying_pays(order):
+            self._hand_over(link, order, None)
+        else:
+            self._engine.read_ahead([order.sample_id])
+            try:
+                self._leaving[order.sample_id] = self._begin(order, link)
+            except OSError:  # no memory to copy to, or too many open files
+                self._hand_over(link, order, None)
+
+    def turn(self, step_seconds: float) -> None:
+        """At a step boundary: hand over what is ready, copy for a share of the time of a step."""
+        self.collect()
+        for sample_id, one in list(self._leaving.items()):
+            self._look_at(sample_id, one)
+        budget = max(LEAST_BYTES, int(COPY_SHARE * step_seconds * self._rate))
+        for sample_id, one in list(self._leaving.items()):
+            if budget <= 0:
+                return
+            if not one.caught_up:
+                budget -= self._guarded(sample_id, one, budget)
+
+    def forget(self) -> None:
+        """The rollout is over or was given up: nothing is copied any more."""
+        for _, _, own in self._unacknowledged.values():
+            if own is not None:
+                own.shipment.close()
+        self._unacknowledged.clear()
+        self.collect()
+        for sample_id in list(self._leaving):
+            self._give_up(sample_id)
+        for link in list(self._links.values()):
+            for copy in link.prompts.values():
+                self._discard(link, copy)
+            link.prompts.clear()
+        self._unreachable.clear()
+        self.departed, self.kept = [], []
+
+    def close(self) -> None:
+        """End all connections."""
+        self.forget()
+        for link in self._links.values():
+            link.outlet.close()
+        self._links.clear()
+
+    # Stage one
+
+    def _link(self, address: Address) -> _Link | None:
+        if address.name in self._unreachable:
+            return None
+        if address.name not in self._links:
+            try:
+                self._links[address.name] = _Link(address, Outlet(address, self._name))
+            except OSError:  # it has just died: the driver finds out by itself
+                self._unreachable.add(address.name)
+                return None
+        return self._links[address.name]
+
+    def _copying_pays(self, order: MigrationOrder) -> bool:
+        """Whether a token's KV is written and read in less time than it takes to compute it anew."""
+        return 2 * self.copy_seconds < order.prefill_seconds
+
+    def _begin(self, order: MigrationOrder, link: _Link) -> _Leaving:
+        request, settled = self._engine.request(order.sample_id), self._engine.settled(order.sample_id) or {}
+        prompt_tokens = len(request.prompt_tokens)
+        # Its whole length may come to be copied; memory that is not written costs nothing.
+        own = self._copy(link, self._engine.kv_layout(prompt_tokens + request.max_new_tokens))
+        # The last prompt token is a decode step's input, and the draft's newest entry may still be missing.
+        prompt_rows = {part: min(count, prompt_tokens - 2) for part, count in settled.items()}
+        prompt = None
+        if prompt_tokens > 2:
+            if request.group_id not in link.prompts:
+                link.prompts[request.group_id] = self._copy(link, self._engine.kv_layout(prompt_tokens - 2))
+            prompt = link.prompts[request.group_id]
+            own.copied |= prompt_rows
+        return _Leaving(order, link, own, prompt, prompt_rows, time.monotonic() + self._seconds)
+
+    def _copy(self, link: _Link, layout: Layout) -> _Copy:
+        number = next(self._numbers)
+        shared = link.address.machine == self._machine
+        shipment = SharedShipment(number, layout) if shared else StreamedShipment(number, layout, link.outlet)
+        return _Copy(shipment, dict.fromkeys(layout.parts, 0))
+
+    def _look_at(self, sample_id: str, one: _Leaving) -> None:
+        """Hand a sample over if it is ready; give up on one that ended or takes too long."""
+        if not self._engine.holds(sample_id) or time.monotonic() > one.deadline:
+            self._give_up(sample_id)
+        elif one.caught_up:
+            del self._leaving[sample_id]
+            self._hand_over(one.link, one.order, one)
+
+    def _guarded(self, sample_id: str, one: _Leaving, budget: int) -> int:
+        """Bytes copied; a destination that is gone gets no more samples."""
+        started = time.perf_counter()
+        try:
+            copied = self._copy_some(sample_id, one, budget)
+        except OSError:
+            self._lose(one.link)
+            return 0
+        if copied >= LEAST_BYTES:
+            rate = copied / (time.perf_counter() - started)
+            self._rate += 0.2 * (rate - self._rate)
+        return copied
+
+    def _copy_some(self, sample_id: str, one: _Leaving, budget: int) -> int:
+        settled = self._engine.settled(sample_id)
+        assert settled is not None, "a sample leaves its slot only when it ends or is sent away"
+        copied = 0
+        if one.prompt is not None:
+            copied += self._advance(sample_id, one.prompt, one.prompt_rows, budget)
+        copied += self._advance(sample_id, one.own, settled, budget - copied)
+        one.settled_bytes += copied
+        whole = one.prompt is None or _covers(one.prompt.copied, one.prompt_rows)
+        one.caught_up = whole and _covers(one.own.copied, settled)
+        return copied
+
+    def _advance(self, sample_id: str, copy: _Copy, until: dict[str, int], budget: int) -> int:
+        """Copy positions up to `until`, for about so many bytes; bytes copied."""
+        total = 0
+        for part, last in until.items():
+            first = copy.copied[part]
+            if first >= last or total >= budget:
+                continue
+            kv = self._engine.settled_kv(sample_id, part, first, last)
+            row = kv[:, :, :, :1].nbytes
+            rows = min(last - first, max(1, (budget - total) // row))
+            copy.shipment.write(part, first, kv[:, :, :, :rows])
+            copy.copied[part] = first + rows
+            total += rows * row
+        return total
+
+    # Stage two
+
+    def _hand_over(self, link: _Link, order: MigrationOrder, one: _Leaving | None) -> None:
+        sample_id, departed = order.sample_id, time.time()
+        settled = self._engine.settled(sample_id) if one else None
+        try:
+            delta = 0
+            if one and settled:
+                delta = self._advance(sample_id, one.own, settled, 1 << 62)
+            snapshot = self._engine.export_sample(sample_id, with_kv=False)
+        except OSError:
+            if one:
+                one.own.shipment.close()
+            self.kept.append(sample_id)
+            self._lose(link)
+            return
+        transfer = next(self._numbers)
+        self._unacknowledged[transfer] = (link, snapshot, one.own if one else None)
+        if one is None:
+            snapshot.draft = None
+        elif snapshot.draft is not None:
+            delta += snapshot.draft.features.nbytes
+        try:
+            link.outlet.send(self._arrival(transfer, order, snapshot, one, settled or {}, departed, delta))
+        except OSError:
+            self._lose(link)
+
+    def _arrival(
+        self,
+        transfer: int,
+        order: MigrationOrder,
+        snapshot: SampleSnapshot,
+        one: _Leaving | None,
+        rows: dict[str, int],
+        departed: float,
+        delta: int,
+    ) -> Arrival:
+        copies = [copy for copy in (one.own, one.prompt) if copy] if one else []
+        handles = {copy.shipment.number: handle for copy in copies if (handle := copy.shipment.handle)}
+        return Arrival(
+            transfer=transfer,
+            rollout=order.destination.rollout,
+            snapshot=snapshot,
+            staging=one.own.shipment.number if one else None,
+            rows=rows,
+            prompt=one.prompt.shipment.number if one and one.prompt else None,
+            prompt_rows=one.prompt_rows if one and one.prompt else {},
+            handles=handles,
+            departed=departed,
+            settled_bytes=one.settled_bytes if one else 0,
+            delta_bytes=delta,
+        )
+
+    def collect(self) -> None:
+        """Samples that destinations hold now, and those that a dead one will never have taken."""
+        for link in list(self._links.values()):
+            try:
+                self._read_acknowledgements(link)
+            except OSError:
+                self._lose(link)
+
+    def _read_acknowledgements(self, link: _Link) -> None:
+        for transfer in link.outlet.acknowledged():
+            if transfer not in self._unacknowledged:
+                continue  # of a rollout that was given up
+            _, snapshot, own = self._unacknowledged.pop(transfer)
+            self.departed.append(snapshot.request.sample_id)
+            if own is not None:
+                own.shipment.close()
+
+    def _lose(self, link: _Link) -> None:
+        """A destination is gone: its samples stay, those not acknowledged come back and are prefilled again."""
+        self._links.pop(link.address.name, None)
+        with contextlib.suppress(OSError):
+            self._read_acknowledgements(link)  # what came before the end still counts
+        link.outlet.close()
+        for sample_id, one in list(self._leaving.items()):
+            if one.link is link:
+                self._give_up(sample_id)
+        for transfer, (other, snapshot, own) in list(self._unacknowledged.items()):
+            if other is link:
+                del self._unacknowledged[transfer]
+                if own is not None:
+                    own.shipment.close()
+                snapshot.draft = None
+                if not self._engine.holds(snapshot.request.sample_id):
+                    self._engine.import_sample(snapshot)
+                self.kept.append(snapshot.request.sample_id)
+        for copy in link.prompts.values():
+            copy.shipment.close()
+
+    def _give_up(self, sample_id: str) -> None:
+        one = self._leaving.pop(sample_id)
+        self._discard(one.link, one.own)
+        self.kept.append(sample_id)
+
+    def _discard(self, link: _Link, copy: _Copy) -> None:
+        """Free memory here and there."""
+        copy.shipment.close()
+        with contextlib.suppress(OSError):  # a destination that is gone has no memory either
+            link.outlet.send(Dropped(copy.shipment.number))
+
+
+def _covers(copied: dict[str, int], wanted: dict[str, int]) -> bool:
+    return all(copied[part] >= count for part, count in wanted.items())

@@ -1,0 +1,94 @@
+"""Where copied KV lies between two engines: memory that both can open, or memory of the receiver, fed by messages."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from typing import NamedTuple
+
+import torch
+
+from rlhfspec_mega.errors import RunError
+
+
+class Layout(NamedTuple):
+    """Shapes [layers, 2, kv_heads, positions, head_dim] by part ("target", "draft"), and the dtype's name.
+
+    The order of a cache's own dimensions: a part is copied in runs of positions x head_dim.
+    """
+
+    dtype: str
+    parts: dict[str, tuple[int, int, int, int, int]]
+
+    @property
+    def bytes(self) -> int:
+        return sum(math.prod(shape) for shape in self.parts.values()) * getattr(torch, self.dtype).itemsize
+
+    def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The parts in flat uint8 memory."""
+        values, found = memory.view(getattr(torch, self.dtype)), {}
+        for name, shape in self.parts.items():
+            size = math.prod(shape)
+            found[name], values = values[:size].view(shape), values[size:]
+        return found
+
+
+class Handle(NamedTuple):
+    """Shared memory as another process finds it."""
+
+    pid: int
+    descriptor: int
+    layout: Layout
+
+
+class Staging:
+    """KV on its way.
+
+    Attributes:
+        parts: tensors by name, filled from position 0 on.
+        handle: for the other process; None for private memory.
+    """
+
+    def __init__(self, layout: Layout, memory: torch.Tensor, handle: Handle | None = None) -> None:
+        self.parts, self.handle = layout.views(memory), handle
+
+    @classmethod
+    def private(cls, layout: Layout) -> Staging:
+        """Memory of this process alone."""
+        return cls(layout, torch.empty(layout.bytes, dtype=torch.uint8))
+
+    @classmethod
+    def shared(cls, layout: Layout) -> Staging:
+        """Anonymous shared memory (memfd); pages that are never written take no memory. Raises OSError."""
+        descriptor = os.memfd_create("rlhfspec_mega.migration")
+        try:
+            os.ftruncate(descriptor, max(layout.bytes, 1))
+            return cls(layout, _mapped(descriptor, layout), Handle(os.getpid(), descriptor, layout))
+        except OSError:
+            os.close(descriptor)
+            raise
+
+    @classmethod
+    def opened(cls, handle: Handle) -> Staging:
+        """The memory of another process, which must not have closed it yet. Raises RunError."""
+        try:
+            descriptor = os.open(f"/proc/{handle.pid}/fd/{handle.descriptor}", os.O_RDWR)
+        except OSError as error:
+            raise RunError(f"The KV of a migrating sample cannot be opened: {error.strerror}.") from None
+        try:
+            return cls(handle.layout, _mapped(descriptor, handle.layout))
+        except (OSError, ValueError) as error:
+            raise RunError(f"The KV of a migrating sample cannot be mapped: {error}.") from None
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Give the memory back once the other process has let go of it, too. For the process that made it, once."""
+        self.parts = {}
+        if self.handle is not None:
+            os.close(self.handle.descriptor)
+
+
+def _mapped(descriptor: int, layout: Layout) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(descriptor, max(layout.bytes, 1)), dtype=torch.uint8, count=layout.bytes)

@@ -1,0 +1,216 @@
+"""Messages between engines: one listening socket per engine, one connection per pair, frames in order."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import pickle
+import queue
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_FRAME = struct.Struct("<QQ")  # bytes of the pickled message, and of the payload behind it
+_KEY_BYTES = 32
+_NAME_BYTES = 64
+_ACKNOWLEDGED = struct.Struct("<Q")
+_SEND_SECONDS = 10.0  # a receiver reads in a thread of its own: one that takes nothing for so long is stuck
+
+
+class Address(NamedTuple):
+    """Where an engine listens.
+
+    Attributes:
+        name: of the engine process, unlike any other's.
+        machine: processes with the same can open each other's memory.
+        rollout: number of the rollout that it takes samples of: what was sent in an earlier one is left aside.
+    """
+
+    host: str
+    port: int
+    key: bytes
+    name: str
+    machine: str
+    rollout: int = 0
+
+
+class Received(NamedTuple):
+    """A message of the engine `source`; None when its connection has ended: nothing more comes from it."""
+
+    source: str
+    message: Any
+    payload: bytearray
+
+
+def this_machine() -> str:
+    """Names the set of processes whose /proc/<pid>/fd this one can open: a boot of a host and a PID namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+class Inbox:
+    """The listening end: connections are accepted and read by threads, so that no sender waits for a decode step.
+
+    Args:
+        host: address of this machine at which the other engines reach it; it listens there only.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._listener = socket.create_server((host, 0))
+        port = self._listener.getsockname()[1]
+        name = secrets.token_hex(16)
+        self.address = Address(host, port, secrets.token_bytes(_KEY_BYTES), name, this_machine())
+        self._received: queue.SimpleQueue[Received] = queue.SimpleQueue()
+        self._accepted: set[socket.socket] = set()  # these, until they end
+        self._connections: dict[str, socket.socket] = {}  # and these have said whose they are
+        self._refused: set[str] = set()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._accept, daemon=True, name="migration-inbox").start()
+
+    def take(self, seconds: float = 0.0) -> list[Received]:
+        """What has come, in order; waits up to `seconds` for the first."""
+        found: list[Received] = []
+        with contextlib.suppress(queue.Empty):
+            found.append(self._received.get(timeout=seconds) if seconds > 0 else self._received.get_nowait())
+            while True:
+                found.append(self._received.get_nowait())
+        return [one for one in found if one.source not in self._refused or one.message is None]
+
+    def acknowledge(self, source: str, transfer: int) -> bool:
+        """Tell a source that its sample is held here now; whether the source could still be told."""
+        with self._lock:
+            connection = self._connections.get(source)
+        if connection is None:
+            return False
+        try:
+            connection.sendall(_ACKNOWLEDGED.pack(transfer))
+        except OSError:
+            return False
+        return True
+
+    def cut(self, source: str, seconds: float) -> list[Received]:
+        """All that a dead source has still sent; nothing of it is taken afterwards.
+
+        Waits for the end of its connection, which the kernel delivers after its last message, up to `seconds`.
+        """
+        found, end = [], time.monotonic() + seconds
+        while self._is_open(source) and time.monotonic() < end:
+            found += self.take(0.01)
+        found += self.take()
+        self._refused.add(source)
+        return found
+
+    def close(self) -> None:
+        """Stop listening and end all connections."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
+        self._listener.close()
+        with self._lock:
+            accepted, self._accepted = self._accepted, set()
+        for connection in accepted:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _is_open(self, source: str) -> bool:
+        with self._lock:
+            return source in self._connections
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with self._lock:
+                self._accepted.add(connection)
+            threading.Thread(target=self._read, args=(connection,), daemon=True, name="migration-reader").start()
+
+    def _read(self, connection: socket.socket) -> None:
+        source = ""
+        with contextlib.suppress(OSError, EOFError), connection:
+            _keep_alive(connection)
+            connection.settimeout(_SEND_SECONDS)
+            hello = _exactly(connection, _KEY_BYTES + _NAME_BYTES)
+            if not hmac.compare_digest(hello[:_KEY_BYTES], self.address.key):
+                return
+            source = hello[_KEY_BYTES:].rstrip(b"\0").decode("ascii")
+            connection.settimeout(None)
+            with self._lock:
+                self._connections[source] = connection
+            while True:
+                sizes = _FRAME.unpack(_exactly(connection, _FRAME.size))
+                message, payload = (_exactly(connection, size) for size in sizes)
+                self._received.put(Received(source, pickle.loads(message), payload))
+        with self._lock:
+            self._accepted.discard(connection)
+            last = self._connections.get(source) is connection  # the source may have connected anew
+            if last:
+                del self._connections[source]
+        if last:
+            self._received.put(Received(source, None, bytearray()))
+
+
+class Outlet:
+    """The sending end of a connection to another engine. Raises OSError where that is gone or takes nothing."""
+
+    def __init__(self, address: Address, own_name: str) -> None:
+        self._socket = socket.create_connection((address.host, address.port), timeout=_SEND_SECONDS)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _keep_alive(self._socket)
+        self._socket.sendall(address.key + own_name.encode("ascii").ljust(_NAME_BYTES, b"\0"))
+        self._answers = bytearray()
+
+    def send(self, message: Any, payload: memoryview | bytes = b"") -> None:
+        """One frame. After an error part of it may have gone out: the connection is then of no further use."""
+        pickled = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        self._socket.settimeout(_SEND_SECONDS)
+        self._socket.sendall(_FRAME.pack(len(pickled), len(payload)) + pickled)
+        if len(payload):
+            self._socket.sendall(payload)
+
+    def acknowledged(self) -> Sequence[int]:
+        """Transfers that the other engine has taken since the last call. Raises OSError once it is gone."""
+        self._socket.setblocking(False)
+        while True:
+            try:
+                part = self._socket.recv(4096)
+            except BlockingIOError:
+                break
+            except OSError:
+                part = b""
+            if not part:
+                if len(self._answers) >= _ACKNOWLEDGED.size:
+                    break  # hand these over first; the next call meets the end again
+                raise ConnectionError("the other engine has closed its end")
+            self._answers += part
+        whole = len(self._answers) // _ACKNOWLEDGED.size * _ACKNOWLEDGED.size
+        found = [number for (number,) in _ACKNOWLEDGED.iter_unpack(bytes(self._answers[:whole]))]
+        del self._answers[:whole]
+        return found
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Notice within some 20 s that the other machine is gone, which otherwise says nothing at all."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 20_000)):
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _exactly(connection: socket.socket, size: int) -> bytearray:
+    """So many bytes. Raises EOFError at the end of the connection."""
+    found = bytearray(size)
+    view = memoryview(found)
+    while view:
+        count = connection.recv_into(view)
+        if not count:
+            raise EOFError
+        view = view[count:]
+    return found

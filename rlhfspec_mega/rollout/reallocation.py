@@ -1,0 +1,169 @@
+"""Moves samples between engines while a rollout runs: shows a policy the rollout, and carries out what it decides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhfspec_mega.planning.lengths import LengthPredictor
+from rlhfspec_mega.planning.rollout_state import EngineState, MigrationCost, RolloutPolicy, RolloutState
+from rlhfspec_mega.rollout.assignment import Assignment
+from rlhfspec_mega.rollout.migration.messages import Meeting, MigrationOrder, Orders
+from rlhfspec_mega.types import GenerationRequest, GenerationResult, Landing, MigrationEvent
+
+FIRST_DOWNTIME = 0.02  # seconds, until it is measured
+NEWEST = 0.1  # weight of the newest migration in the usual downtime
+
+
+@dataclass
+class ScoringWork:
+    """What the reference has still to read of a rollout's samples, ended or not.
+
+    Attributes:
+        tokens: of prompts and responses.
+        seconds_per_token: on one device; 0 until it is known, or if nothing is scored.
+    """
+
+    tokens: int = 0
+    seconds_per_token: float = 0.0
+
+    def seconds(self) -> float:
+        """On one device."""
+        return self.tokens * self.seconds_per_token
+
+
+class Reallocation:
+    """The driver's side of sample reallocation in one rollout after another.
+
+    Args:
+        plan_seconds: between two plans, at least.
+        learn_cost: is told what migrations have cost lately.
+
+    Attributes:
+        scoring: what is to be done by engines that are freed; the policy reads it.
+    """
+
+    def __init__(
+        self,
+        policy: RolloutPolicy,
+        lengths: LengthPredictor,
+        plan_seconds: float,
+        scoring: ScoringWork | None = None,
+        learn_cost: Callable[[MigrationCost], None] = lambda cost: None,
+    ) -> None:
+        self._policy, self._lengths, self._plan_seconds = policy, lengths, plan_seconds
+        self.scoring, self._learn_cost = scoring or ScoringWork(), learn_cost
+        self._downtime = FIRST_DOWNTIME
+
+    def begin(self, requests: Sequence[GenerationRequest], meetings: Mapping[int, Meeting]) -> None:
+        """A rollout begins, of these samples, on engines that have told about themselves."""
+        groups = list(dict.fromkeys(request.group_id for request in requests))
+        numbers = {group: number for number, group in enumerate(groups)}
+        prompts: dict[str, str] = {request.group_id: str(hash(request.prompt_tokens)) for request in requests}
+        self._group = {request.sample_id: numbers[request.group_id] for request in requests}
+        self._lengths.begin([prompts[group] for group in groups])
+        self._policy.begin()
+        self._meetings = dict(meetings)
+        self._names = {meeting.address.name: rank for rank, meeting in meetings.items()}
+        self._orders: dict[int, list[MigrationOrder]] = {}
+        self._begun = self._planned = time.monotonic()
+        copying = [meeting.copy_seconds for meeting in meetings.values()]
+        self._learn_cost(MigrationCost(self._downtime, sum(copying) / max(len(copying), 1)))
+
+    def orders(self, rank: int, work: Assignment) -> Orders | None:
+        """What to ask of an engine with the samples it is given now; None for one that came later."""
+        if rank not in self._meetings:
+            return None
+        dead = set(work.travels.open_sources(rank))
+        return Orders(
+            moves=[order for order in self._orders.pop(rank, []) if order.sample_id not in work.results],
+            cut=[name for name, source in self._names.items() if source in dead],
+            expects=work.travels.leads_to(rank),
+        )
+
+    def note(
+        self, rank: int, finished: Sequence[GenerationResult], landings: Sequence[Landing]
+    ) -> list[MigrationEvent]:
+        """File results that count and samples that landed on an engine; the migrations to it."""
+        for result in finished:
+            self._lengths.finished(self._group[result.sample_id], len(result.tokens))
+        events = [
+            MigrationEvent(
+                landing.sample_id,
+                self._names[landing.source],
+                rank,
+                landing.departed,
+                landing.arrived,
+                landing.settled_bytes,
+                landing.delta_bytes,
+            )
+            for landing in landings
+        ]
+        for event in events:
+            if event.settled_bytes:  # others wait as they would have waited at the source
+                self._downtime += NEWEST * (max(event.downtime, 0.0) - self._downtime)
+        return events
+
+    def lose(self, rank: int) -> None:
+        """An engine died."""
+        self._meetings.pop(rank, None)
+        self._orders.pop(rank, None)
+
+    def plan(self, work: Assignment, serving: Iterable[int], unscored_tokens: int | None) -> None:
+        """Let the policy decide, if that is due; orders go out with the next calls of the sources.
+
+        Args:
+            unscored_tokens: of samples that have ended and were not scored; None if nothing is to be scored.
+        """
+        now = time.monotonic()
+        if now - self._planned < self._plan_seconds:
+            return
+        self._planned = now
+        ranks = [rank for rank in serving if rank in self._meetings]
+        state = self._state(work, ranks, now - self._begun)
+        if not state.ids or len(ranks) < 2:
+            return
+        unfinished = int((state.lengths + state.remaining).sum())
+        self.scoring.tokens = 0 if unscored_tokens is None else unscored_tokens + unfinished
+        plan = self._policy.plan(state)
+        for move in plan.moves:
+            sample_id, destination = state.ids[move.sample], ranks[move.destination]
+            source, meeting = ranks[state.at[move.sample]], self._meetings[destination]
+            work.travels.order(sample_id, source, destination)
+            self._orders.setdefault(source, []).append(
+                MigrationOrder(sample_id, meeting.address, meeting.prefill_seconds)
+            )
+
+    def end(self) -> None:
+        """The rollout is over."""
+        self._lengths.end()
+
+    def _state(self, work: Assignment, ranks: Sequence[int], now: float) -> RolloutState:
+        index = {rank: number for number, rank in enumerate(ranks)}
+        held = {i: index[rank] for i, rank in work.owners().items() if rank in index}
+        ids = tuple(held)
+        known = [work.known[sample_id] for sample_id in ids]
+        generated = np.array([len(sample.tokens) for sample in known], np.int64)
+        prompts = np.array([len(sample.request.prompt_tokens) for sample in known], np.int64)
+        groups = np.array([self._group[sample_id] for sample_id in ids], np.int64)
+        engines = tuple(
+            EngineState(rank, meeting.slots, meeting.kv_tokens, meeting.throughput)
+            for rank in ranks
+            for meeting in [self._meetings[rank]]
+        )
+        going = {sample_id: work.travels.destination(sample_id) for sample_id in ids}
+        at = [held[i] if (rank := going[i]) is None else index.get(rank, held[i]) for i in ids]
+        return RolloutState(
+            now=now,
+            engines=engines,
+            ids=ids,
+            at=np.array(at, np.int64),
+            groups=groups,
+            generated=generated,
+            lengths=prompts + generated,
+            remaining=self._lengths.predict(groups, generated),
+            movable=np.array([i not in work.travels for i in ids], np.bool_),
+        )

@@ -1,0 +1,243 @@
+"""Samples that move between real engines while they decode: the same tokens, each sample once, whatever dies."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfspec_mega.planning.lengths import LengthPredictor
+from rlhfspec_mega.planning.rollout_state import Move, Plan, RolloutState
+from rlhfspec_mega.rollout.migration import departures
+from rlhfspec_mega.rollout.migration.messages import MigrationOrder, Orders
+from rlhfspec_mega.rollout.protocol import SampleSnapshot
+from rlhfspec_mega.rollout.reallocation import Reallocation
+from rlhfspec_mega.types import EngineReport, GenerationRequest, GenerationResult
+from rlhfspec_mega.workers.engine import TorchEngineWorker
+from tests.engine_pool import Pool, generate, make_engine, request
+from tests.near_tie import assert_same
+from tests.random_trees import RandomTrees
+from tests.unit import test_losslessness as drafting
+
+
+class RandomMoves:
+    """Implements `RolloutPolicy`: moves samples for no reason at all."""
+
+    def __init__(self, seed: int, share: float) -> None:
+        self._draws, self._share = random.Random(seed), share
+        self.moves = 0
+
+    def begin(self) -> None:
+        pass
+
+    def plan(self, state: RolloutState) -> Plan:
+        moves = []
+        for sample in range(len(state.ids)):
+            others = [index for index in range(len(state.engines)) if index != state.at[sample]]
+            if state.movable[sample] and self._draws.random() < self._share:
+                moves.append(Move(sample, self._draws.choice(others)))
+        self.moves += len(moves)
+        return Plan(tuple(moves))
+
+
+ENGINES = [make_engine() for _ in range(3)]
+
+
+@pytest.fixture(autouse=True, params=["shared memory", "stream"])
+def link(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Engines of one machine, and engines that take each other for ones of another."""
+    if request.param == "stream":
+        monkeypatch.setattr(departures, "this_machine", lambda: "another")
+    for engine in ENGINES:
+        engine.leave()
+    return str(request.param)
+
+
+def moving(seed: int, share: float = 0.3) -> Reallocation:
+    return Reallocation(RandomMoves(seed, share), LengthPredictor(limit=16), plan_seconds=0.0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(2, 3),
+    st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    st.dictionaries(st.integers(3, 80), st.booleans(), max_size=4),
+    st.integers(0, 2**16),
+    st.sampled_from([0.0, 0.002]),
+)
+def test_every_sample_comes_back_once_with_its_own_tokens(
+    engines: int, groups: list[int], deaths: dict[int, bool], seed: int, poll: float
+) -> None:
+    requests = [
+        replace(request(group, member), ignore_stop=True, max_new_tokens=3 + (5 * group + 3 * member) % 11)
+        for group, size in enumerate(groups)
+        for member in range(size)
+    ]
+    for engine in ENGINES:
+        engine.clear()  # what a failed example left
+    quiet = generate(Pool(ENGINES[:engines]), requests)
+    results = generate(Pool(ENGINES[:engines], deaths), requests, poll=poll, reallocation=moving(seed))
+    assert results.keys() == quiet.keys()
+    for sample_id, result in results.items():
+        assert result.tokens == quiet[sample_id].tokens
+    assert all(engine.load().running == engine.load().waiting == 0 for engine in ENGINES)
+
+
+class Drafting(TorchEngineWorker):
+    """The engines of the losslessness tests, with a worker's part in migrations."""
+
+    def __init__(self) -> None:
+        shape, policy = drafting.SHAPE, RandomTrees(7)
+        drafting.TorchEngine.__init__(
+            self,
+            shape,
+            slots=24,
+            max_positions=140,
+            prefill_chunk=64,
+            dtype=torch.float32,
+            device="cpu",
+            draft=drafting.draft_shape(shape),
+            policy=policy,
+        )
+        drafting.send_weights(self, drafting.WEIGHTS, piece=10**6)
+        drafting.send_draft(self, drafting.draft_weights(drafting.draft_shape(shape)))
+        self._brain = self.migration = self._plain_cost = None
+
+    def end_update(self, version: int) -> None:
+        drafting.TorchEngine.end_update(self, version)
+
+    def _pace(self, temperature: float) -> Any:
+        return ENGINES[0]._pace(temperature)
+
+
+def test_many_migrations_under_drafting_change_no_token(link: str) -> None:
+    """500 samples of 60 tokens, each moved several times, to and fro, while others are."""
+    count = 500 if link == "shared memory" else 60
+    requests = [replace(drafting.request(number), max_new_tokens=60) for number in range(count)]
+    requests = [replace(r, sample_id=f"{n}.0", group_id=str(n // 4)) for n, r in enumerate(requests)]
+    requests = [replace(r, prompt_tokens=requests[n // 4 * 4].prompt_tokens) for n, r in enumerate(requests)]
+    policy = RandomMoves(3, 0.2)
+    reallocation = Reallocation(policy, LengthPredictor(limit=60), plan_seconds=0.0)
+    found = generate(Pool([Drafting(), Drafting(), Drafting()]), requests, reallocation=reallocation)
+    plain = drafting.make_engine(32, None)
+    plain.submit(requests)
+    assert_same(drafting.finish(plain), found, requests, drafting.make_judge(drafting.SHAPE, drafting.WEIGHTS))
+    assert policy.moves > 2 * len(requests)
+
+
+# Two engines by hand
+
+
+def begin(count: int, tokens: int = 14) -> tuple[TorchEngineWorker, TorchEngineWorker, list[GenerationRequest]]:
+    """Two engines, the first of which decodes some samples of one group."""
+    for engine in ENGINES[:2]:
+        engine.clear()
+    first, second = ENGINES[:2]
+    requests = [replace(request(3, member), ignore_stop=True, max_new_tokens=tokens) for member in range(count)]
+    first.meet(1.0), second.meet(1.0)
+    first.advance([SampleSnapshot(one, [], [], []) for one in requests], 0.0, Orders())
+    return first, second, requests
+
+
+def order(destination: TorchEngineWorker, *samples: GenerationRequest) -> Orders:
+    assert destination.migration is not None
+    return Orders([MigrationOrder(one.sample_id, destination.migration.address) for one in samples])
+
+
+def advance(engine: TorchEngineWorker, until: Any, orders: Orders | None = None) -> list[EngineReport]:
+    """Reports until one satisfies a condition."""
+    reports, end = [engine.advance([], 0.0, orders or Orders())], time.monotonic() + 10
+    while not until(reports[-1]):
+        assert time.monotonic() < end
+        reports.append(engine.advance([], 0.0, Orders()))
+    return reports
+
+
+def alone(requests: Sequence[GenerationRequest]) -> dict[str, GenerationResult]:
+    engine, found = ENGINES[2], dict[str, GenerationResult]()
+    engine.clear()
+    engine.submit(requests)
+    while not engine.idle:
+        found |= {result.sample_id: result for result in engine.poll(1.0)}
+    return found
+
+
+def test_the_source_decodes_on_and_a_sample_is_whole_where_it_lands() -> None:
+    first, second, requests = begin(2)
+    arrived = None
+    report = first.advance([], 0.0, order(second, requests[0]))
+    assert report.unfinished == 2 and [gain.sample_id for gain in report.progress] == ["3.0", "3.1"]
+    for _ in range(200):
+        first.advance([], 0.0, Orders())
+        arrived = arrived or next(iter(second.advance([], 0.0, Orders()).migration.arrived), None)
+        if arrived:
+            break
+    assert arrived is not None and arrived.sample_id == "3.0"
+    assert arrived.tokens == alone(requests)["3.0"].tokens[: len(arrived.tokens)]
+    landing = advance(second, lambda report: report.finished or report.migration.landings)
+    assert sum(len(report.migration.landings) for report in landing) <= 1
+    (left,) = advance(first, lambda report: report.migration.departed)[-1].migration.departed
+    assert left == "3.0" and first.load().running == 1
+
+
+def test_a_sample_that_ends_while_it_is_copied_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(departures, "LEAST_BYTES", 1)  # copying takes longer than the sample lasts
+    monkeypatch.setattr(departures, "COPY_SHARE", 0.0)
+    first, second, requests = begin(1, tokens=3)
+    reports = [first.advance([], 0.0, order(second, requests[0]))]
+    reports += advance(first, lambda report: report.migration.kept)
+    assert [result.sample_id for report in reports for result in report.finished] == ["3.0"]
+    assert second.advance([], 0.0, Orders()).unfinished == 0
+
+
+def test_a_destination_that_dies_before_it_acknowledges_gives_the_sample_back() -> None:
+    first, second, requests = begin(2)
+    first.advance([], 0.0, order(second, *requests))
+    while not first.migration.undecided:  # sent, and nobody takes them
+        first.advance([], 0.0, Orders())
+    second.clear(), second.leave()
+    reports = advance(first, lambda report: report.unfinished == 0)
+    results = {result.sample_id: result for report in reports for result in report.finished}
+    expected = alone(requests)
+    assert {name: result.tokens for name, result in results.items()} == {n: r.tokens for n, r in expected.items()}
+    assert sorted(name for report in reports for name in report.migration.kept) == ["3.0", "3.1"]
+
+
+def test_what_a_rollout_that_was_given_up_still_sends_is_left_aside() -> None:
+    first, second, requests = begin(1)
+    first.advance([], 0.0, order(second, requests[0]))
+    while not first.migration.undecided:
+        first.advance([], 0.0, Orders())
+    second.meet(1.0)  # a new rollout, before the message was looked at
+    time.sleep(0.05)
+    assert second.advance([], 0.0, Orders()).unfinished == 0
+
+
+def test_a_late_order_comes_to_nothing() -> None:
+    first, second, requests = begin(1)
+    report = first.advance([], 0.0, Orders([MigrationOrder("unknown", second.migration.address)]))
+    assert report.migration.kept == ["unknown"] and report.unfinished == 1
+    first.migration._departures._seconds = 0.0
+    reports = [first.advance([], 0.0, order(second, requests[0]))]
+    reports += advance(first, lambda report: report.finished)
+    first.migration._departures._seconds = 30.0
+    assert [name for report in reports for name in report.migration.kept] == ["3.0"]
+
+
+def test_prefilling_again_is_chosen_where_it_is_cheaper() -> None:
+    first, second, requests = begin(1)
+    orders = order(second, requests[0])
+    orders.moves = [orders.moves[0]._replace(prefill_seconds=0.0)]
+    first.advance([], 0.0, orders)
+    reports = [second.advance([], 0.02, Orders(expects=True)) for _ in range(100)]
+    landings = [landing for report in reports for landing in report.migration.landings]
+    assert [(one.settled_bytes, one.delta_bytes) for one in landings] == [(0, 0)]
+    tokens = [result.tokens for report in reports for result in report.finished]
+    assert tokens == [alone(requests)["3.0"].tokens]
