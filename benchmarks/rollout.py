@@ -1,0 +1,197 @@
+"""Long-tail rollouts on two real engines: makespan of static assignment, queue dispatch, reallocation, and with fusion.
+
+    python -m benchmarks.rollout [--quick] [--pairs 15]
+
+Two engine processes with a core each decode samples of forced lengths (chat and reasoning laws, scaled), from an even
+and from a skewed start (all long samples on one engine), and score them with the reference; mechanisms are interleaved,
+with other prompts, noise and lengths in every repeat. Ratios are times of a baseline over those of a mechanism: above
+1, the mechanism is quicker. Lengths are predicted from what ended before, as in a run. Prints tables; the last line is
+one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.migration_cost import described, measure_migrations, source_rate
+from benchmarks.paired import Interval, interleaved, ratio_interval
+from benchmarks.rollout_fleet import MECHANISMS, Fleet, Outcome
+from benchmarks.samples import Target, load_target, word_prompts, words_target
+from rlhfspec_mega.sampling.noise import sample_seed
+from rlhfspec_mega.simulate.workload import LENGTH_LAWS, draw_workload
+from rlhfspec_mega.types import GenerationRequest
+
+RESULTS = Path(__file__).parent / "results"
+SAMPLES, MEMBERS, LONGEST, PROMPT = 32, 4, 320, 120
+SCALES = {"chat": 0.35, "reasoning": 0.03}
+STARTS = ("even", "skewed")
+STATIC, QUEUE, MOVING, FUSED = MECHANISMS
+
+
+def requests_of(law: str, start: str, repeat: int, prompts: list[tuple[int, ...]], eos: int) -> list[GenerationRequest]:
+    """A rollout's samples, in the order in which whole groups are dealt to the two engines in turn.
+
+    Skewed: lengths are sorted into groups, and every other group, for the first engine, is one of the long half.
+    """
+    workload = draw_workload(LENGTH_LAWS[law].scaled(SCALES[law]), SAMPLES, MEMBERS, seed=1000 + repeat)
+    lengths = np.minimum(workload.lengths, LONGEST)
+    groups = lengths.reshape(-1, MEMBERS)
+    if start == "skewed":
+        groups = np.sort(lengths)[::-1].reshape(-1, MEMBERS)
+        half = len(groups) // 2
+        groups = np.stack((groups[:half], groups[half:]), axis=1).reshape(-1, MEMBERS)
+    chosen = np.random.default_rng(repeat).permutation(len(prompts))
+    return [
+        GenerationRequest(
+            sample_id=f"{repeat}.{law}.{start}.{group}.{member}",
+            group_id=f"{repeat}.{law}.{start}.{group}",
+            prompt_tokens=prompts[chosen[group]],
+            seed=sample_seed(31, repeat, group, member),
+            max_new_tokens=int(length),
+            stop_tokens=(eos,),
+            ignore_stop=True,
+        )
+        for group, members in enumerate(groups)
+        for member, length in enumerate(members)
+    ]
+
+
+def compare(fleet: Fleet, law: str, start: str, pairs: int, prompts: list[tuple[int, ...]], eos: int) -> dict[str, Any]:
+    """Outcomes of every mechanism, one per repeat."""
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in MECHANISMS}
+    runs = dict.fromkeys(MECHANISMS, 0)
+
+    def once(mechanism: str) -> float:
+        repeat, runs[mechanism] = runs[mechanism], runs[mechanism] + 1
+        outcome = fleet.run(mechanism, requests_of(law, start, repeat, prompts, eos))
+        outcomes[mechanism].append(outcome)
+        return outcome.rollout
+
+    interleaved({name: (lambda name=name: once(name)) for name in MECHANISMS}, pairs)
+    judged = {name: found[1:] for name, found in outcomes.items()}  # the first is the warm-up
+    return {
+        "law": law,
+        "start": start,
+        "outcomes": {name: [asdict(outcome) for outcome in found] for name, found in judged.items()},
+        "rollout": {name: asdict(_over(judged, STATIC, name, "rollout")) for name in MECHANISMS[1:]},
+        "total": {name: asdict(_over(judged, STATIC, name, "total")) for name in MECHANISMS[1:]},
+        "vs_queue": asdict(_over(judged, QUEUE, MOVING, "rollout")),
+        "fusion": asdict(_over(judged, MOVING, FUSED, "total")),
+        "scoring_share": statistics.median(1 - one.rollout / one.total for one in judged[MOVING]),
+        "fused_share": statistics.median(
+            one.tail.fused_seconds / max(one.score_seconds, 1e-9) for one in judged[FUSED]
+        ),
+    }
+
+
+def _over(found: dict[str, list[Outcome]], baseline: str, mechanism: str, what: str) -> Interval:
+    times = {name: [getattr(outcome, what) for outcome in found[name]] for name in (baseline, mechanism)}
+    return ratio_interval(times[baseline], times[mechanism])
+
+
+def run(model: str, pairs: int, rounds: int, long: int) -> dict[str, Any]:
+    """All figures."""
+    started = time.monotonic()
+    target = load_target(words_target(model))
+    prompts = [prompt[-PROMPT:] for prompt in word_prompts(64, target.tokenizer, "eval")]
+    eos, found = target.tokenizer.eos_token_id, []
+    with Fleet(target, max(LONGEST, long), PROMPT) as fleet:
+        for law in SCALES:
+            for start in STARTS:
+                found.append(compare(fleet, law, start, pairs, prompts, eos))
+                print_scenario(found[-1], time.monotonic() - started)
+        migrations = described(measure_migrations(fleet, _long(target, prompts, 4, long), rounds))
+        rates = source_rate(fleet, _long(target, prompts, 6, long), steps=60, repeats=5)
+    return {
+        "scenarios": found,
+        "migrations": migrations,
+        "source_rate": rates,
+        "conditions": {
+            "model": model,
+            "pairs": pairs,
+            "samples": SAMPLES,
+            "cores": os.cpu_count(),
+            "torch": torch.__version__,
+            "longest_migrated": long,
+            "seconds": time.monotonic() - started,
+        },
+    }
+
+
+def _long(target: Target, prompts: list[tuple[int, ...]], count: int, tokens: int) -> list[GenerationRequest]:
+    eos = target.tokenizer.eos_token_id
+    return [
+        GenerationRequest(f"long.{i}", f"long.{i}", prompts[i], 7 + i, tokens, stop_tokens=(eos,), ignore_stop=True)
+        for i in range(count)
+    ]
+
+
+def print_scenario(found: dict[str, Any], seconds: float) -> None:
+    """One line per mechanism: seconds, and how much quicker than static."""
+    print(f"{found['law']} lengths, {found['start']} start ({seconds:.0f} s)", flush=True)
+    for name in MECHANISMS:
+        outcomes = found["outcomes"][name]
+        rollout, total = (statistics.median(one[what] for one in outcomes) for what in ("rollout", "total"))
+        moved = statistics.median(one["tail"]["migrations"] for one in outcomes)
+        line = f"  {name:<22} rollout {rollout:6.2f} s  with scoring {total:6.2f} s  moved {moved:4.0f}"
+        if name != STATIC:
+            line += f"  static is {Interval(**found['rollout'][name])} / {Interval(**found['total'][name])} of it"
+        print(line, flush=True)
+
+
+def summarize(found: dict[str, Any]) -> dict[str, float]:
+    """Headline figures; geometric means over the laws, but of even starts the worse law."""
+    by = {(entry["law"], entry["start"]): entry for entry in found["scenarios"]}
+
+    def mean(start: str, *keys: str) -> float:
+        values = []
+        for law in SCALES:
+            value: Any = by[law, start]
+            for key in keys:
+                value = value[key]
+            values.append(value["value"])
+        return statistics.geometric_mean(values)
+
+    summary = {
+        "skewed_vs_static": mean("skewed", "rollout", MOVING),
+        "even_vs_static": min(by[law, "even"]["rollout"][MOVING]["value"] for law in SCALES),
+        "even_vs_static_low": min(by[law, "even"]["rollout"][MOVING]["low"] for law in SCALES),
+        "vs_queue": statistics.geometric_mean([mean(start, "vs_queue") for start in STARTS]),
+        "fusion_gain": statistics.geometric_mean([mean(start, "fusion") for start in STARTS]),
+        "scoring_share": statistics.mean(entry["scoring_share"] for entry in found["scenarios"]),
+        "fused_share": statistics.mean(entry["fused_share"] for entry in found["scenarios"]),
+        "downtime_steps_median": found["migrations"]["downtime_steps_median"],
+        "delta_bytes_share": found["migrations"]["delta_bytes_share"],
+        "source_rate_during_copy": statistics.median(found["source_rate"]),
+    }
+    return {name: round(float(value), 4) for name, value in summary.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the tiny model and few repeats")
+    parser.add_argument("--pairs", type=int, help="repeats of every mechanism; 15, or 3 for --quick")
+    parser.add_argument("--out", type=Path, help="JSON with all figures")
+    arguments = parser.parse_args()
+    model, pairs = ("tiny", 3) if arguments.quick else ("small", 15)
+    long = 800 if arguments.quick else 1900
+    found = run(model, arguments.pairs or pairs, rounds=8 if arguments.quick else 40, long=long)
+    summary = summarize(found)
+    out = arguments.out or RESULTS / f"rollout{'_quick' if arguments.quick else ''}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found | {"summary": summary}) + "\n", encoding="utf-8")
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Two engines in processes of their own, and the ways to run a rollout on them that the rollout benchmark compares."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.samples import Target
+from rlhfspec_mega.cluster.interface import WorkerSpec
+from rlhfspec_mega.cluster.local import LocalCluster
+from rlhfspec_mega.config.schema import RolloutConfig
+from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.ledger import Ledger, Purpose
+from rlhfspec_mega.models.hf_directory import HfWeights
+from rlhfspec_mega.planning.consolidation import Consolidator
+from rlhfspec_mega.planning.lengths import LengthPredictor
+from rlhfspec_mega.planning.reallocation import Reallocator
+from rlhfspec_mega.planning.rollout_state import MigrationCost
+from rlhfspec_mega.planning.tail import TailPolicy
+from rlhfspec_mega.rollout.fusion import ScoringQueue
+from rlhfspec_mega.rollout.manager import RolloutManager
+from rlhfspec_mega.rollout.reallocation import FIRST_DOWNTIME, Reallocation, ScoringWork
+from rlhfspec_mega.types import GenerationRequest, Prompt, Sample, Span, TailTally, TensorInfo
+from rlhfspec_mega.workers.engine import TorchEngineWorker
+from rlhfspec_mega.workers.scoring import ReferenceSettings
+
+ENGINES, SLOTS = 2, 8
+POLL_SECONDS, SCORED_AT_ONCE, LEAST_GAIN, COOL_DOWN = 0.05, 512, 0.1, 1.0
+MECHANISMS = ("static", "queue", "reallocation", "reallocation + fusion")
+
+
+class LoadedEngine(TorchEngineWorker):
+    """An engine that reads its weights from a directory."""
+
+    def load_weights(self, directory: Path) -> None:
+        """Make a model directory's weights live as version 0."""
+        weights = HfWeights(directory)
+        infos = [TensorInfo(name, tuple(weights.get(name).shape), "float32") for name in weights.names()]
+        self.begin_update(0, infos)
+        self.update_weights([(name, 0, weights.get(name).flatten()) for name in weights.names()])
+        self.end_update(0)
+
+    def take_spans(self) -> list[Span]:
+        """What the time went into since the last report."""
+        return self.spans.take()
+
+
+@dataclass
+class Outcome:
+    """One rollout.
+
+    Attributes:
+        rollout, total: seconds of the rollout, and of it and the scoring of its samples.
+        tail: what was done about its long tail.
+        score_seconds: that engines spent on scoring, together.
+    """
+
+    rollout: float
+    total: float
+    tail: TailTally
+    score_seconds: float
+    lengths: list[int] = field(default_factory=list)
+
+
+class Fleet:
+    """Engine processes with a model's weights; a context manager."""
+
+    def __init__(self, target: Target, longest: int, prompt: int) -> None:
+        self._target, self._longest, self._prompt = target, longest, prompt
+        self._directory = tempfile.TemporaryDirectory(prefix="benchmark.")
+        self._scoring_rate = 0.0
+        self._rollouts = 0
+        self._lengths = {name: LengthPredictor(longest) for name in MECHANISMS}
+
+    def __enter__(self) -> Fleet:
+        limits: dict[str, Any] = {"deadline_seconds": 300.0, "start_seconds": 120.0, "silence_seconds": 120.0}
+        self.cluster = LocalCluster(
+            Path(self._directory.name) / "logs", threads=1, use_gpus=False, max_restarts=0, **limits
+        )
+        config = RolloutConfig(
+            slots=SLOTS, max_prompt_tokens=self._prompt, max_new_tokens=self._longest, prefill_chunk=512
+        )
+        reference = ReferenceSettings(self._target.directory, "float32", 1.0, SCORED_AT_ONCE, 512)
+        arguments = {"shape": self._target.shape, "config": config, "dtype": "float32", "device": "cpu"}
+        specs = [
+            WorkerSpec("benchmarks.migration_cost.CopyingEngine", arguments | {"reference": reference}, (rank,))
+            for rank in range(ENGINES)
+        ]
+        self.engines = self.cluster.launch("engine", specs)
+        self.cluster.wait_started()
+        self.engines.call("load_weights", self._target.directory, phase="load")
+        self.cluster.publish(0)
+        for rank in range(ENGINES):
+            self.engines.confirm(rank, 0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cluster.close()
+        self._directory.cleanup()
+
+    def run(self, mechanism: str, requests: Sequence[GenerationRequest]) -> Outcome:
+        """One rollout of these samples and the scoring of all of them."""
+        self._rollouts += 1
+        moves, fuses = mechanism.startswith("reallocation"), mechanism.endswith("fusion")
+        scoring = ScoringQueue()
+        manager = RolloutManager(
+            self.engines,
+            self.cluster.wait,
+            revive=_no_revival,
+            poll_seconds=POLL_SECONDS,
+            at_once=SLOTS if mechanism == "queue" else None,
+            reallocation=self._reallocation(mechanism, fuses) if moves else None,
+            scored_at_once=SCORED_AT_ONCE,
+        )
+        ledger = _ledger(requests, self._rollouts)
+        started = time.perf_counter()
+        results = manager.generate(requests, ledger, "generate", None, scoring if fuses else None)
+        rolled = time.perf_counter()
+        if not fuses:
+            for request in requests:
+                scoring.add(request, results[request.sample_id])
+        manager.finish_scoring(scoring, "reference")
+        ended = time.perf_counter()
+        self._scoring_rate = scoring.seconds / scoring.scored_tokens
+        lengths = [len(results[request.sample_id].tokens) for request in requests]
+        return Outcome(rolled - started, ended - started, manager.take_tail(), scoring.seconds, lengths)
+
+    def _reallocation(self, mechanism: str, fuses: bool) -> Reallocation:
+        cost, work = MigrationCost(FIRST_DOWNTIME, 0.0), ScoringWork(seconds_per_token=self._scoring_rate)
+        reallocator = Reallocator(cost, least_gain=LEAST_GAIN, cool_down=COOL_DOWN)
+        policy = TailPolicy(reallocator, Consolidator(cost) if fuses else None, work.seconds)
+        return Reallocation(policy, self._lengths[mechanism], POLL_SECONDS, work, policy.learn_cost)
+
+
+def _ledger(requests: Sequence[GenerationRequest], step: int) -> Ledger:
+    ledger = Ledger()
+    prompts = {group: Prompt(number, "", "", (1,)) for number, group in enumerate({r.group_id for r in requests})}
+    samples = [Sample(request.sample_id, step, prompts[request.group_id], 0) for request in requests]
+    ledger.open(samples, Purpose.EVALUATE)
+    return ledger
+
+
+def _no_revival() -> None:
+    raise RunError("All engines of the benchmark have died; look into its logs.")
+
+
+torch.set_num_threads(1)
