@@ -128,6 +128,7 @@ class RolloutManager:
                 progress(len(work.results), len(requests))
         if reallocation:
             reallocation.end()
+            self._drop_copies(work, phase)
         return work.results
 
     def finish_scoring(self, scoring: ScoringQueue, phase: str) -> None:
@@ -161,6 +162,11 @@ class RolloutManager:
         calls = [self._engines.start(rank, "meet", temperature) for rank in self._engines.serving()]
         self._wait(calls, phase, first=False, check=False)
         return {call.rank: call.result() for call in calls if not call.dead}
+
+    def _drop_copies(self, work: Assignment, phase: str) -> None:
+        """Of a sample whose move failed halfway an engine may hold a second copy: now it is of no use to anyone."""
+        calls = [self._engines.start(rank, "clear") for rank in self._engines.serving() if work.held(rank)]
+        self._wait(calls, phase, first=False, check=False)
 
     def _start_calls(self, stage: Stage) -> None:
         """Give every engine that waits what there is for it: samples first. Nothing once all samples have ended."""
