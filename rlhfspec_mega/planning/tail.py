@@ -1,4 +1,4 @@
-"""Policies of a rollout: none, and the one that balances engines while they are full and packs the long tail."""
+"""The policy of a rollout that balances engines while they are full and packs the long tail."""
 
 from __future__ import annotations
 
@@ -7,17 +7,6 @@ from collections.abc import Callable
 from rlhfspec_mega.planning.consolidation import Consolidator
 from rlhfspec_mega.planning.reallocation import Reallocator
 from rlhfspec_mega.planning.rollout_state import MigrationCost, Plan, RolloutState
-
-
-class Static:
-    """Samples stay where they are."""
-
-    def begin(self) -> None:
-        """Nothing to forget."""
-
-    def plan(self, state: RolloutState) -> Plan:
-        """Never moves anything."""
-        return Plan()
 
 
 class TailPolicy:
