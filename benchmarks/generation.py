@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def _interleave(
         runs[contender.name] += 1
         return bench.run(contender, scenario, repeat)
 
-    return interleaved({c.name: (lambda c=c: once(c)) for c in these}, repeats)
+    return interleaved({contender.name: partial(once, contender) for contender in these}, repeats)
 
 
 def ratios(found: dict[str, Any]) -> dict[str, Interval]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,11 @@ def against_peers(bench: Bench, target: Target, adaptive: Contender, tokens: int
             prompts = [r.prompt_tokens for r in bench.requests(scenario, next_repeat(method))]
             return peer.decode(prompts, tokens, method=method, temperature=1.0, batch=batch).seconds
 
-        variants: dict[str, Callable[[], float]] = {method: (lambda m=method: decode(m)) for method in methods}
-        variants[ADAPTIVE] = lambda scenario=scenario: bench.run(adaptive, scenario, next_repeat(ADAPTIVE))
+        def ours(scenario: Any = scenario) -> float:
+            return bench.run(adaptive, scenario, next_repeat(ADAPTIVE))
+
+        variants: dict[str, Callable[[], float]] = {method: partial(decode, method) for method in methods}
+        variants[ADAPTIVE] = ours
         times = interleaved(variants, repeats)
         found[f"batch {batch}"] = {method: vars(ratio_interval(times[method], times[ADAPTIVE])) for method in methods}
     return found

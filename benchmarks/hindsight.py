@@ -49,7 +49,7 @@ class Hindsight:
         batch, tree = record.batch, record.tree
         order = ranked(tree, tree.survival, self.max_nodes)
         accepted = record.accepted[np.searchsorted(record.chosen, order)]
-        tokens = batch.size + np.concatenate((np.zeros(1), np.cumsum(accepted)))
+        tokens = batch.size + np.concatenate((np.zeros(1), np.cumsum(accepted, dtype=np.float64)))
         drafting = float(
             self._cost.draft_seconds(batch.size, batch.kv_tokens, batch.backlog, tree.depth, record.drafted)
         )

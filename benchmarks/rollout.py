@@ -5,8 +5,8 @@
 Two engine processes with a core each decode samples of forced lengths (chat and reasoning laws, scaled), from an even
 and from a skewed start (all long samples on one engine), and score them with the reference; mechanisms are interleaved,
 with other prompts, noise and lengths in every repeat. Ratios are times of a baseline over those of a mechanism: above
-1, the mechanism is quicker. Lengths are predicted from what ended before, as in a run. Prints tables; the last line is
-one JSON object.
+1, the mechanism is quicker. Lengths are predicted from what ended before, as in a run. The simulator, calibrated on the
+first scenario, then predicts the makespans of the others. Prints tables; the last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import json
 import os
 import statistics
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ import torch
 
 from benchmarks.migration_cost import described, measure_migrations, source_rate
 from benchmarks.paired import Interval, interleaved, ratio_interval
-from benchmarks.rollout_fleet import MECHANISMS, Fleet, Outcome
+from benchmarks.rollout_fleet import MECHANISMS, Fleet, Outcome, Recorder
+from benchmarks.rollout_simulated import curves_of, predict, print_predictions, workload_of, worst_error
 from benchmarks.samples import Target, load_target, word_prompts, words_target
 from rlhfspec_mega.sampling.noise import sample_seed
-from rlhfspec_mega.simulate.workload import LENGTH_LAWS, draw_workload
+from rlhfspec_mega.simulate.curves import CostCurves
+from rlhfspec_mega.simulate.workload import LENGTH_LAWS, Workload, draw_workload
 from rlhfspec_mega.types import GenerationRequest
 
 RESULTS = Path(__file__).parent / "results"
@@ -66,22 +69,45 @@ def requests_of(law: str, start: str, repeat: int, prompts: list[tuple[int, ...]
     ]
 
 
-def compare(fleet: Fleet, law: str, start: str, pairs: int, prompts: list[tuple[int, ...]], eos: int) -> dict[str, Any]:
-    """Outcomes of every mechanism, one per repeat."""
+@dataclass(frozen=True)
+class Reality:
+    """What happened in one scenario.
+
+    Attributes:
+        workloads: samples of every repeat, the warm-up's first.
+        outcomes: by mechanism, of the repeats after the warm-up.
+        recorder: what engines did in all of them.
+    """
+
+    law: str
+    start: str
+    workloads: list[Workload]
+    outcomes: dict[str, list[Outcome]]
+    recorder: Recorder
+
+
+def measure(fleet: Fleet, law: str, start: str, pairs: int, prompts: list[tuple[int, ...]], eos: int) -> Reality:
+    """Every mechanism `pairs` times."""
     outcomes: dict[str, list[Outcome]] = {name: [] for name in MECHANISMS}
-    runs = dict.fromkeys(MECHANISMS, 0)
+    samples = [requests_of(law, start, repeat, prompts, eos) for repeat in range(pairs + 1)]
 
     def once(mechanism: str) -> float:
-        repeat, runs[mechanism] = runs[mechanism], runs[mechanism] + 1
-        outcome = fleet.run(mechanism, requests_of(law, start, repeat, prompts, eos))
+        outcome = fleet.run(mechanism, samples[len(outcomes[mechanism])])
         outcomes[mechanism].append(outcome)
         return outcome.rollout
 
-    interleaved({name: (lambda name=name: once(name)) for name in MECHANISMS}, pairs)
-    judged = {name: found[1:] for name, found in outcomes.items()}  # the first is the warm-up
+    fleet.begin_anew()
+    interleaved({name: partial(once, name) for name in MECHANISMS}, pairs)
+    workloads = [workload_of(requests, LONGEST) for requests in samples]
+    return Reality(law, start, workloads, {name: found[1:] for name, found in outcomes.items()}, fleet.recorder)
+
+
+def compared(reality: Reality) -> dict[str, Any]:
+    """Figures of one scenario."""
+    judged = reality.outcomes
     return {
-        "law": law,
-        "start": start,
+        "law": reality.law,
+        "start": reality.start,
         "outcomes": {name: [asdict(outcome) for outcome in found] for name, found in judged.items()},
         "rollout": {name: asdict(_over(judged, STATIC, name, "rollout")) for name in MECHANISMS[1:]},
         "total": {name: asdict(_over(judged, STATIC, name, "total")) for name in MECHANISMS[1:]},
@@ -104,18 +130,32 @@ def run(model: str, pairs: int, rounds: int, long: int) -> dict[str, Any]:
     started = time.monotonic()
     target = load_target(words_target(model))
     prompts = [prompt[-PROMPT:] for prompt in word_prompts(64, target.tokenizer, "eval")]
-    eos, found = target.tokenizer.eos_token_id, []
-    with Fleet(target, max(LONGEST, long), PROMPT) as fleet:
+    eos, found, realities = target.tokenizer.eos_token_id, [], []
+    positions = max(LONGEST, long)
+    with Fleet(target, positions, PROMPT) as fleet:
         for law in SCALES:
             for start in STARTS:
-                found.append(compare(fleet, law, start, pairs, prompts, eos))
+                realities.append(measure(fleet, law, start, pairs, prompts, eos))
+                found.append(compared(realities[-1]))
                 print_scenario(found[-1], time.monotonic() - started)
+        meeting, _ = fleet.engines.call("meet", 1.0, phase="meet")
         migrations = described(measure_migrations(fleet, _long(target, prompts, 4, long), rounds))
         rates = source_rate(fleet, _long(target, prompts, 6, long), steps=60, repeats=5)
+    first, *others = realities
+    rate = statistics.median(rates)
+    curves = curves_of(first.recorder, PROMPT + positions, meeting.copy_seconds, rate)
+    predictions = []
+    for one in others:
+        predictions.append({"law": one.law, "start": one.start} | as_predicted(curves, one))
     return {
         "scenarios": found,
         "migrations": migrations,
         "source_rate": rates,
+        "simulated": {
+            "calibrated_on": [first.law, first.start],
+            "curves": curves.as_json(),
+            "predictions": predictions,
+        },
         "conditions": {
             "model": model,
             "pairs": pairs,
@@ -126,6 +166,13 @@ def run(model: str, pairs: int, rounds: int, long: int) -> dict[str, Any]:
             "seconds": time.monotonic() - started,
         },
     }
+
+
+def as_predicted(curves: CostCurves, reality: Reality) -> dict[str, Any]:
+    """Simulated over real seconds, by mechanism; printed too."""
+    predictions = predict(curves, reality.workloads, reality.outcomes)
+    print_predictions(reality.law, reality.start, predictions)
+    return {"ratios": {name: {k: asdict(v) for k, v in found.items()} for name, found in predictions.items()}}
 
 
 def _long(target: Target, prompts: list[tuple[int, ...]], count: int, tokens: int) -> list[GenerationRequest]:
@@ -173,6 +220,7 @@ def summarize(found: dict[str, Any]) -> dict[str, float]:
         "downtime_steps_median": found["migrations"]["downtime_steps_median"],
         "delta_bytes_share": found["migrations"]["delta_bytes_share"],
         "source_rate_during_copy": statistics.median(found["source_rate"]),
+        "simulated_error_worst": worst_error([one["ratios"] for one in found["simulated"]["predictions"]]),
     }
     return {name: round(float(value), 4) for name, value in summary.items()}
 

@@ -18,6 +18,7 @@ from rlhfspec_mega.config.schema import RolloutConfig
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.ledger import Ledger, Purpose
 from rlhfspec_mega.models.hf_directory import HfWeights
+from rlhfspec_mega.observe.timeline import Timeline
 from rlhfspec_mega.planning.consolidation import Consolidator
 from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.reallocation import Reallocator
@@ -26,7 +27,7 @@ from rlhfspec_mega.planning.tail import TailPolicy
 from rlhfspec_mega.rollout.fusion import ScoringQueue
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.reallocation import FIRST_DOWNTIME, Reallocation, ScoringWork
-from rlhfspec_mega.types import GenerationRequest, Prompt, Sample, Span, TailTally, TensorInfo
+from rlhfspec_mega.types import GenerationRequest, MigrationEvent, Prompt, Sample, Span, TailTally, TensorInfo
 from rlhfspec_mega.workers.engine import TorchEngineWorker
 from rlhfspec_mega.workers.scoring import ReferenceSettings
 
@@ -46,9 +47,27 @@ class LoadedEngine(TorchEngineWorker):
         self.update_weights([(name, 0, weights.get(name).flatten()) for name in weights.names()])
         self.end_update(0)
 
-    def take_spans(self) -> list[Span]:
-        """What the time went into since the last report."""
-        return self.spans.take()
+
+class Recorder(Timeline):
+    """A timeline that also keeps what a simulator is calibrated with.
+
+    Attributes:
+        spans: by engine, in order of time.
+        moves: samples that migrated.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.spans: dict[int, list[Span]] = {rank: [] for rank in range(ENGINES)}
+        self.moves: list[MigrationEvent] = []
+
+    def engine(self, rank: int, spans: Sequence[Span]) -> None:
+        super().engine(rank, spans)
+        self.spans[rank] += spans
+
+    def migration(self, event: MigrationEvent) -> None:
+        super().migration(event)
+        self.moves.append(event)
 
 
 @dataclass
@@ -76,7 +95,7 @@ class Fleet:
         self._directory = tempfile.TemporaryDirectory(prefix="benchmark.")
         self._scoring_rate = 0.0
         self._rollouts = 0
-        self._lengths = {name: LengthPredictor(longest) for name in MECHANISMS}
+        self.begin_anew()
 
     def __enter__(self) -> Fleet:
         limits: dict[str, Any] = {"deadline_seconds": 300.0, "start_seconds": 120.0, "silence_seconds": 120.0}
@@ -104,6 +123,11 @@ class Fleet:
         self.cluster.close()
         self._directory.cleanup()
 
+    def begin_anew(self) -> None:
+        """Forget the lengths of earlier rollouts; what is done from now on goes to another `recorder`."""
+        self._lengths = {name: LengthPredictor(self._longest) for name in MECHANISMS}
+        self.recorder = Recorder(Path(self._directory.name) / f"timeline.{self._rollouts}.json")
+
     def run(self, mechanism: str, requests: Sequence[GenerationRequest]) -> Outcome:
         """One rollout of these samples and the scoring of all of them."""
         self._rollouts += 1
@@ -117,6 +141,7 @@ class Fleet:
             at_once=SLOTS if mechanism == "queue" else None,
             reallocation=self._reallocation(mechanism, fuses) if moves else None,
             scored_at_once=SCORED_AT_ONCE,
+            timeline=self.recorder,
         )
         ledger = _ledger(requests, self._rollouts)
         started = time.perf_counter()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -134,7 +135,7 @@ class Bench:
         ]
 
     def _engine(self, positions: int, draft: Path | None) -> TorchEngine:
-        given = {}
+        given: dict[str, Any] = {}
         if draft is not None:
             shape, weights = load_draft(draft, self._target.shape)
             given = {"draft": shape, "policy": ScriptedPolicy(MOST_WIDTH, MOST_DEPTH, MOST_NODES)}

@@ -27,6 +27,7 @@ import psutil
 
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.config.compose import load_config
+from rlhfspec_mega.rollout.migration.messages import Orders
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.startup import Run, started
 from rlhfspec_mega.system import System
@@ -56,9 +57,9 @@ class SwitchedEngine(TorchEngineWorker):
     def switch_reports(self, on: bool) -> None:
         self.reports = on
 
-    def advance(self, samples: Sequence[SampleSnapshot], seconds: float) -> EngineReport:
+    def advance(self, samples: Sequence[SampleSnapshot], seconds: float, orders: Orders | None = None) -> EngineReport:
         if self.reports:
-            return super().advance(samples, seconds)
+            return super().advance(samples, seconds, orders)
         self.submit([sample.request for sample in samples])
         finished, load = self.poll(seconds), self.load()
         return EngineReport(finished, [], load.running + load.waiting)
@@ -124,9 +125,8 @@ def measure(pairs: int, overrides: Sequence[str]) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     cpu: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     with tempfile.TemporaryDirectory(prefix="benchmark.") as output:
-        config = load_config(
-            [f"output_dir={output}", "actor.optimizer.lr=1e-30", "logger.console=false", "seed=0", *overrides]
-        )
+        own = [f"output_dir={output}", "actor.optimizer.lr=1e-30", "logger.console=false", "seed=0"]
+        config = load_config([*own, "reallocation=off", *overrides])
         System._engine_specs = _switched_specs(System._engine_specs)  # type: ignore[method-assign]
         (Path(output) / config.name).mkdir()
         with started(config) as run:

@@ -13,8 +13,16 @@ Truth = Callable[[float, int, int, int], Floats]
 
 
 def make_batch(size: int, rng: np.random.Generator, temperature: float = 1.0, remaining: int = 1000) -> Batch:
+    """Samples that no other batch has."""
     lengths = rng.integers(64, 1500, size)
-    return Batch(lengths, lengths - 20, np.full(size, remaining), np.full(size, temperature), 2 * size)
+    return Batch(
+        lengths,
+        lengths - 20,
+        np.full(size, remaining),
+        np.full(size, temperature),
+        2 * size,
+        int(lengths.sum()) + np.arange(size),
+    )
 
 
 def logistic(shift: float = 0.3, per_gap: float = 0.9, per_depth: float = -0.12, per_doubling: float = -0.1) -> Truth:

@@ -17,26 +17,32 @@ RANKS = 8  # the last stands for itself and all beyond, as do those below
 DEPTHS = 16
 POSITIONS = 20  # sample lengths by powers of two
 CELLS = CLASSES * RANKS * GAPS
-# Depth and position shift the best child and its siblings apart: where the best fails more often, the others gain.
-LEVELS = CELLS + 2 * DEPTHS + 2 * POSITIONS
-REST = np.array([[0, DEPTHS], [0, POSITIONS]])  # added to depth and position entries of best children, of the rest
-FACTORS = 3  # a probability's log-odds is a cell's plus a depth's plus a position's
+SAMPLES = 1024  # remembered one by one, the latest to come: more than an engine decodes at once
+# Depth, position and sample shift the best child and its siblings apart: where the best fails more often, the others
+# gain.
+SHARED = CELLS + 2 * DEPTHS + 2 * POSITIONS  # entries that all samples share; their own come behind
+LEVELS = SHARED + 2 * SAMPLES
+REST = np.array([[0, DEPTHS], [0, POSITIONS], [0, SAMPLES]])  # added to such entries of best children, of the rest
+FACTORS = 4  # a probability's log-odds is a cell's plus a depth's plus a position's plus a sample's
 SURE = 1e-3  # probabilities stay this far from 0 and 1
 
-PRIOR_INFORMATION = (1.0, 8.0)  # of a cell; of a depth or position: a cell follows the data sooner
-MOST_INFORMATION = (40.0, 120.0)  # about 250 and 800 outcomes: older ones are forgotten
+# Of a cell; of a depth or position; of a sample. A cell follows the data sooner than a depth; a sample differs from
+# the others by about half a unit of log-odds.
+PRIOR_INFORMATION = (1.0, 8.0, 4.0)
+MOST_INFORMATION = (40.0, 120.0, 12.0)  # about 250, 800 and 80 outcomes: older ones are forgotten
 SIBLINGS_KEPT = 0.99  # of the weight of earlier groups of siblings, per step, in the distribution of gaps
 LEAST_WEIGHT = 1e-9
 
 
 class AcceptanceModel:
-    """P(child accepted | parent accepted) from temperature class, rank, gap, depth and sample length.
+    """P(child accepted | parent accepted) from temperature class, rank, gap, depth, sample length and sample.
 
-    Log-odds are a sum of three table entries: cell (temperature class, rank, gap bin), depth and position, the latter
-    two apart for best children and the rest. Every step is one step of Newton's method per entry on the log-likelihood,
-    with an entry's information (the sum of p (1 - p) of its outcomes) as curvature and a third of the way each, which
-    no batch can make overshoot (the curvature of a sum of three is at most three times the diagonal's). Information
-    is capped: an entry forgets at the pace at which it sees outcomes, and one that sees none keeps what it knows.
+    Log-odds are a sum of four table entries: cell (temperature class, rank, gap bin), depth, position and the sample's
+    own, which begins at 0, the latter three apart for best children and the rest. Every step is one step of Newton's
+    method per entry on the log-likelihood, with an entry's information (the sum of p (1 - p) of its outcomes) as
+    curvature and a quarter of the way each, which no batch can make overshoot (the curvature of a sum of four is at
+    most four times the diagonal's). Information is capped: an entry forgets at the pace at which it sees outcomes, and
+    one that sees none keeps what it knows.
     After counting in bins (EAGLE-2 calibrates nothing; arXiv 2406.16858) and on-line Bayesian logistic regression
     (Graepel et al., ICML 2010).
 
@@ -44,22 +50,22 @@ class AcceptanceModel:
     """
 
     def __init__(self) -> None:
+        sizes = CELLS, SHARED - CELLS, LEVELS - SHARED
         self._odds = np.concatenate((_prior_odds().ravel(), np.zeros(LEVELS - CELLS)))
-        self._information = np.full(LEVELS, PRIOR_INFORMATION[1])
-        self._information[:CELLS] = PRIOR_INFORMATION[0]
-        self._most = np.full(LEVELS, MOST_INFORMATION[1])
-        self._most[:CELLS] = MOST_INFORMATION[0]
+        self._information = np.repeat(PRIOR_INFORMATION, sizes)
+        self._most = np.repeat(MOST_INFORMATION, sizes)
+        self._owners = np.full(SAMPLES, -1)  # the sample whose own entry this is
         # Sibling groups by temperature class, depth and gap, each weighted by its parent's survival.
         self._siblings = np.ones((CLASSES, DEPTHS, GAPS)) / GAPS
         self._calibration = Calibration()
         self._batch: Batch | None = None  # whose `_row_entries` were computed last: the same one all through a step
-        self._row_entries = _row_entries(np.zeros(0), np.zeros(0, np.int64))
+        self._row_entries = np.zeros((FACTORS, 0), np.int64)
         self._expected: dict[tuple[int, int], Floats] = {}
 
     def conditional(self, batch: Batch, tree: DraftTree, nodes: slice | Ints) -> Floats:
         """Probability [k] that each of these nodes is accepted if its parent is."""
-        cells, depths, positions = self._odds[self._entries(batch, tree, nodes)]
-        return _probability(cells + depths + positions)
+        cells, depths, positions, samples = self._odds[self._entries(batch, tree, nodes)]
+        return _probability(cells + depths + positions + samples)
 
     def expected_layer(self, depth: int, temperature: float) -> Floats:
         """Mean conditional acceptance [RANKS] by rank of the children at this depth of an average parent.
@@ -72,7 +78,7 @@ class AcceptanceModel:
         return self._expected[key]
 
     def layer_table(self, temperature_class: int, depth_index: int) -> Floats:
-        """Conditional acceptance [RANKS, GAPS] at this depth (from 0), at positions of no particular effect."""
+        """Conditional acceptance [RANKS, GAPS] at this depth (from 0); positions and samples count nothing."""
         cells = self._odds[:CELLS].reshape(CLASSES, RANKS, GAPS)[temperature_class]
         best, rest = self._odds[CELLS + depth_index], self._odds[CELLS + DEPTHS + depth_index]
         return _probability(cells + np.where(np.arange(RANKS) == 0, best, rest)[:, None])
@@ -101,17 +107,18 @@ class AcceptanceModel:
         return self._calibration.report()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that was learnt, as plain data for JSON."""
+        """All that was learnt but for single samples, as plain data for JSON."""
         return {
-            "odds": self._odds.tolist(),
-            "information": self._information.tolist(),
+            "odds": self._odds[:SHARED].tolist(),
+            "information": self._information[:SHARED].tolist(),
             "siblings": self._siblings.tolist(),
             "calibration": self._calibration.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict`."""
-        self._odds, self._information = np.array(state["odds"]), np.array(state["information"])
+        self._odds[:SHARED], self._information[:SHARED] = state["odds"], state["information"]
+        self._owners[:] = -1
         self._siblings = np.array(state["siblings"])
         self._calibration.load_state_dict(state["calibration"])
         self._expected.clear()
@@ -142,9 +149,10 @@ class AcceptanceModel:
         self._siblings += counts.reshape(self._siblings.shape)
 
     def _entries(self, batch: Batch, tree: DraftTree, nodes: slice | Ints) -> Ints:
-        """Table entries [3, k] whose sum is the log-odds of each node."""
+        """Table entries [FACTORS, k] whose sum is the log-odds of each node."""
         if batch is not self._batch:
-            self._batch, self._row_entries = batch, _row_entries(batch.temperatures, batch.lengths)
+            self._batch, self._row_entries = batch, _row_entries(batch)
+            self._welcome(batch.samples)
         ranks = np.minimum(tree.ranks[nodes], RANKS - 1)
         entries = self._row_entries[:, tree.rows[nodes]]
         entries[0] += ranks * GAPS + GAP_EDGES.searchsorted(tree.gaps[nodes])
@@ -152,12 +160,21 @@ class AcceptanceModel:
         entries[1:] += REST[:, np.minimum(ranks, 1)]
         return entries
 
+    def _welcome(self, samples: Ints) -> None:
+        """Samples that were not met before begin with entries that say nothing."""
+        places = samples % SAMPLES
+        new = places[self._owners[places] != samples]
+        if len(new):
+            self._owners[places] = samples
+            own = SHARED + np.concatenate((new, new + SAMPLES))
+            self._odds[own], self._information[own] = 0.0, PRIOR_INFORMATION[2]
 
-def _row_entries(temperatures: Floats, lengths: Ints) -> Ints:
-    """First table entries [3, B] of the nodes of each sample: rank, gap and depth come on top."""
-    cells = TEMPERATURE_EDGES.searchsorted(temperatures) * (RANKS * GAPS)
-    positions = CELLS + 2 * DEPTHS + np.minimum(np.frexp(lengths)[1], POSITIONS - 1)
-    return np.stack((cells, np.full(len(cells), CELLS - 1), positions))
+
+def _row_entries(batch: Batch) -> Ints:
+    """First table entries [FACTORS, B] of the nodes of each sample: rank, gap and depth come on top."""
+    cells = TEMPERATURE_EDGES.searchsorted(batch.temperatures) * (RANKS * GAPS)
+    positions = CELLS + 2 * DEPTHS + np.minimum(np.frexp(batch.lengths)[1], POSITIONS - 1)
+    return np.stack((cells, np.full(len(cells), CELLS - 1), positions, SHARED + batch.samples % SAMPLES))
 
 
 def _probability(odds: Floats) -> Floats:

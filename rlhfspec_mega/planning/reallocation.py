@@ -188,7 +188,7 @@ class Reallocator:
         cool_down: seconds.
     """
 
-    def __init__(self, cost: MigrationCost, *, least_gain: float = 0.05, cool_down: float = 5.0) -> None:
+    def __init__(self, cost: MigrationCost, *, least_gain: float = 0.1, cool_down: float = 5.0) -> None:
         self.cost = cost
         self._least_gain, self._cool_down = least_gain, cool_down
         self.begin()

@@ -220,7 +220,7 @@ def throughput_of(
         rate = size / float(cost.verify_seconds(size, kv_tokens, size))
         if forecast:
             ones = np.ones(size, np.int64)
-            batch = Batch(ones * length, ones * length, ones, np.full(size, temperature), backlog=size)
+            batch = Batch(ones * length, ones * length, ones, np.full(size, temperature), size, np.arange(size))
             drafting = drafting_rate(forecast.of(batch), cost, batch, depth, max_nodes, whole)
             rate = drafting if drafting > MARGIN * rate else rate
         seconds.append(size / rate)

@@ -29,6 +29,7 @@ class Batch:
         remaining: response tokens until the length limit; a node deeper than `remaining - 1` could not be used.
         temperatures: 0 is greedy.
         backlog: accepted tokens of the whole batch that the draft has not read yet; its first pass reads them.
+        samples: which sample of the engine, counted as they came: what is learnt of one is kept under its number.
     """
 
     lengths: Ints
@@ -36,6 +37,7 @@ class Batch:
     remaining: Ints
     temperatures: Floats
     backlog: int
+    samples: Ints
 
     @property
     def size(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ import numpy as np
 
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.simulate.curves import CostCurves, DecodeCurve, MigrationTimes, check_curves
+from rlhfspec_mega.types import Span
 
 LARGEST_KV_PART = 0.9  # of a step, that reading the KV cache may explain
+LONGEST_PAUSE = 0.02  # seconds between two spans of an engine that is only waiting for its next call
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,24 @@ def calibrate(records: Measurements) -> CostCurves:
     except ValueError as error:
         raise UserError(f"The run cannot have measured this ({error}): measure again.") from None
     return curves
+
+
+def decode_samples(spans: Sequence[Span]) -> list[DecodeSample]:
+    """The stretches of decoding among the spans of one engine, in order of time (`EngineReport.spans`).
+
+    A pause before the next span, in which the engine reports and is called again, counts to the stretch; longer ones
+    do not: nothing was to be done. Spans that were joined with others are left out.
+    """
+    found = []
+    for place, span in enumerate(spans):
+        if span.name != "decode":
+            continue
+        following = spans[place + 1].start if place + 1 < len(spans) else math.inf
+        pause = max(following - span.start - span.seconds, 0.0)
+        steps, batch, tokens, kv = (float(span.arguments[name]) for name in ("steps", "batch", "tokens", "kv_tokens"))
+        seconds = span.seconds + (pause if pause <= LONGEST_PAUSE else 0.0)
+        found.append(DecodeSample(int(batch), kv / steps, int(steps), seconds, int(tokens)))
+    return found
 
 
 def decode_curve(samples: Sequence[DecodeSample]) -> DecodeCurve:

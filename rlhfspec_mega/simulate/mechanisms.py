@@ -54,12 +54,15 @@ def simulate(
     start: str,
     plan_seconds: float,
     earlier: Sequence[Workload] | None,
+    least_gain: float = 0.1,
+    cool_down: float = 5.0,
 ) -> SimulatedRollout:
     """Simulate one rollout.
 
     Args:
         start: see `start_places`.
         earlier: rollouts that lengths are predicted from, besides this one; None: policies are told the truth.
+        least_gain, cool_down: see `Reallocator`.
 
     Raises ValueError for drafting without a curve of it.
     """
@@ -72,6 +75,7 @@ def simulate(
     policy = None
     if mechanism.moves:
         cost = curves.migration.cost
+        reallocator = Reallocator(cost, least_gain=least_gain, cool_down=cool_down)
         consolidator = Consolidator(cost) if mechanism.fuses else None
-        policy = TailPolicy(Reallocator(cost), consolidator, scoring.work_seconds)
+        policy = TailPolicy(reallocator, consolidator, scoring.work_seconds)
     return Rollout(workload, engines, curves, curve, places, policy, predictions, scoring, plan_seconds).run()

@@ -66,7 +66,7 @@ def test_position_and_depth_are_told_apart_from_rank_and_gap() -> None:
     train(model, logistic(per_depth=-0.4, per_doubling=-0.4), 300, rng)
     tree = DraftTree()
     tree.add_layer(np.array([0, 0, 1, 1]), np.full(4, ROOT), np.array([0, 1, 0, 1]), np.ones(4), np.zeros(4, bool))
-    batch = Batch(np.array([70, 1400]), np.array([50, 1380]), np.full(2, 99), np.ones(2), 2)
+    batch = Batch(np.array([70, 1400]), np.array([50, 1380]), np.full(2, 99), np.ones(2), 2, np.arange(900, 902))
     short, short_second, long, long_second = model.conditional(batch, tree, slice(0, 4))
     assert short > long + 0.15 and long_second > short_second + 0.01
     assert model.expected_layer(1, 1.0)[0] > model.expected_layer(5, 1.0)[0] + 0.1
@@ -95,7 +95,7 @@ def test_temperature_classes_do_not_mix() -> None:
 
 def test_only_children_of_accepted_nodes_teach() -> None:
     model = AcceptanceModel()
-    batch = Batch(np.array([100]), np.array([50]), np.array([99]), np.ones(1), 1)
+    batch = Batch(np.array([100]), np.array([50]), np.array([99]), np.ones(1), 1, np.array([0]))
     tree = DraftTree()
     tree.add_layer(np.array([0]), np.array([ROOT]), np.array([0]), np.ones(1), np.zeros(1, bool))
     tree.add_layer(np.array([0]), np.array([0]), np.array([0]), np.ones(1), np.zeros(1, bool))
@@ -136,3 +136,24 @@ def test_state_goes_through_json() -> None:
     for model in (first, second):
         train(model, logistic(), 5, np.random.default_rng(7))
     assert first.state_dict() == second.state_dict() and first.report() == second.report()
+
+
+def test_a_samples_own_past_counts_for_it_alone() -> None:
+    rng, model = np.random.default_rng(6), AcceptanceModel()
+    policy = Fixed(model, CostModel(frozen=True), WIDTH, DEPTH, 40)
+    train(model, logistic(), 200, rng)
+    lengths, lucky, hard = np.array([200, 500]), logistic(shift=1.8), logistic(shift=-1.2)
+
+    def two(first: int) -> Batch:
+        return Batch(lengths, lengths - 20, np.full(2, 1000), np.ones(2), 4, np.arange(first, first + 2))
+
+    for _ in range(40):  # lengths tell the two apart for the truth, and should not have to for the model
+        batch = two(7)
+        decode_step(policy, batch, lambda gap, d, n, w: (lucky if n == 200 else hard)(gap, d, n, w), rng)
+    tree = DraftTree()
+    tree.add_layer(np.array([0, 1]), np.full(2, ROOT), np.zeros(2, int), np.ones(2), np.zeros(2, bool))
+    own = model.conditional(two(7), tree, slice(0, 2))
+    others = model.conditional(two(100), tree, slice(0, 2))
+    assert own[0] - own[1] > others[0] - others[1] + 0.15
+    again = model.conditional(two(7 + 1024), tree, slice(0, 2))  # the same places in the tables, other samples
+    np.testing.assert_array_equal(again, others)

@@ -26,7 +26,7 @@ SIZE = 10
 
 def batch() -> Batch:
     many = np.full(SIZE, 50)
-    return Batch(many, many, many, np.ones(SIZE), backlog=SIZE)
+    return Batch(many, many, many, np.ones(SIZE), backlog=SIZE, samples=np.arange(SIZE))
 
 
 def step(accepted: int, seconds: float = 1.0, drafted: bool = True) -> StepRecord:

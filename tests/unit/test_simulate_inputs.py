@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from rlhfspec_mega.errors import UserError
-from rlhfspec_mega.simulate.calibrate import CopySample, DecodeSample, Measurements, calibrate
+from rlhfspec_mega.simulate.calibrate import CopySample, DecodeSample, Measurements, calibrate, decode_samples
 from rlhfspec_mega.simulate.curves import DecodeCurve, MigrationTimes, read_curves
 from rlhfspec_mega.simulate.roofline import TARGETS, roofline
+from rlhfspec_mega.types import Span
 from tools import simulate
 
 
@@ -46,6 +47,27 @@ def test_a_calibrated_curve_never_falls_with_the_batch() -> None:
     curve = calibrate(replace(RUN, plain=steps)).plain
     assert curve.batches == (1, 2, 3, 4, 6)
     assert curve.seconds == pytest.approx((0.01, 0.01, 0.0175, 0.0175, 0.03))
+
+
+def test_stretches_of_decoding_are_read_from_an_engines_spans() -> None:
+    def decode(start: float, seconds: float, steps: int) -> Span:
+        return Span(
+            "decode", start, seconds, {"batch": 2, "steps": steps, "tokens": 2 * steps, "kv_tokens": 90 * steps}
+        )
+
+    spans = [
+        Span("prefill", 0.0, 1.0, {"steps": 1, "tokens": 50}),
+        decode(1.0, 0.5, 10),
+        decode(1.51, 0.5, 10),  # after a short pause, which the engine needed to report
+        decode(9.0, 0.2, 4),  # after a long one, in which there was nothing to do
+    ]
+    found = decode_samples(spans)
+    assert [sample.seconds for sample in found] == pytest.approx([0.51, 0.5, 0.2])
+    assert [(sample.batch, sample.kv_tokens, sample.steps, sample.tokens) for sample in found] == [
+        (2, 90.0, 10, 20),
+        (2, 90.0, 10, 20),
+        (2, 90.0, 4, 8),
+    ]
 
 
 def test_a_calibration_without_decoding_is_refused() -> None:

@@ -67,7 +67,7 @@ def small_trees(draw: st.DrawFn) -> tuple[Batch, DraftTree]:
         above = tree.survival[parents] if layer else np.ones(count)
         tree.survival[tree.last_layer] = above * chances
     generated = np.array(draw(st.lists(st.integers(0, 500), min_size=size, max_size=size)))
-    return Batch(generated + 20, generated, np.full(size, 50), np.ones(size), 2 * size), tree
+    return Batch(generated + 20, generated, np.full(size, 50), np.ones(size), 2 * size, np.arange(size)), tree
 
 
 @settings(max_examples=60, deadline=None)

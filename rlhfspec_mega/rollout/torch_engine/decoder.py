@@ -146,6 +146,7 @@ class Decoder:
             remaining=slots.remaining[:batch].copy(),
             temperatures=slots.host_temperatures[:batch].copy(),
             backlog=int(drafter.unread[:batch].sum()),
+            samples=slots.numbers[:batch].copy(),
         )
 
     def _select(self, verification: Verification, noise: StepNoise, features: Features | None) -> Selection:

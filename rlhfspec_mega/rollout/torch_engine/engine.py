@@ -322,17 +322,26 @@ class TorchEngine:
 
     @torch.inference_mode()
     def _step(self) -> None:
-        started = time.time()
+        started, read = time.time(), self._counts["prefill_tokens"]
         prefilling = self._advance_prefill()
         self._admit()
         prefilled, batch = time.time(), len(self._scheduler.active)
         if prefilling:
-            self.spans.add("prefill", started, prefilled, steps=1)
+            self.spans.add("prefill", started, prefilled, steps=1, tokens=self._counts["prefill_tokens"] - read)
         if batch:
+            cached = int(self._decoder.slots.lengths[:batch].sum())
             decoded = self._decoder.step(batch)
             self._commit(decoded)
-            drafted = len(decoded.record.chosen) if decoded.record else 0
-            self.spans.add("decode", prefilled, time.time(), batch=batch, steps=1, draft_tokens=drafted)
+            self.spans.add(
+                "decode",
+                prefilled,
+                time.time(),
+                batch=batch,
+                steps=1,
+                tokens=len(decoded.tokens),
+                draft_tokens=len(decoded.record.chosen) if decoded.record else 0,
+                kv_tokens=cached,  # read by every step: a sum over steps, as all amounts of a span
+            )
         self._seconds["prefill_seconds"] += prefilled - started
         self._seconds["decode_seconds"] += time.time() - prefilled
 

@@ -25,6 +25,7 @@ class SlotState:
         forced: bool, stop tokens are masked instead of obeyed.
         lengths, generated, remaining: int64 on the host; tokens of the sample, of its response, and still allowed.
         host_temperatures: float64 on the host.
+        numbers: int64 on the host, which sample of the engine it is, counted as they came.
     """
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device | str):
@@ -35,9 +36,11 @@ class SlotState:
         self.forced = torch.zeros(slots, dtype=torch.bool, device=device)
         self.lengths, self.generated, self.remaining = (np.zeros(slots, np.int64) for _ in range(3))
         self.host_temperatures = np.zeros(slots)
+        self.numbers = np.zeros(slots, np.int64)
+        self._came = 0
         self.any_forced = False
         self._tensors = (self.tokens, self.noise, self.temperatures, self.stops, self.forced)
-        self._arrays = (self.lengths, self.generated, self.remaining, self.host_temperatures)
+        self._arrays = (self.lengths, self.generated, self.remaining, self.host_temperatures, self.numbers)
 
     def assign(self, first: int, samples: Sequence[LiveSample]) -> None:
         """Set the rows from `first` on to these samples."""
@@ -56,6 +59,8 @@ class SlotState:
         self.generated[rows] = [len(sample.tokens) for sample in samples]
         self.remaining[rows] = [sample.request.max_new_tokens - len(sample.tokens) for sample in samples]
         self.host_temperatures[rows] = [request.temperature for request in requests]
+        self.numbers[rows] = np.arange(self._came, self._came + len(samples))
+        self._came += len(samples)
 
     def move(self, source: int, target: int) -> None:
         """Copy one row over another."""
