@@ -35,9 +35,10 @@ class _Draft:
         downtime: [N + 1] seconds in which a moved sample is decoded nowhere.
         final: [N + 1] tokens of each sample in the end.
         movable: [N + 1]
+        begun: [N + 1] whether a sample has tokens: it would stand still where it had to wait for a slot.
         load: [engines] seconds that copying takes.
         wait: [engines] the longest downtime of a sample that comes.
-        room: [engines] samples that an engine may still take.
+        room: [engines] slots that are free, less than 0 where samples wait.
         kv_room: [engines] tokens.
         open: [engines] whether an engine may take samples.
         barred: [engines, engines] source and destination between which nothing may move.
@@ -51,6 +52,7 @@ class _Draft:
     downtime: Floats
     final: Floats
     movable: Bools
+    begun: Bools
     load: Floats
     wait: Floats
     room: Ints
@@ -100,6 +102,8 @@ class _Draft:
     def exchange(self) -> tuple[int, bool]:
         """The last engine changes a sample for a shorter one of an engine that ends early: for engines without room.
 
+        Where samples wait for a slot only such a one comes as has not begun.
+
         Returns:
             Pairs of samples compared, and whether anything moved.
         """
@@ -121,6 +125,8 @@ class _Draft:
         allowed = self.movable[given] & self.movable[taken] & (more <= self.kv_room[at]) & (-more <= self.kv_room[last])
         allowed &= ~self.barred[last, at] & ~self.barred[at, last] & (gains > LEAST_SHARE * finish[last])
         allowed &= self.remaining[given] > self.remaining[taken]
+        allowed &= ~self.begun[given] | (self.room[at] >= 0)
+        allowed &= ~self.begun[taken] | (self.room[last] >= 0)
         worth = 2.0 * price + self.downtime[given] + self.downtime[taken] + SMALL_EFFORT * finish[last]
         scores = np.where(allowed, gains / worth, 0.0)
         other, one, its = np.unravel_index(int(scores.argmax()), scores.shape)
@@ -239,6 +245,7 @@ class Reallocator:
             downtime=np.append(np.where(copied > 0, self.cost.downtime, 0.0), 0.0),
             final=np.append(final, 0.0),
             movable=np.append(state.movable & ~self._resting(state), False),
+            begun=np.append(state.generated > 0, False),
             load=np.zeros(count),
             wait=np.zeros(count),
             room=room,

@@ -139,6 +139,7 @@ class Rollout:
             self._scoring.add(sample)
             if sample in self._migrations.under_way:
                 self._overtake(sample, engine)
+        self._copy_next(engine.rank)  # not sooner: the next in line may have ended too
         self._changed(engine)
         while self._idle and self._scoring.waiting:
             rank = min(self._idle)
@@ -219,7 +220,6 @@ class Rollout:
         migration, was_copied = self._migrations.overtake(sample)
         if was_copied:
             self._copying(migration, -1)
-            self._copy_next(source.rank)
         self._score(self._engines[migration.destination])
 
     def _copying(self, migration: Migration, more: int) -> None:

@@ -365,3 +365,12 @@ def test_a_skewed_start_has_the_longest_samples_on_one_engine() -> None:
     counts = np.bincount(places, minlength=4)
     assert counts[0] == 24 and counts.sum() == 96 and np.ptp(counts[1:]) <= 8
     assert (start_places(workload, 1, "skewed") == 0).all()
+
+
+def test_of_two_samples_that_end_together_while_they_are_moved_neither_is_copied_on() -> None:
+    """Equal lengths end in one event: the copy that waits for the first one's must not begin."""
+    costs = curves(migration=MigrationTimes(0.0, 1000.0, 0.1))  # no copy is ever done
+    policy = Scripted([Plan((Move(0, 1), Move(1, 1)))])
+    found = rollout(work([40, 40, 90, 90]), costs, [0, 0, 0, 0], 2, policy)
+    assert (found.migrations, found.overtaken) == (0, 2)
+    assert np.isfinite(found.finished_at).all()

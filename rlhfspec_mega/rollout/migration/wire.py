@@ -69,6 +69,7 @@ class Inbox:
         self._accepted: set[socket.socket] = set()  # these, until they end
         self._connections: dict[str, socket.socket] = {}  # and these have said whose they are
         self._refused: set[str] = set()
+        self._closed = False
         self._lock = threading.Lock()
         threading.Thread(target=self._accept, daemon=True, name="migration-inbox").start()
 
@@ -111,6 +112,7 @@ class Inbox:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
         self._listener.close()
         with self._lock:
+            self._closed = True  # one that is being accepted now is ended by the thread that accepts it
             accepted, self._accepted = self._accepted, set()
         for connection in accepted:
             with contextlib.suppress(OSError):
@@ -127,6 +129,9 @@ class Inbox:
             except OSError:
                 return
             with self._lock:
+                if self._closed:
+                    connection.close()
+                    return
                 self._accepted.add(connection)
             threading.Thread(target=self._read, args=(connection,), daemon=True, name="migration-reader").start()
 
