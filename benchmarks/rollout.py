@@ -35,7 +35,7 @@ from rlhfspec_mega.simulate.workload import LENGTH_LAWS, Workload, draw_workload
 from rlhfspec_mega.types import GenerationRequest
 
 RESULTS = Path(__file__).parent / "results"
-SAMPLES, MEMBERS, LONGEST, PROMPT = 32, 4, 320, 120
+SAMPLES, MEMBERS, LONGEST, PROMPT = 48, 4, 200, 120
 SCALES = {"chat": 0.35, "reasoning": 0.03}
 STARTS = ("even", "skewed")
 STATIC, QUEUE, MOVING, FUSED = MECHANISMS

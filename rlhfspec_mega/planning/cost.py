@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhfspec_mega.planning.isotonic import rising
 from rlhfspec_mega.planning.regression import RecursiveRegression
 from rlhfspec_mega.planning.tree import Floats, StepRecord
 
@@ -19,7 +20,7 @@ FAR = 1e7  # beyond the last knot a curve goes on as a straight line, up to here
 LEAST_SECONDS = 1e-7
 SMALL_MODEL = (1e-2, 1e-3, 2e-3, 2e-4)  # seconds of a pass and of a token in it, of target and draft: a first guess
 SMOOTHNESS = 0.03  # weight of a bend in a curve against one measurement: fills in what was not measured
-SHRINKAGE = 0.03  # weight of a coefficient of 0: splits what batch and tokens explain alike
+SHRINKAGE = 0.03  # weight of a coefficient of 0, curves aside: what batch and tokens explain alike goes to the tokens
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ class CostModel:
 
     Curves are values at knots with straight lines between (hat functions): a CPU's nearly straight line as well as a
     GPU's floor, knee, slope and steps. Predictions never fall with tokens, backlog, nodes or depth, and are above 0:
-    curves are made monotone (the mean of the smallest monotone curve above and the largest below) when read, the
-    other coefficients are kept at 0 or above.
+    curves are made monotone when read (isotonic regression: what was measured often gives way least), the other
+    coefficients are kept at 0 or above.
 
     Attributes:
         frozen: learn nothing more; for runs that must not depend on the clock.
@@ -223,14 +224,13 @@ class CostModel:
 
     def _read_verify(self) -> None:
         count = len(self._verify_knots)
-        self._verify_y = _monotone(self._verify_knots, self._verify.coefficients[:count])
+        self._verify_y = _monotone(self._verify_knots, self._verify, 0)
         self._verify_rest = self._verify.coefficients[count:].tolist()
 
     def _read_draft(self) -> None:
         count = len(self._draft_knots)
-        curves = self._draft.coefficients[: 2 * count].reshape(2, count)
-        self._first_y, self._later_y = lines = _monotone(self._draft_knots, curves)
-        self._draft_lines = lines.tolist()
+        self._first_y, self._later_y = (_monotone(self._draft_knots, self._draft, start) for start in (0, count))
+        self._draft_lines = self._first_y.tolist(), self._later_y.tolist()
         self._draft_rest = self._draft.coefficients[2 * count :].tolist()
 
 
@@ -258,17 +258,12 @@ def _unfitted(coefficients: Floats, nonnegative: int) -> RecursiveRegression:
     return RecursiveRegression(coefficients, covariance, slice(-nonnegative, None))
 
 
-def _monotone(knots: Floats, values: Floats) -> Floats:
-    """Curves [..., K] made non-decreasing and non-negative, with one more value at `FAR`: [..., K + 1]."""
-    curves = np.empty((*values.shape[:-1], values.shape[-1] + 1))
-    inner = curves[..., :-1]
-    np.maximum.accumulate(values, axis=-1, out=inner)
-    inner += np.minimum.accumulate(values[..., ::-1], axis=-1)[..., ::-1]
-    inner *= 0.5
-    np.maximum(inner, 0.0, out=inner)
+def _monotone(knots: Floats, found: RecursiveRegression, start: int) -> Floats:
+    """The curve [K + 1] of the coefficients from `start` on, non-decreasing and above 0, with a value at `FAR`."""
+    own = slice(start, start + len(knots))
+    curve = rising(found.coefficients[own].tolist(), (1.0 / found.variances[own]).tolist())
     slope = (FAR - float(knots[-1])) / (float(knots[-1]) - float(knots[-2]))
-    curves[..., -1] = inner[..., -1] * (1.0 + slope) - inner[..., -2] * slope
-    return curves
+    return np.maximum([*curve, curve[-1] + slope * (curve[-1] - curve[-2])], 0.0)
 
 
 def _prior(rows: Floats, targets: Floats, curves: list[Floats]) -> Floats:
@@ -286,4 +281,5 @@ def _prior(rows: Floats, targets: Floats, curves: list[Floats]) -> Floats:
             information += (SMOOTHNESS / typical) ** 2 * np.outer(bend, bend)
         start += len(knots)
     size = np.sqrt((rows**2).mean(axis=0)) * SHRINKAGE / typical
+    size[:start] = 0.0
     return information + np.diag(size**2 + (1e-4 / typical) ** 2)

@@ -58,6 +58,11 @@ class RecursiveRegression:
         self._usual = float(np.clip(np.median(errors), LEAST_USUAL, MOST_FITTED))
         self._count = len(targets)
 
+    @property
+    def variances(self) -> Floats:
+        """Of the coefficients: large for those that little is known of."""
+        return self._covariance.diagonal()
+
     def observe(self, row: Floats, target: float) -> None:
         """Learn that this row, some entry of it above 0, came to `target` (above 0)."""
         self._count += 1

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.planning.isotonic import rising
 from rlhfspec_mega.simulate.curves import CostCurves, DecodeCurve, MigrationTimes, check_curves
 from rlhfspec_mega.types import Span
 
@@ -149,21 +150,8 @@ def decode_curve(samples: Sequence[DecodeSample]) -> DecodeCurve:
     slope = float(steps @ (kv_apart * seconds_apart)) / variance if variance > 0 else 0.0
     slope = min(max(slope, 0.0), LARGEST_KV_PART * float((mean_seconds / np.maximum(mean_kv, 1.0)).min()))
     per_step = np.bincount(index, [s.tokens for s in samples]) / (batches * weights)
-    seconds = _rising(((mean_seconds - slope * mean_kv) / per_step).tolist(), weights.tolist())
+    seconds = rising(((mean_seconds - slope * mean_kv) / per_step).tolist(), weights.tolist())
     points = list(zip(batches.tolist(), seconds, (slope / per_step).tolist(), strict=True))
     if batches[0] > 1:
         points.insert(0, (1, *points[0][1:]))
     return DecodeCurve(*zip(*points, strict=True))
-
-
-def _rising(values: list[float], weights: list[float]) -> list[float]:
-    """The nearest values in weighted least squares that never fall: pool adjacent violators (Ayer et al. 1955)."""
-    pools: list[tuple[float, float, int]] = []  # mean, weight, members
-    for value, weight in zip(values, weights, strict=True):
-        pool = (value, weight, 1)
-        while pools and pools[-1][0] > pool[0]:
-            mean, heavy, members = pools.pop()
-            total = heavy + pool[1]
-            pool = ((mean * heavy + pool[0] * pool[1]) / total, total, members + pool[2])
-        pools.append(pool)
-    return [mean for mean, _, members in pools for _ in range(members)]

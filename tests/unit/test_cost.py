@@ -223,3 +223,19 @@ def test_a_profile_whose_backlog_is_its_batch_tells_drafting_apart() -> None:
         assert predicted == pytest.approx(step.draft_seconds, rel=0.25)
     unread = [model.drafting(8, 800, backlog, 1, 0) for backlog in (8, 16, 32)]
     assert unread == pytest.approx([4.6e-3, 6.2e-3, 9.4e-3], rel=0.25), "a backlog costs as a batch of its size does"
+
+
+def test_a_profile_of_plain_steps_alone_foretells_plain_steps() -> None:
+    """Batch and tokens are then the same, and what nobody measured must not pull what was measured down."""
+    rng = np.random.default_rng(8)
+    for _ in range(50):
+        steps = [
+            StepCost(size, size * length, size, 0, 0, 0, 0.0, (8e-3 + 6e-4 * size + 1e-6 * size * length) * noise)
+            for length in (20, 190)
+            for size, noise in zip((1, 2, 4, 8), rng.uniform(0.9, 1.2, 4), strict=True)
+        ]
+        model = CostModel()
+        model.fit(steps)
+        for step in steps:
+            found = float(model.verify_seconds(step.batch, step.kv_tokens, step.tokens))
+            assert found == pytest.approx(step.verify_seconds, rel=0.25)
