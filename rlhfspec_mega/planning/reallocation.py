@@ -38,7 +38,7 @@ class _Draft:
         begun: [N + 1] whether a sample has tokens: it would stand still where it had to wait for a slot.
         load: [engines] seconds that copying takes.
         wait: [engines] the longest downtime of a sample that comes.
-        room: [engines] slots that are free, less than 0 where samples wait.
+        free: [engines] slots that no sample has or waits for, less than 0 where samples wait.
         kv_room: [engines] tokens.
         open: [engines] whether an engine may take samples.
         barred: [engines, engines] source and destination between which nothing may move.
@@ -55,7 +55,7 @@ class _Draft:
     begun: Bools
     load: Floats
     wait: Floats
-    room: Ints
+    free: Ints
     kv_room: Floats
     open: Bools
     barred: Bools
@@ -81,7 +81,7 @@ class _Draft:
         late = int(np.count_nonzero(finish > max(self.bound, (1.0 - BAND) * top)))
         sources = late_first[: 1 if everywhere else min(late, max(1, len(finish) // 2))]
         early = late_first[: len(sources) - 1 : -1] if len(sources) else late_first[:0]
-        early = early[(self.room[early] > 0) & self.open[early]]
+        early = early[(self.decay.counts[early] < self.decay.width) & self.open[early]]
         if len(early) == 0:
             return 0, False
         each = len(early) if everywhere else min(len(early), max(1, PAIRS // len(sources)))
@@ -123,10 +123,10 @@ class _Draft:
         gains = finish[last] - np.maximum(last_ends, other_ends)
         more = self.final[given] - self.final[taken]
         allowed = self.movable[given] & self.movable[taken] & (more <= self.kv_room[at]) & (-more <= self.kv_room[last])
-        allowed &= ~self.barred[last, at] & ~self.barred[at, last] & (gains > LEAST_SHARE * finish[last])
+        allowed &= gains > LEAST_SHARE * finish[last]
         allowed &= self.remaining[given] > self.remaining[taken]
-        allowed &= ~self.begun[given] | (self.room[at] >= 0)
-        allowed &= ~self.begun[taken] | (self.room[last] >= 0)
+        allowed &= ~self.begun[given] | (self.free[at] >= 0) & ~self.barred[last, at]
+        allowed &= ~self.begun[taken] | (self.free[last] >= 0) & ~self.barred[at, last]
         worth = 2.0 * price + self.downtime[given] + self.downtime[taken] + SMALL_EFFORT * finish[last]
         scores = np.where(allowed, gains / worth, 0.0)
         other, one, its = np.unravel_index(int(scores.argmax()), scores.shape)
@@ -158,7 +158,8 @@ class _Draft:
         destination_ends += self.load[destinations, None] + np.maximum(self.wait[destinations, None], downtime) + price
         gains = finish[rows] - np.maximum(source_ends, destination_ends)
         allowed = self.movable[who] & (self.final[who] <= self.kv_room[destinations, None])
-        allowed &= ~self.barred[sources, destinations][:, None] & (gains > LEAST_SHARE * top)
+        stays = self.barred[sources, destinations] | (self.free[destinations] <= 0)
+        allowed &= ~(self.begun[who] & stays[:, None]) & (gains > LEAST_SHARE * top)
         return np.where(allowed, gains / (2.0 * price + downtime + SMALL_EFFORT * top), 0.0)
 
     def _enter(self, moved: Ints, sources: Ints, destinations: Ints) -> None:
@@ -168,8 +169,8 @@ class _Draft:
         self.load[sources] += self.price[moved]
         self.load[destinations] += self.price[moved]
         self.wait[destinations] = np.maximum(self.wait[destinations], self.downtime[moved])
-        self.room[sources] += 1
-        self.room[destinations] -= 1
+        self.free[sources] += 1
+        self.free[destinations] -= 1
         self.kv_room[sources] += self.final[moved]
         self.kv_room[destinations] -= self.final[moved]
 
@@ -184,9 +185,10 @@ class Reallocator:
     knee of its curve, taking samples out of it gains nothing.
 
     Moves that bring less than `least_gain` all together are not made. Moved samples stay for `cool_down` seconds, and
-    as long nothing moves between the two engines the other way. An engine takes no more samples than it has slots free,
-    nor more than the KV that all its samples will have in the end leaves room for. The time of a plan is bounded: of
-    very many moves the next plan makes the rest.
+    as long nothing moves between the two engines the other way. An engine takes no more of them than it has slots free;
+    samples that have not begun wait as well at one place as at another, and are bound by neither. An engine takes no
+    more than the KV that all its samples will have in the end leaves room for. The time of a plan is bounded: of very
+    many moves the next plan makes the rest.
 
     Args:
         cost: of a move; may be replaced when it is known better.
@@ -232,7 +234,7 @@ class Reallocator:
     def _draft(self, state: RolloutState, closed: Collection[int]) -> _Draft:
         engines, count = state.engines, len(state.engines)
         decay = Decay(engines, state.at, state.remaining, np.arange(len(state.ids)), SPARE)
-        room = np.minimum([engine.slots for engine in engines], decay.width) - decay.counts
+        free = np.array([engine.slots for engine in engines]) - decay.counts
         final = state.lengths + state.remaining
         kv_room = np.array([engine.kv_tokens for engine in engines], np.float64) - np.bincount(state.at, final, count)
         copied = np.where(state.generated > 0, state.lengths, 0)
@@ -248,18 +250,18 @@ class Reallocator:
             begun=np.append(state.generated > 0, False),
             load=np.zeros(count),
             wait=np.zeros(count),
-            room=room,
+            free=free,
             kv_room=kv_room,
             open=~np.isin(np.arange(count), list(closed)),
             barred=self._barred(state),
         )
 
     def _resting(self, state: RolloutState) -> Bools:
-        """Samples that were moved lately."""
+        """Samples that were moved lately after they had begun."""
         self._moved = {name: when for name, when in self._moved.items() if when > state.now - self._cool_down}
         if not self._moved:
             return np.zeros(len(state.ids), np.bool_)
-        return np.array([name in self._moved for name in state.ids])
+        return np.array([name in self._moved for name in state.ids]) & (state.generated > 0)
 
     def _barred(self, state: RolloutState) -> Bools:
         """Pairs of engines that samples have lately gone through the other way."""
