@@ -16,7 +16,7 @@ import json
 import os
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,10 @@ from benchmarks.paired import Interval, interleaved, ratio_interval
 from benchmarks.rollout_fleet import MECHANISMS, Fleet, Outcome, Recorder
 from benchmarks.rollout_simulated import curves_of, predict, print_predictions, workload_of, worst_error
 from benchmarks.samples import Target, load_target, word_prompts, words_target
+from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.sampling.noise import sample_seed
 from rlhfspec_mega.simulate.curves import CostCurves
-from rlhfspec_mega.simulate.workload import LENGTH_LAWS, Workload, draw_workload
+from rlhfspec_mega.simulate.workload import LENGTH_LAWS, draw_workload
 from rlhfspec_mega.types import GenerationRequest
 
 RESULTS = Path(__file__).parent / "results"
@@ -69,42 +70,60 @@ def requests_of(law: str, start: str, repeat: int, prompts: list[tuple[int, ...]
     ]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Reality:
-    """What happened in one scenario.
+    """What happens in one scenario.
 
     Attributes:
-        workloads: samples of every repeat, the warm-up's first.
-        outcomes: by mechanism, of the repeats after the warm-up.
+        samples: of every repeat, the warm-up's first.
+        outcomes: by mechanism, one per repeat; the first is the warm-up's.
+        lengths: by mechanism, what its rollouts have taught.
         recorder: what engines did in all of them.
     """
 
     law: str
     start: str
-    workloads: list[Workload]
-    outcomes: dict[str, list[Outcome]]
+    samples: list[list[GenerationRequest]]
     recorder: Recorder
+    outcomes: dict[str, list[Outcome]] = field(default_factory=lambda: {name: [] for name in MECHANISMS})
+    lengths: dict[str, LengthPredictor] = field(
+        default_factory=lambda: {name: LengthPredictor(LONGEST) for name in MECHANISMS}
+    )
+
+    def run(self, fleet: Fleet, mechanism: str) -> float:
+        """The next repeat; its seconds."""
+        found = self.outcomes[mechanism]
+        found.append(fleet.run(mechanism, self.samples[len(found)], self.lengths[mechanism], self.recorder))
+        return found[-1].rollout
+
+    @property
+    def judged(self) -> dict[str, list[Outcome]]:
+        """Outcomes without the warm-up's."""
+        return {name: found[1:] for name, found in self.outcomes.items()}
 
 
-def measure(fleet: Fleet, law: str, start: str, pairs: int, prompts: list[tuple[int, ...]], eos: int) -> Reality:
-    """Every mechanism `pairs` times."""
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in MECHANISMS}
-    samples = [requests_of(law, start, repeat, prompts, eos) for repeat in range(pairs + 1)]
-
-    def once(mechanism: str) -> float:
-        outcome = fleet.run(mechanism, samples[len(outcomes[mechanism])])
-        outcomes[mechanism].append(outcome)
-        return outcome.rollout
-
-    fleet.begin_anew()
-    interleaved({name: partial(once, name) for name in MECHANISMS}, pairs)
-    workloads = [workload_of(requests, LONGEST) for requests in samples]
-    return Reality(law, start, workloads, {name: found[1:] for name, found in outcomes.items()}, fleet.recorder)
+def measure(fleet: Fleet, pairs: int, prompts: list[tuple[int, ...]], eos: int) -> list[Reality]:
+    """Every mechanism `pairs` times in every scenario, all interleaved: a machine's slow minutes fall on all alike."""
+    realities = [
+        Reality(
+            law,
+            start,
+            [requests_of(law, start, repeat, prompts, eos) for repeat in range(pairs + 1)],
+            fleet.recorder(f"{law}.{start}"),
+        )
+        for law in SCALES
+        for start in STARTS
+    ]
+    variants = {
+        f"{one.law} {one.start} {name}": partial(one.run, fleet, name) for one in realities for name in MECHANISMS
+    }
+    interleaved(variants, pairs)
+    return realities
 
 
 def compared(reality: Reality) -> dict[str, Any]:
     """Figures of one scenario."""
-    judged = reality.outcomes
+    judged = reality.judged
     return {
         "law": reality.law,
         "start": reality.start,
@@ -130,14 +149,13 @@ def run(model: str, pairs: int, rounds: int, long: int) -> dict[str, Any]:
     started = time.monotonic()
     target = load_target(words_target(model))
     prompts = [prompt[-PROMPT:] for prompt in word_prompts(64, target.tokenizer, "eval")]
-    eos, found, realities = target.tokenizer.eos_token_id, [], []
+    eos, found = target.tokenizer.eos_token_id, []
     positions = max(LONGEST, long)
     with Fleet(target, positions, PROMPT) as fleet:
-        for law in SCALES:
-            for start in STARTS:
-                realities.append(measure(fleet, law, start, pairs, prompts, eos))
-                found.append(compared(realities[-1]))
-                print_scenario(found[-1], time.monotonic() - started)
+        realities = measure(fleet, pairs, prompts, eos)
+        for one in realities:
+            found.append(compared(one))
+            print_scenario(found[-1])
         meeting, _ = fleet.engines.call("meet", 1.0, phase="meet")
         migrations = described(measure_migrations(fleet, _long(target, prompts, 4, long), rounds))
         rates = source_rate(fleet, _long(target, prompts, 6, long), steps=60, repeats=5)
@@ -170,7 +188,8 @@ def run(model: str, pairs: int, rounds: int, long: int) -> dict[str, Any]:
 
 def as_predicted(curves: CostCurves, reality: Reality) -> dict[str, Any]:
     """Simulated over real seconds, by mechanism; printed too."""
-    predictions = predict(curves, reality.workloads, reality.outcomes)
+    workloads = [workload_of(requests, LONGEST) for requests in reality.samples]
+    predictions = predict(curves, workloads, reality.judged)
     print_predictions(reality.law, reality.start, predictions)
     return {"ratios": {name: {k: asdict(v) for k, v in found.items()} for name, found in predictions.items()}}
 
@@ -183,9 +202,9 @@ def _long(target: Target, prompts: list[tuple[int, ...]], count: int, tokens: in
     ]
 
 
-def print_scenario(found: dict[str, Any], seconds: float) -> None:
+def print_scenario(found: dict[str, Any]) -> None:
     """One line per mechanism: seconds, and how much quicker than static."""
-    print(f"{found['law']} lengths, {found['start']} start ({seconds:.0f} s)", flush=True)
+    print(f"{found['law']} lengths, {found['start']} start", flush=True)
     for name in MECHANISMS:
         outcomes = found["outcomes"][name]
         rollout, total = (statistics.median(one[what] for one in outcomes) for what in ("rollout", "total"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,6 @@ class Outcome:
     total: float
     tail: TailTally
     score_seconds: float
-    lengths: list[int] = field(default_factory=list)
 
 
 class Fleet:
@@ -95,7 +94,6 @@ class Fleet:
         self._directory = tempfile.TemporaryDirectory(prefix="benchmark.")
         self._scoring_rate = 0.0
         self._rollouts = 0
-        self.begin_anew()
 
     def __enter__(self) -> Fleet:
         limits: dict[str, Any] = {"deadline_seconds": 300.0, "start_seconds": 120.0, "silence_seconds": 120.0}
@@ -123,13 +121,22 @@ class Fleet:
         self.cluster.close()
         self._directory.cleanup()
 
-    def begin_anew(self) -> None:
-        """Forget the lengths of earlier rollouts; what is done from now on goes to another `recorder`."""
-        self._lengths = {name: LengthPredictor(self._longest) for name in MECHANISMS}
-        self.recorder = Recorder(Path(self._directory.name) / f"timeline.{self._rollouts}.json")
+    def recorder(self, name: str) -> Recorder:
+        """A recorder whose file ends with the fleet."""
+        return Recorder(Path(self._directory.name) / f"{name}.json")
 
-    def run(self, mechanism: str, requests: Sequence[GenerationRequest]) -> Outcome:
-        """One rollout of these samples and the scoring of all of them."""
+    def run(
+        self,
+        mechanism: str,
+        requests: Sequence[GenerationRequest],
+        lengths: LengthPredictor,
+        recorder: Recorder,
+    ) -> Outcome:
+        """One rollout of these samples and the scoring of all of them.
+
+        Args:
+            lengths: learns from one rollout of a scenario to the next.
+        """
         self._rollouts += 1
         moves, fuses = mechanism.startswith("reallocation"), mechanism.endswith("fusion")
         scoring = ScoringQueue()
@@ -139,9 +146,9 @@ class Fleet:
             revive=_no_revival,
             poll_seconds=POLL_SECONDS,
             at_once=SLOTS if mechanism == "queue" else None,
-            reallocation=self._reallocation(mechanism, fuses) if moves else None,
+            reallocation=self._reallocation(lengths, fuses) if moves else None,
             scored_at_once=SCORED_AT_ONCE,
-            timeline=self.recorder,
+            timeline=recorder,
         )
         ledger = _ledger(requests, self._rollouts)
         started = time.perf_counter()
@@ -153,14 +160,13 @@ class Fleet:
         manager.finish_scoring(scoring, "reference")
         ended = time.perf_counter()
         self._scoring_rate = scoring.seconds / scoring.scored_tokens
-        lengths = [len(results[request.sample_id].tokens) for request in requests]
-        return Outcome(rolled - started, ended - started, manager.take_tail(), scoring.seconds, lengths)
+        return Outcome(rolled - started, ended - started, manager.take_tail(), scoring.seconds)
 
-    def _reallocation(self, mechanism: str, fuses: bool) -> Reallocation:
+    def _reallocation(self, lengths: LengthPredictor, fuses: bool) -> Reallocation:
         cost, work = MigrationCost(FIRST_DOWNTIME, 0.0), ScoringWork(seconds_per_token=self._scoring_rate)
         reallocator = Reallocator(cost, least_gain=LEAST_GAIN, cool_down=COOL_DOWN)
         policy = TailPolicy(reallocator, Consolidator(cost) if fuses else None, work.seconds)
-        return Reallocation(policy, self._lengths[mechanism], POLL_SECONDS, work, policy.learn_cost)
+        return Reallocation(policy, lengths, POLL_SECONDS, work, policy.learn_cost)
 
 
 def _ledger(requests: Sequence[GenerationRequest], step: int) -> Ledger:

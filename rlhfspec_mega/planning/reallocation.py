@@ -181,8 +181,8 @@ class Reallocator:
     Greedy rounds: each of the engines that end last gives one sample to an engine that ends early, such that the later
     of the two ends as much earlier as possible for what the move costs. The predicted end contains the cost of the
     moves: both engines lose `per_token` seconds for each token copied, and an engine that samples come to ends later by
-    their downtime. What nobody has decoded yet moves for nothing. Throughput curves decide: where a batch is below the
-    knee of its curve, taking samples out of it gains nothing.
+    their downtime; what nobody has decoded yet costs a prefill of its prompt. Throughput curves decide: where a batch
+    is below the knee of its curve, taking samples out of it gains nothing.
 
     Moves that bring less than `least_gain` all together are not made. Moved samples stay for `cool_down` seconds, and
     as long nothing moves between the two engines the other way. An engine takes no more of them than it has slots free;
@@ -237,17 +237,17 @@ class Reallocator:
         free = np.array([engine.slots for engine in engines]) - decay.counts
         final = state.lengths + state.remaining
         kv_room = np.array([engine.kv_tokens for engine in engines], np.float64) - np.bincount(state.at, final, count)
-        copied = np.where(state.generated > 0, state.lengths, 0)
+        begun = state.generated > 0
         return _Draft(
             decay=decay,
             destination=state.at.copy(),
             bound=decay.least_makespan(),
             remaining=np.append(state.remaining, 0.0),
-            price=np.append(copied * self.cost.per_token, 0.0),
-            downtime=np.append(np.where(copied > 0, self.cost.downtime, 0.0), 0.0),
+            price=np.append(state.lengths * np.where(begun, self.cost.per_token, self.cost.prefill), 0.0),
+            downtime=np.append(np.where(begun, self.cost.downtime, 0.0), 0.0),
             final=np.append(final, 0.0),
             movable=np.append(state.movable & ~self._resting(state), False),
-            begun=np.append(state.generated > 0, False),
+            begun=np.append(begun, False),
             load=np.zeros(count),
             wait=np.zeros(count),
             free=free,

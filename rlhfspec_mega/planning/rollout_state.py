@@ -73,10 +73,13 @@ class MigrationCost:
     Attributes:
         downtime: seconds in which the sample is decoded nowhere.
         per_token: seconds of both engines' time for each token of KV that is copied.
+        prefill: seconds for each token of the prompt of a sample that has not begun: where others of its group stay
+            behind, a second engine reads it.
     """
 
     downtime: float
     per_token: float
+    prefill: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,7 +72,9 @@ class Reallocation:
         self._orders: dict[int, list[MigrationOrder]] = {}
         self._begun = self._planned = time.monotonic()
         copying = [meeting.copy_seconds for meeting in meetings.values()]
-        self._learn_cost(MigrationCost(self._downtime, sum(copying) / max(len(copying), 1)))
+        reading = [meeting.prefill_seconds for meeting in meetings.values() if math.isfinite(meeting.prefill_seconds)]
+        copy, prefill = (sum(seconds) / max(len(seconds), 1) for seconds in (copying, reading))
+        self._learn_cost(MigrationCost(self._downtime, copy, prefill))
 
     def orders(self, rank: int, work: Assignment) -> Orders | None:
         """What to ask of an engine with the samples it is given now; None for one that came later."""

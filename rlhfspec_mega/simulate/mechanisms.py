@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhfspec_mega.planning.consolidation import Consolidator
 from rlhfspec_mega.planning.reallocation import Reallocator
@@ -74,7 +74,7 @@ def simulate(
     scoring = Scoring(engines, workload.totals, curves.scoring_seconds, curves.scoring_start)
     policy = None
     if mechanism.moves:
-        cost = curves.migration.cost
+        cost = replace(curves.migration.cost, prefill=curves.prefill_seconds)
         reallocator = Reallocator(cost, least_gain=least_gain, cool_down=cool_down)
         consolidator = Consolidator(cost) if mechanism.fuses else None
         policy = TailPolicy(reallocator, consolidator, scoring.work_seconds)
