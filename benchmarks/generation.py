@@ -38,6 +38,7 @@ from rlhfspec_mega.planning.uniform import Fixed
 
 RESULTS = Path(__file__).parent / "results"
 DRAFT_TOKENS = 320  # of the longest sample that the draft learns from
+PREDICTED = 3  # repeats that predictions are judged by
 CHECKED = (1, 2, 4, 8, 16, 32)  # draft tokens at which predicted tokens per step are compared with realised ones
 
 
@@ -127,7 +128,7 @@ def judge_choices(bench: Bench, scenario: Scenario, contender: Contender, repeat
 def judge_predictions(bench: Bench, scenarios: Sequence[Scenario]) -> dict[str, Any]:
     """Predicted against realised tokens per step for every n, and predicted against measured seconds of a step.
 
-    The first run of a setting teaches its models; errors are of the second.
+    The first run of a setting teaches its models; errors are of the others, whose prompts it has not seen, together.
     """
     errors: dict[str, dict[int, float]] = {}
     times: list[float] = []
@@ -139,10 +140,10 @@ def judge_predictions(bench: Bench, scenarios: Sequence[Scenario]) -> dict[str, 
             cost = bench.cost_model()
             policy = Fixed(AcceptanceModel(), cost, 4, 8, nodes)
             policy.learns_cost = True  # what it does not read itself is judged here
-            for repeat in range(2):
-                watched = Predicted(policy, cost)
-                bench.engine.policy = watched
-                bench.decode(bench.engine, scenario, repeat)
+            for repeats in (range(1), range(1, 1 + PREDICTED)):
+                bench.engine.policy = watched = Predicted(policy, cost)
+                for repeat in repeats:
+                    bench.decode(bench.engine, scenario, repeat)
             errors[name][nodes] = watched.found.tokens_error
             times += watched.found.time_errors
     return {"tokens_error_by_n": errors, "step_time_error": statistics.median(times)}

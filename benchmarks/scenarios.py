@@ -16,6 +16,7 @@ from benchmarks.samples import PREFILL_CHUNK, Target
 from rlhfspec_mega.models.draft_directory import load_draft
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
+from rlhfspec_mega.planning.oversight import OverseenPolicy
 from rlhfspec_mega.planning.tree import DraftingPolicy
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.rollout.torch_engine.profile import ScriptedPolicy, profile
@@ -76,12 +77,15 @@ class Bench:
         self.engine = self._engine(positions, draft)
         self.costs = profile(self.engine)
         self._policies: dict[str, DraftingPolicy] = {}
+        self._overseen: dict[str, OverseenPolicy] = {}
 
     def policy(self, contender: Contender) -> DraftingPolicy:
         """A contender's policy; it keeps what it learns."""
         if contender.name not in self._policies:
             assert contender.make is not None
-            self._policies[contender.name] = contender.make(AcceptanceModel(), self.cost_model())
+            policy = contender.make(AcceptanceModel(), self.cost_model())
+            self._policies[contender.name] = policy
+            self._overseen[contender.name] = OverseenPolicy(policy, collapse_ratio=0.5, stops=False)
         return self._policies[contender.name]
 
     def cost_model(self) -> CostModel:
@@ -91,10 +95,14 @@ class Bench:
         return cost
 
     def run(self, contender: Contender, scenario: Scenario, repeat: int) -> float:
-        """Seconds to decode a scenario from prompts to last token; prompts and noise depend on the repeat alone."""
+        """Seconds to decode a scenario from prompts to last token; prompts and noise depend on the repeat alone.
+
+        Policies are overseen as in a run: every 32nd step decodes plainly.
+        """
         if contender.make is None:
             return self.decode(self._plain, scenario, repeat)
-        self.engine.policy = self.policy(contender)
+        self.policy(contender)
+        self.engine.policy = self._overseen[contender.name]
         return self.decode(self.engine, scenario, repeat)
 
     def decode(self, engine: TorchEngine, scenario: Scenario, repeat: int) -> float:

@@ -8,7 +8,8 @@ from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, step_cost
 from rlhfspec_mega.planning.tree import Batch, DraftTree, Floats, Ints, StepRecord
 
-COSTS_AT_FIRST, COSTS_EVERY = 32, 4  # steps that costs are learnt from: all of the first ones, then every fourth
+# Steps that costs are learnt from: all of the first ones, then every fourth with and every fourth without a draft.
+COSTS_AT_FIRST, COSTS_EVERY = 32, 4
 
 NONE = np.zeros(0, np.int64)
 NONE.flags.writeable = False
@@ -61,6 +62,7 @@ class CalibratedPolicy:
         self.max_nodes = max_nodes
         self._view: StepView | None = None
         self._steps = 0
+        self._learnt = [-COSTS_EVERY, -COSTS_EVERY]  # when costs of a plain step were, and of one with a draft
 
     def observe(self, record: StepRecord) -> None:
         """Learn from a step, plain ones too."""
@@ -68,7 +70,9 @@ class CalibratedPolicy:
         self._steps += 1
         if self.learns_acceptance:
             self.acceptance.observe(record)
-        if self.learns_cost and (self._steps <= COSTS_AT_FIRST or self._steps % COSTS_EVERY == 0):
+        kind = int(record.tree.depth > 0)
+        if self.learns_cost and (self._steps <= COSTS_AT_FIRST or self._steps - self._learnt[kind] >= COSTS_EVERY):
+            self._learnt[kind] = self._steps
             self.cost.observe(step_cost(record))
 
     def _usable_depth(self, batch: Batch, limit: int) -> int:

@@ -59,8 +59,8 @@ def make_engine(slots: int, policy: DraftingPolicy | None, shape: ModelShape = S
 def make(name: str) -> DraftingPolicy:
     if name == "random trees":
         return RandomTrees(7)
-    # Verification that costs next to nothing: policies that weigh cost draft as much as they can.
-    cost = CostModel.nominal(10**6, 10**4, flops_per_second=1e13)
+    # Drafting and verification cost next to nothing: policies that weigh cost draft as much as they can.
+    cost = CostModel.nominal(10**6, 10**4, flops_per_second=1e13, pass_seconds=1e-6)
     policy = make_policy(DraftingConfig(policy=name, tiers={1: [2, 3]}), AcceptanceModel(), cost, seed=0)
     assert policy is not None
     return policy
