@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+import rlhfspec_mega.actor.quick_start  # noqa: F401
 from rlhfspec_mega.actor import checkpoint
 from rlhfspec_mega.actor.checkpoint_files import FileSum, SavedPart, first_damage
 from rlhfspec_mega.actor.checkpoint_writer import WriteFailed
