@@ -8,11 +8,12 @@ BIN := $(VENV)/bin
 demo: $(VENV)/.installed
 	$(BIN)/python train.py name=demo-$$(date +%Y%m%d-%H%M%S)
 
+# The long files first, in the order of their names: the end of the run has short ones to share out.
 test: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests
 
 $(VENV)/.installed: setup.py
 	$(PYTHON) -m venv $(VENV)
