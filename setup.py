@@ -27,6 +27,14 @@ setup(
         "ray": ["ray[default]>=2.60,<3"],
         "gpu": ["transformer-engine[pytorch]", "sglang==0.5.17"],
         "wandb": ["wandb"],
-        "test": ["ray[default]>=2.60,<3", "pytest", "pytest-timeout", "pytest-xdist>=3.7", "hypothesis", "ruff", "mypy"],
+        "test": [
+            "ray[default]>=2.60,<3",
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist>=3.7",
+            "hypothesis",
+            "ruff",
+            "mypy",
+        ],
     },
 )

@@ -36,11 +36,16 @@ class Pool:
 
     Args:
         deaths: for the calls with these numbers, whether the engine dies before it does the work, or after.
+        silences: for the calls with these numbers, for how many waits the engine is suspected afterwards, if it is not
+            the last one.
     """
 
-    def __init__(self, engines: Sequence[Any], deaths: dict[int, bool] | None = None) -> None:
+    def __init__(
+        self, engines: Sequence[Any], deaths: dict[int, bool] | None = None, silences: dict[int, int] | None = None
+    ) -> None:
         self.engines, self.size, self.down = engines, len(engines), set[int]()
         self.deaths, self.calls, self.starts, self.suspect = deaths or {}, 0, 1, dict[int, int]()
+        self.silences = silences or {}
 
     def start(self, rank: int, method: str, *args: Any) -> Answered:
         assert rank not in self.down
@@ -49,6 +54,8 @@ class Pool:
         if dies and self.deaths[number]:
             return self._die(rank)
         value = getattr(self.engines[rank], method)(*args)
+        if number in self.silences and not dies and len(self.serving()) > 1:
+            self.suspect[rank] = self.silences[number]
         return self._die(rank) if dies else Answered(rank, value)
 
     def _die(self, rank: int) -> Answered:

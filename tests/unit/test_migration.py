@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.rollout_state import Move, Plan, RolloutState
 from rlhfspec_mega.rollout.migration import departures
+from rlhfspec_mega.rollout.migration.arrivals import Arrivals
 from rlhfspec_mega.rollout.migration.messages import MigrationOrder, Orders
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.reallocation import Reallocation
@@ -60,6 +62,31 @@ def link(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
+@contextmanager
+def troubled(draws: random.Random, slow: float, cancelled: float) -> Iterator[None]:
+    """Links that bring messages some steps late, and moves whose time is over before the copy is done.
+
+    Args:
+        slow: chance that an engine does not yet see at a step what was sent to it.
+        cancelled: of a move's being called off.
+    """
+    turn, order = Arrivals.turn, departures.Departures.order
+
+    def late(self: Arrivals) -> None:
+        if draws.random() >= slow:
+            turn(self)
+
+    def doomed(self: departures.Departures, one: MigrationOrder) -> None:
+        order(self, one)
+        if one.sample_id in self._leaving and draws.random() < cancelled:
+            self._leaving[one.sample_id].deadline = 0.0
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Arrivals, "turn", late)
+        patched.setattr(departures.Departures, "order", doomed)
+        yield
+
+
 def moving(seed: int, share: float = 0.3) -> Reallocation:
     return Reallocation(RandomMoves(seed, share), LengthPredictor(limit=16), plan_seconds=0.0)
 
@@ -69,12 +96,23 @@ def moving(seed: int, share: float = 0.3) -> Reallocation:
     st.integers(2, 3),
     st.lists(st.integers(1, 5), min_size=1, max_size=6),
     st.dictionaries(st.integers(3, 80), st.booleans(), max_size=4),
+    st.dictionaries(st.integers(3, 80), st.integers(1, 9), max_size=3),
     st.integers(0, 2**16),
     st.sampled_from([0.0, 0.002]),
+    st.sampled_from([0.0, 0.5]),
+    st.sampled_from([0.0, 0.3]),
 )
 def test_every_sample_comes_back_once_with_its_own_tokens(
-    engines: int, groups: list[int], deaths: dict[int, bool], seed: int, poll: float
+    engines: int,
+    groups: list[int],
+    deaths: dict[int, bool],
+    silences: dict[int, int],
+    seed: int,
+    poll: float,
+    slow: float,
+    cancelled: float,
 ) -> None:
+    """Samples end, engines die or fall silent, links are slow and moves are called off at random moments."""
     requests = [
         replace(request(group, member), ignore_stop=True, max_new_tokens=3 + (5 * group + 3 * member) % 11)
         for group, size in enumerate(groups)
@@ -83,7 +121,9 @@ def test_every_sample_comes_back_once_with_its_own_tokens(
     for engine in ENGINES:
         engine.clear()  # what a failed example left
     quiet = generate(Pool(ENGINES[:engines]), requests)
-    results = generate(Pool(ENGINES[:engines], deaths), requests, poll=poll, reallocation=moving(seed))
+    with troubled(random.Random(seed), slow, cancelled):
+        pool = Pool(ENGINES[:engines], deaths, silences)
+        results = generate(pool, requests, poll=poll, reallocation=moving(seed))
     assert results.keys() == quiet.keys()
     for sample_id, result in results.items():
         assert result.tokens == quiet[sample_id].tokens
