@@ -36,8 +36,8 @@ from rlhfspec_mega.simulate.workload import LENGTH_LAWS, draw_workload
 from rlhfspec_mega.types import GenerationRequest
 
 RESULTS = Path(__file__).parent / "results"
-SAMPLES, MEMBERS, LONGEST, PROMPT = 48, 4, 200, 120
-SCALES = {"chat": 0.35, "reasoning": 0.03}
+SAMPLES, MEMBERS, LONGEST, PROMPT = 48, 4, 150, 120
+SCALES = {"chat": 0.26, "reasoning": 0.023}
 STARTS = ("even", "skewed")
 STATIC, QUEUE, MOVING, FUSED = MECHANISMS
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
@@ -14,12 +12,7 @@ from rlhfspec_mega.planning.tree import Batch, StepRecord
 
 RETHINK = 16  # steps after which forecasts, and whether drafting pays, are worked out anew
 HOLD = 8  # plain steps that follow a decision not to draft, while no sample comes or goes: deciding takes time itself
-# Of forecast rates, until steps have told: they are the best of many guesses, and leave out what deciding takes.
-OPTIMISM = 1.1
-GAIN = 1.02  # that drafting must promise
-UNTRIED = -math.log(OPTIMISM)
-NEWEST = 0.1  # weight of a step in what forecasts have proved to be worth
-FORGETTING = 0.002  # of that, with each plain step: it is tried again
+MARGIN = 1.1  # of forecast rates: they are the best of many guesses, and leave out what a policy's own work takes
 PAID_OVER = 32  # steps over which reading a backlog is counted
 PROBE_SHARE = 0.01  # of the time may go into finding out whether drafting pays again
 PROBE_LATEST = 1000  # plain steps after which that is found out whatever it costs
@@ -47,9 +40,6 @@ def drafting_rate(expected: Yield, cost: CostModel, batch: Batch, usable: int, m
 class Payoff:
     """Compares the forecast rate of drafting with that of a plain step.
 
-    Forecasts are corrected by what steps realised of them, batches of about the same size apart: a forecast takes the
-    best depth and number for an average batch, and neither is what a policy will then find. Not with a frozen cost.
-
     Args:
         whole: all usable layers are always drafted; else drafting may end after any.
 
@@ -67,9 +57,7 @@ class Payoff:
         self._plain_steps = 0
         self._held_size, self._held_until = 0, 0
         self.probing = False
-        self._rates: dict[tuple[int, int], float] = {}  # by batch size and usable depth, for the next few steps
-        self._promised = 0.0  # of the step of now
-        self._worth: dict[int, float] = {}  # log of realised over forecast rate, by the logarithm of the batch size
+        self._pays: dict[tuple[int, int], bool] = {}  # by batch size and usable depth, for the next few steps
 
     def holds(self, batch: Batch) -> bool:
         """Whether a decision not to draft still stands."""
@@ -82,13 +70,12 @@ class Payoff:
             return 0
         plain = float(step.verify_seconds(1)[0])
         key = step.size, usable
-        if key not in self._rates:
+        if key not in self._pays:
             expected = self._forecast.of(step.batch)
-            self._rates[key] = drafting_rate(expected, self._cost, step.batch, usable, self._max_nodes, self._whole)
-        self._promised = self._rates[key]
-        if self._promised * self._worth_of(step.size) > GAIN * step.size / plain:
+            rate = drafting_rate(expected, self._cost, step.batch, usable, self._max_nodes, self._whole)
+            self._pays[key] = rate > MARGIN * step.size / plain
+        if self._pays[key]:
             return usable
-        self._promised = 0.0
         self.probing = self._probe_is_due(step, plain)
         if not self.probing:
             self._held_size, self._held_until = step.size, self._steps + HOLD
@@ -97,36 +84,18 @@ class Payoff:
     def observe(self, record: StepRecord) -> None:
         """After a step, and after the models learnt from it."""
         self._steps += 1
-        self._learn_worth(record)
         if self.probing or self._steps % RETHINK == 0:  # a probe is there to be heeded at once
             self._forecast.renew()
-            self._rates.clear()
+            self._pays.clear()
         self.probing = False
         self._plain_steps = 0 if record.tree.depth else self._plain_steps + 1
-
-    def _worth_of(self, size: int) -> float:
-        """Realised over forecast rate."""
-        return math.exp(self._worth.get(size.bit_length(), UNTRIED))
-
-    def _learn_worth(self, record: StepRecord) -> None:
-        size, seconds = record.batch.size, record.draft_seconds + record.verify_seconds
-        place = size.bit_length()
-        worth = self._worth.get(place, UNTRIED)
-        if record.tree.depth and self._promised and seconds > 0 and not self._cost.frozen:
-            realised = math.log((size + int(record.accepted.sum())) / seconds / self._promised)
-            self._worth[place] = worth + NEWEST * (min(max(realised, -1.0), 1.0) - worth)
-        elif place in self._worth:
-            self._worth[place] = worth + FORGETTING * (UNTRIED - worth)
-        self._promised = 0.0
 
     def _probe_is_due(self, step: StepView, plain: float) -> bool:
         """Whether the time a probe would lose is within its share of the plain steps since the last draft."""
         if self._plain_steps >= PROBE_LATEST:
             return True
-        if self._plain_steps < HOLD:
-            return False
         chances = self._acceptance.expected_layer(1, float(step.batch.temperatures.max()))
         seconds = step.draft_seconds(1, 0)
         seconds += float(self._cost.verify_seconds(step.size, step.kv_tokens, 2 * step.size))
-        lost = seconds - plain * (1.0 + float(chances[0])) * self._worth_of(step.size)
+        lost = seconds - plain * (1.0 + float(chances[0])) / MARGIN
         return lost <= PROBE_SHARE * plain * self._plain_steps

@@ -10,7 +10,7 @@ from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.forecast import Forecast
-from rlhfspec_mega.planning.payoff import OPTIMISM, drafting_rate
+from rlhfspec_mega.planning.payoff import MARGIN, drafting_rate
 from rlhfspec_mega.planning.rollout_state import EngineState, Floats, Ints, Throughput
 from rlhfspec_mega.planning.tree import Batch
 
@@ -222,6 +222,6 @@ def throughput_of(
             ones = np.ones(size, np.int64)
             batch = Batch(ones * length, ones * length, ones, np.full(size, temperature), size, np.arange(size))
             drafting = drafting_rate(forecast.of(batch), cost, batch, depth, max_nodes, whole)
-            rate = drafting if drafting > OPTIMISM * rate else rate
+            rate = drafting if drafting > MARGIN * rate else rate
         seconds.append(size / rate)
     return Throughput(batches, tuple(seconds))

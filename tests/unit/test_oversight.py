@@ -100,7 +100,7 @@ def test_drafting_is_off_while_the_draft_is_broken_and_back_after_the_update_tha
     assert min(shares[:2]) > 0.9
     trial = (LEAST_OF_TRIAL / size + 2) / 300
     assert shares[2] < 0.75 and max(shares[3:5]) <= trial
-    assert shares[5] > 0.75 and shares[6] > 0.9
+    assert shares[5] > 0.9 and shares[6] > 0.9
 
 
 def test_a_collapse_may_be_said_without_stopping() -> None:

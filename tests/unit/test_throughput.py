@@ -13,7 +13,7 @@ from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost
 from rlhfspec_mega.planning.forecast import Forecast
-from rlhfspec_mega.planning.payoff import OPTIMISM
+from rlhfspec_mega.planning.payoff import MARGIN
 from rlhfspec_mega.planning.rollout_state import EngineState, Throughput
 from rlhfspec_mega.planning.throughput import Decay, batch_seconds, decay_seconds, seconds_per_token, throughput_of
 from tests.synthetic_drafts import make_batch
@@ -205,5 +205,5 @@ def test_a_drafting_engine_s_curve_is_the_better_of_drafting_and_not(
                     step = float(cost.draft_seconds(size, 100 * size, size, depth, size * drafted))
                     step += float(cost.verify_seconds(size, 100 * size, size * (1 + nodes)))
                     best = max(best, size * (1 + accepted) / step)
-        assert (best > OPTIMISM * plain) == pays
+        assert (best > MARGIN * plain) == pays
         assert seconds == pytest.approx(size / (best if pays else plain))
