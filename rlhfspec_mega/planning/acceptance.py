@@ -32,6 +32,8 @@ PRIOR_INFORMATION = (1.0, 8.0, 4.0)
 MOST_INFORMATION = (40.0, 120.0, 12.0)  # about 250, 800 and 80 outcomes: older ones are forgotten
 SIBLINGS_KEPT = 0.99  # of the weight of earlier groups of siblings, per step, in the distribution of gaps
 LEAST_WEIGHT = 1e-9
+# Steps with drafting after which expected layers are worked out anew: each of the first ones, then every eighth.
+EXPECTED_AT_FIRST, EXPECTED_EVERY = 64, 8
 
 
 class AcceptanceModel:
@@ -61,6 +63,7 @@ class AcceptanceModel:
         self._batch: Batch | None = None  # whose `_row_entries` were computed last: the same one all through a step
         self._row_entries = np.zeros((FACTORS, 0), np.int64)
         self._expected: dict[tuple[int, int], Floats] = {}
+        self._observed = 0
 
     def conditional(self, batch: Batch, tree: DraftTree, nodes: slice | Ints) -> Floats:
         """Probability [k] that each of these nodes is accepted if its parent is."""
@@ -100,7 +103,9 @@ class AcceptanceModel:
             accepted[-1] = True  # ROOT = -1 reads this entry
             judged = chosen[accepted[tree.parents[chosen]]]
             self._learn(record.batch, tree, judged, accepted[judged], float(tree.survival[chosen].sum()))
-        self._expected.clear()
+        self._observed += 1
+        if self._observed <= EXPECTED_AT_FIRST or self._observed % EXPECTED_EVERY == 0:
+            self._expected.clear()
 
     def report(self) -> CalibrationReport:
         """Calibration error so far."""
