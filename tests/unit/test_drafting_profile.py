@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhfspec_mega.planning.cost import CostModel
-from rlhfspec_mega.rollout.torch_engine.profile import SHAPES, profile
+from rlhfspec_mega.rollout.torch_engine.profile import CATCHING_UP, SHAPES, profile
 from tests.near_tie import assert_same
 from tests.random_trees import RandomTrees
 from tests.unit.test_speculation import make_engine
@@ -20,6 +20,8 @@ def test_a_profile_covers_plain_steps_and_trees_of_all_batches(alone) -> None:
     assert {(cost.depth, cost.tokens // cost.batch - 1) for cost in found} >= {
         (shape.depth, shape.verified) for shape in SHAPES[:4]
     }
+    catching_up = [cost for cost in found if cost.backlog > CATCHING_UP.after * cost.batch]
+    assert {cost.batch for cost in catching_up} == {1, 2, 4, 6} and all(cost.depth == 1 for cost in catching_up)
     assert all(cost.verify_seconds > 0 and cost.draft_seconds > 0 for cost in found)
     assert engine.idle and engine.policy is policy and engine.stats()["decode_steps"] == 0
     cost = CostModel()
