@@ -18,7 +18,7 @@ from rlhfspec_mega.types import GenerationRequest
 
 
 def curves_of(recorder: Recorder, positions: int, copy_seconds: float, source_rate: float) -> CostCurves:
-    """Cost curves from what the engines did since `begin_anew`.
+    """Cost curves from what the engines of one scenario did.
 
     Args:
         positions: of a slot's KV cache.

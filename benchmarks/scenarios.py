@@ -76,17 +76,15 @@ class Bench:
         self._plain = self._engine(positions, None)
         self.engine = self._engine(positions, draft)
         self.costs = profile(self.engine)
-        self._policies: dict[str, DraftingPolicy] = {}
         self._overseen: dict[str, OverseenPolicy] = {}
 
     def policy(self, contender: Contender) -> DraftingPolicy:
         """A contender's policy; it keeps what it learns."""
-        if contender.name not in self._policies:
+        if contender.name not in self._overseen:
             assert contender.make is not None
             policy = contender.make(AcceptanceModel(), self.cost_model())
-            self._policies[contender.name] = policy
             self._overseen[contender.name] = OverseenPolicy(policy, collapse_ratio=0.5, stops=False)
-        return self._policies[contender.name]
+        return self._overseen[contender.name].policy
 
     def cost_model(self) -> CostModel:
         """A fresh cost model that knows the profile."""

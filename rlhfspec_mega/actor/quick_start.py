@@ -1,4 +1,4 @@
-"""To be imported before Megatron-core: a rank on the CPU then starts in two thirds of the time.
+"""To be imported before Megatron-core: its import then takes little more than half the time on the CPU.
 
 Megatron marks functions for torch.compile, which loads the compiler. They are its fused kernels, and models on the CPU
 are built without these.

@@ -17,7 +17,7 @@ RANKS = 8  # the last stands for itself and all beyond, as do those below
 DEPTHS = 16
 POSITIONS = 20  # sample lengths by powers of two
 CELLS = CLASSES * RANKS * GAPS
-SAMPLES = 1024  # remembered one by one, the latest to come: more than an engine decodes at once
+SAMPLES = 1024  # remembered one by one, the latest to come; of more at once some share a place and are forgotten
 # Depth, position and sample shift the best child and its siblings apart: where the best fails more often, the others
 # gain.
 SHARED = CELLS + 2 * DEPTHS + 2 * POSITIONS  # entries that all samples share; their own come behind

@@ -73,8 +73,8 @@ class MigrationCost:
     Attributes:
         downtime: seconds in which the sample is decoded nowhere.
         per_token: seconds of both engines' time for each token of KV that is copied.
-        prefill: seconds for each token of the prompt of a sample that has not begun: where others of its group stay
-            behind, a second engine reads it.
+        prefill: seconds for each token of the prompt of a sample that has not begun. An upper bound: members of a group
+            that move together share one prefill, and the source is spared its own.
     """
 
     downtime: float

@@ -45,9 +45,8 @@ class ScriptedPolicy:
         self.costs: list[StepCost] = []
 
     def depth(self, batch: Batch) -> int:
-        return (
-            min(self.shape.depth, self.max_depth) if len(self.costs) % (self.shape.after + 1) == self.shape.after else 0
-        )
+        plain = len(self.costs) % (self.shape.after + 1) < self.shape.after
+        return 0 if plain else min(self.shape.depth, self.max_depth)
 
     def expand(self, batch: Batch, tree: DraftTree) -> Ints:
         nodes = np.arange(tree.size)[tree.last_layer]
