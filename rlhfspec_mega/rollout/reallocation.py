@@ -11,12 +11,14 @@ import numpy as np
 
 from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.rollout_state import EngineState, MigrationCost, RolloutPolicy, RolloutState
+from rlhfspec_mega.planning.throughput import Decay
 from rlhfspec_mega.rollout.assignment import Assignment
 from rlhfspec_mega.rollout.migration.messages import Meeting, MigrationOrder, Orders
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, Landing, MigrationEvent
 
 FIRST_DOWNTIME = 0.02  # seconds, until it is measured
 NEWEST = 0.1  # weight of the newest migration in the usual downtime
+PLAN_SHARE = 0.02  # of the driver's time may go into plans: where it shares its cores with engines, they pay for them
 
 
 @dataclass
@@ -40,7 +42,7 @@ class Reallocation:
     """The driver's side of sample reallocation in one rollout after another.
 
     Args:
-        plan_seconds: between two plans, at least.
+        plan_seconds: between two plans, at least; more where plans take long, see PLAN_SHARE.
         learn_cost: is told what migrations have cost lately.
 
     Attributes:
@@ -70,7 +72,9 @@ class Reallocation:
         self._meetings = dict(meetings)
         self._names = {meeting.address.name: rank for rank, meeting in meetings.items()}
         self._orders: dict[int, list[MigrationOrder]] = {}
-        self._begun = self._planned = time.monotonic()
+        self._begun = time.monotonic()
+        self._next_plan = self._begun + self._plan_seconds
+        self._state: RolloutState | None = None
         copying = [meeting.copy_seconds for meeting in meetings.values()]
         reading = [meeting.prefill_seconds for meeting in meetings.values() if math.isfinite(meeting.prefill_seconds)]
         copy, prefill = (sum(seconds) / max(len(seconds), 1) for seconds in (copying, reading))
@@ -122,13 +126,26 @@ class Reallocation:
             unscored_tokens: of samples that have ended and were not scored; None if nothing is to be scored.
         """
         now = time.monotonic()
-        if now - self._planned < self._plan_seconds:
+        if now < self._next_plan:
             return
-        self._planned = now
         ranks = [rank for rank in serving if rank in self._meetings]
-        state = self._state(work, ranks, now - self._begun)
-        if not state.ids or len(ranks) < 2:
-            return
+        state = self._state = self._state_of(work, ranks, now - self._begun)
+        if state.ids and len(ranks) > 1:
+            self._decide(state, ranks, work, unscored_tokens)
+        took = time.monotonic() - now
+        self._next_plan = now + max(self._plan_seconds, took / PLAN_SHARE)
+
+    def seconds_left(self) -> float:
+        """Until the rollout ends, as predicted from the last plan's state; 0 before the first plan."""
+        state = self._state
+        if state is None or not state.ids:
+            return 0.0
+        decay = Decay(state.engines, state.at, state.remaining, np.arange(len(state.ids)), spare=1)
+        return max(0.0, float(decay.finish.max()) - (time.monotonic() - self._begun - state.now))
+
+    def _decide(
+        self, state: RolloutState, ranks: Sequence[int], work: Assignment, unscored_tokens: int | None
+    ) -> None:
         unfinished = int((state.lengths + state.remaining).sum())
         self.scoring.tokens = 0 if unscored_tokens is None else unscored_tokens + unfinished
         plan = self._policy.plan(state)
@@ -144,7 +161,7 @@ class Reallocation:
         """The rollout is over."""
         self._lengths.end()
 
-    def _state(self, work: Assignment, ranks: Sequence[int], now: float) -> RolloutState:
+    def _state_of(self, work: Assignment, ranks: Sequence[int], now: float) -> RolloutState:
         index = {rank: number for number, rank in enumerate(ranks)}
         held = {i: index[rank] for i, rank in work.owners().items() if rank in index}
         ids = tuple(held)
