@@ -38,6 +38,7 @@ from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.reallocation import FIRST_DOWNTIME, Reallocation, ScoringWork
 from rlhfspec_mega.types import WeightTarget
 from rlhfspec_mega.workers.actor_group import ActorGroup
+from rlhfspec_mega.workers.freed_refresh import FreedRefresh
 from rlhfspec_mega.workers.scoring import ReferenceSettings
 
 LEARNT_FILE = "learnt.json"
@@ -91,6 +92,7 @@ class System:
         self._steps_done = 0
         self.policy_version = -1
         self._draft_version = 0
+        self._freed_refresh: FreedRefresh | None = None
         self._draft_holders: set[tuple[int, int]] = set()  # engines, by rank and launch, that hold this version
 
     def __enter__(self) -> System:
@@ -111,6 +113,7 @@ class System:
             self._engines = self._cluster.launch(ENGINE, self._engine_specs(), replaceable=True)
         self._start_actor()
         if self._with_engines:
+            self._freed_refresh = self._new_freed_refresh() if self._reallocates("adaptive") else None
             self.rollout = RolloutManager(
                 self._engines,
                 self._cluster.wait,
@@ -121,6 +124,7 @@ class System:
                 reallocation=self._reallocation() if self._reallocates("adaptive") else None,
                 scored_at_once=self._config.trainer.max_tokens_per_microbatch,
                 timeline=self._timeline,
+                freed_work=self._freed_refresh,
             )
 
     def _reallocates(self, policy: str) -> bool:
@@ -138,6 +142,15 @@ class System:
             with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
                 self._lengths.load_state_dict(known)
         return Reallocation(policy, self._lengths, self._config.rollout.poll_seconds, scoring, policy.learn_cost)
+
+    def _new_freed_refresh(self) -> FreedRefresh | None:
+        drafting = self._config.drafting
+        if self._draft is None or not drafting.refresh_every:
+            return None
+        device = self._places[ACTOR][self.actor.draft_rank]
+        return FreedRefresh(
+            lambda seconds: self.actor.start_refresh(seconds), device, self._places[ENGINE], drafting.refresh_seconds
+        )
 
     def _start_actor(self) -> None:
         config = self._config
@@ -235,6 +248,18 @@ class System:
         if self._draft is not None:
             self._send_draft(self._resharder)
 
+    def allow_freed_refresh(self) -> None:
+        """The draft may be refreshed during the rollout to come, where that frees the device of the draft's rank."""
+        if self._freed_refresh:
+            self._freed_refresh.allow()
+
+    def take_freed_refresh(self) -> RefreshReport | None:
+        """The refresh made during the last rollout, once it has ended; None without one."""
+        report = self._freed_refresh.take(self._cluster.wait) if self._freed_refresh else None
+        if report and report.kept:
+            self._draft_changed()
+        return report
+
     def refresh_draft(self, *, steps: int | None = None, seconds: float | None = None) -> RefreshReport:
         """Train the draft on the actor's recent samples, by count or by time; if kept, the next reshard brings it."""
         report = self.actor.refresh_draft(steps=steps, seconds=seconds)
@@ -305,6 +330,8 @@ class System:
         Engines go on running, but forget the samples they held.
         """
         self._cluster.end(ACTOR)
+        if self._freed_refresh:
+            self._freed_refresh.forget()
         self._close_connections()
         self._cluster.settle(ENGINE, SETTLE_SECONDS)
         self._start_actor()

@@ -8,6 +8,7 @@ from rlhfspec_mega import checkpoints, learning
 from rlhfspec_mega.config.drafting import drafts
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.config.sizes import engines_score
+from rlhfspec_mega.drafting.trainer import RefreshReport
 from rlhfspec_mega.errors import CheckpointError, Stopped, WorkerDied
 from rlhfspec_mega.ledger import Purpose
 from rlhfspec_mega.observe.drafting import collapse_notes, drafting_metrics
@@ -65,10 +66,14 @@ def train(run: Run, reporter: Reporter, first: int, signals: StopSignals) -> Non
 def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
     """One step of RL: every sample generated is trained on exactly once."""
     trainer, algorithm, actor, phases = run.config.trainer, run.config.algorithm, run.system.actor, run.phases
+    refreshes = drafts(run.config) and is_due(step + 1, run.config.drafting.refresh_every)
     with phases.measure("generate"):
         prompts = run.prompts.next_batch(trainer.prompts_per_step)
         scoring = ScoringQueue() if engines_score(run.config) else None
+        if refreshes:
+            run.system.allow_freed_refresh()
         samples = run.generator.sample(prompts, trainer.samples_per_prompt, step, run.console.progress, scoring)
+        refreshed = run.system.take_freed_refresh()
         tallies, tail = run.system.rollout.take_tallies("generate"), run.system.rollout.take_tail()
     moved = {} if trainer.deterministic else tail_metrics(tail)  # then nothing moves, and the rest is the clock's
     for note in collapse_notes(tallies):
@@ -82,7 +87,6 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
             else:
                 run.system.rollout.finish_scoring(scoring, "reference")
                 learning.take_reference_logprobs(samples, scoring.results)
-    refreshes = drafts(run.config) and is_due(step + 1, run.config.drafting.refresh_every)
     with phases.measure("logprobs"):
         metrics = drafting_metrics(tallies) | moved | learning.add_old_logprobs(actor, samples, refreshes)
     with phases.measure("update"):
@@ -92,7 +96,7 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
     run.ledger.settle(step, Purpose.TRAIN)
     if refreshes:
         with phases.measure("draft"):
-            metrics |= refresh_draft(run)
+            metrics |= refresh_draft(run, refreshed)
     with phases.measure("reshard"):
         run.system.reshard(step + 1)
     for rank, spans in enumerate(actor.take_spans()):
@@ -100,16 +104,22 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
     return samples, metrics
 
 
-def refresh_draft(run: Run) -> dict[str, float]:
-    """Train the draft on the actor's own recent samples; it stays as it was if that does not help."""
+def refresh_draft(run: Run, done: RefreshReport | None) -> dict[str, float]:
+    """Train the draft on the actor's own recent samples; it stays as it was if that does not help.
+
+    Args:
+        done: of a refresh while samples were generated, in time that was free: then there is none now.
+    """
     drafting = run.config.drafting
-    if run.config.trainer.deterministic:
+    if done is not None:
+        report = done
+    elif run.config.trainer.deterministic:
         report = run.system.refresh_draft(steps=drafting.refresh_steps)
     else:
         report = run.system.refresh_draft(seconds=drafting.refresh_seconds)
     lengths = {"draft_expected_length_before": report.before, "draft_expected_length_after": report.after}
     measured = {name: length for name, length in lengths.items() if length is not None}
-    return measured | {"draft_refresh_kept": float(report.kept)}
+    return measured | {"draft_refresh_kept": float(report.kept), "draft_refresh_fused": float(done is not None)}
 
 
 def score(run: Run, samples: list[Sample]) -> None:

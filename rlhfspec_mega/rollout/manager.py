@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -43,6 +43,13 @@ class EnginePool(Protocol):
     def launches(self, rank: int) -> int: ...
 
 
+class FreedWork(Protocol):
+    """Work for devices without samples, beside the scoring of finished ones."""
+
+    def offer(self, busy: Collection[int], seconds_left: Callable[[], float]) -> None:
+        """All engines but the `busy` ones have nothing to do until the rollout ends, in about so many seconds."""
+
+
 class Wait(Protocol):
     """Waits for the first of several calls; cluster.interface.Cluster.wait is one."""
 
@@ -62,6 +69,8 @@ class RolloutManager:
         reallocation: moves samples while they are decoded; not with `deterministic`.
         scored_at_once: tokens that an engine scores before it answers.
         timeline: is told what the engines do.
+        freed_work: is offered freed engines' time after all finished samples are scored; with `reallocation`, which
+            knows how long that is.
     """
 
     def __init__(
@@ -76,11 +85,12 @@ class RolloutManager:
         reallocation: Reallocation | None = None,
         scored_at_once: int = 1024,
         timeline: Timeline | None = None,
+        freed_work: FreedWork | None = None,
     ) -> None:
         self._engines, self._wait, self._revive = engines, wait, revive
         self._poll_seconds, self._deterministic, self._at_once = poll_seconds, deterministic, at_once
         self._reallocation, self._scored_at_once = reallocation, scored_at_once
-        self._journal = Journal(timeline)
+        self._journal, self._freed_work = Journal(timeline), freed_work
 
     def generate(
         self,
@@ -124,6 +134,7 @@ class RolloutManager:
             if reallocation and not work.done:
                 unscored = scoring.unscored_tokens if scoring else None
                 reallocation.plan(work, self._engines.serving(), unscored)
+                self._offer_freed(work, stage, reallocation)
             if progress:
                 progress(len(work.results), len(requests))
         if reallocation:
@@ -167,6 +178,12 @@ class RolloutManager:
         """Of a sample whose move failed halfway an engine may hold a second copy: now it is of no use to anyone."""
         calls = [self._engines.start(rank, "clear") for rank in self._engines.serving() if work.held(rank)]
         self._wait(calls, phase, first=False, check=False)
+
+    def _offer_freed(self, work: Assignment, stage: Stage, reallocation: Reallocation) -> None:
+        """Scoring comes first: training waits for it."""
+        if self._freed_work and (stage.scoring is None or stage.scoring.done):
+            busy = {*stage.calls, *(rank for rank in self._engines.alive() if work.has_work(rank))}
+            self._freed_work.offer(busy, reallocation.seconds_left)
 
     def _start_calls(self, stage: Stage) -> None:
         """Give every engine that waits what there is for it: samples first. Nothing once all samples have ended."""

@@ -143,9 +143,7 @@ class Reallocation:
         decay = Decay(state.engines, state.at, state.remaining, np.arange(len(state.ids)), spare=1)
         return max(0.0, float(decay.finish.max()) - (time.monotonic() - self._begun - state.now))
 
-    def _decide(
-        self, state: RolloutState, ranks: Sequence[int], work: Assignment, unscored_tokens: int | None
-    ) -> None:
+    def _decide(self, state: RolloutState, ranks: Sequence[int], work: Assignment, unscored_tokens: int | None) -> None:
         unfinished = int((state.lengths + state.remaining).sum())
         self.scoring.tokens = 0 if unscored_tokens is None else unscored_tokens + unfinished
         plan = self._policy.plan(state)

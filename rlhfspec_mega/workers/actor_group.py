@@ -10,7 +10,7 @@ from rlhfspec_mega.actor.checkpoint_files import FileSum
 from rlhfspec_mega.actor.draft_learning import DraftLearning
 from rlhfspec_mega.algorithm.microbatch import MicroBatch, TokenLoss, TrainSequence, collate
 from rlhfspec_mega.algorithm.packing import micro_batches
-from rlhfspec_mega.cluster.interface import WorkerGroup
+from rlhfspec_mega.cluster.interface import Call, WorkerGroup
 from rlhfspec_mega.config.schema import ActorConfig
 from rlhfspec_mega.drafting.trainer import RefreshReport
 from rlhfspec_mega.errors import CheckpointError, RunError
@@ -22,11 +22,19 @@ class ActorGroup:
 
     Args:
         max_tokens: padded tokens of a micro-batch, at most.
+
+    Attributes:
+        draft_rank: the one that holds and trains a draft.
     """
 
     def __init__(self, group: WorkerGroup, config: ActorConfig, max_tokens: int) -> None:
         self._group, self._config, self._max_tokens = group, config, max_tokens
-        self._dp_rank = [position.dp for position in group.call("grid_position", phase="start actor")]
+        positions = group.call("grid_position", phase="start actor")
+        self._dp_rank = [position.dp for position in positions]
+        last_stage = max(position.pp for position in positions)
+        self.draft_rank = next(
+            rank for rank, place in enumerate(positions) if (place.tp, place.pp, place.dp) == (0, last_stage, 0)
+        )
 
     def load_weights(self, path: Path) -> None:
         """Start from a Hugging Face directory."""
@@ -72,6 +80,10 @@ class ActorGroup:
         """Train the draft on what it has kept, by count or by time."""
         reports = self._group.call("refresh_draft", steps, seconds, phase="draft")
         return next(report for report in reports if report is not None)
+
+    def start_refresh(self, seconds: float) -> list[Call]:
+        """Begin `refresh_draft` by time; the calls' results are its report and None of the other ranks."""
+        return [self._group.start(rank, "refresh_draft", None, seconds) for rank in range(self._group.size)]
 
     def take_spans(self) -> list[list[Span]]:
         """What each rank did since the last call."""

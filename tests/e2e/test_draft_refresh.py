@@ -89,6 +89,21 @@ def test_training_is_that_of_plain_decoding(whole: Path, model: Path, tmp_path: 
     assert tokens[0] == tokens[1] and tokens[0]
 
 
+def test_a_device_without_engines_refreshes_while_others_generate(model: Path, draft: Path, tmp_path: Path) -> None:
+    """The actor on a device of its own; steps without a refresh in the rollout have one afterwards."""
+    separate = ("placement=separate", "cluster.devices_per_node=3", "actor.tensor_parallel=1", "rollout.engines=2")
+    drafting = (f"drafting.path={draft}", "drafting.refresh_every=1", "drafting.refresh_seconds=0.2")
+    result = train(*small_run(model, tmp_path, "fused", *separate, *drafting, "rollout.max_new_tokens=80"))
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in (tmp_path / "fused" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    fused = [row["draft_refresh_fused"] for row in steps]
+    assert len(steps) == STEPS and fused[0] == 0.0 and sum(fused) >= 1.0
+    for row in steps:
+        better = row["draft_expected_length_after"] > row["draft_expected_length_before"]
+        assert row["draft_refresh_kept"] == float(better)
+
+
 def test_a_stopped_and_disturbed_run_has_the_same_draft_bit_for_bit(
     whole: Path, model: Path, draft: Path, tmp_path: Path
 ) -> None:

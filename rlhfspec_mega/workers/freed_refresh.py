@@ -1,0 +1,62 @@
+"""The draft refreshed on a device that the long tail has freed, while other engines still decode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from rlhfspec_mega.cluster.interface import Call
+from rlhfspec_mega.drafting.trainer import RefreshReport
+
+LEAST_SHARE = 0.5  # of a refresh's seconds: for less freed time than that none is begun
+
+
+class FreedRefresh:
+    """At most one refresh in each rollout that is to have one. Implements `FreedWork`.
+
+    The actor has nothing to do while samples are generated. The rank that trains the draft begins when no engine on its
+    device has samples, or at once where it shares its device with none; the others only bring their parts of the
+    vocabulary together. What it learns from are the samples of the steps before.
+
+    Args:
+        begin: begins a refresh of so many seconds on all ranks of the actor.
+        device: of the actor rank that trains the draft.
+        engine_devices: by rank of the engine.
+        seconds: of a refresh, at most.
+    """
+
+    def __init__(
+        self, begin: Callable[[float], list[Call]], device: int, engine_devices: Sequence[int], seconds: float
+    ) -> None:
+        self._begin, self._device, self._engine_devices, self._seconds = begin, device, engine_devices, seconds
+        self._wanted = False
+        self._calls: list[Call] = []
+
+    def allow(self) -> None:
+        """The rollout to come may have one."""
+        self._wanted = True
+
+    def offer(self, busy: Collection[int], seconds_left: Callable[[], float]) -> None:
+        """Begin, if this is wanted, the device is free and there is time enough."""
+        if not self._wanted or self._device in {self._engine_devices[rank] for rank in busy}:
+            return
+        if (seconds := min(self._seconds, seconds_left())) >= LEAST_SHARE * self._seconds:
+            self._wanted = False
+            self._calls = self._begin(seconds)
+
+    def forget(self) -> list[Call]:
+        """Want no refresh any more; the calls of one that was begun."""
+        self._wanted = False
+        calls, self._calls = self._calls, []
+        return calls
+
+    def take(self, wait: Callable[[Sequence[Call], str], object]) -> RefreshReport | None:
+        """Wait for the refresh, if one was begun, before the actor is asked for anything else.
+
+        None where there was none, or nothing to learn from yet. Raises what the wait raises.
+        """
+        calls = self.forget()
+        if not calls:
+            return None
+        wait(calls, "draft")
+        report = next(report for call in calls if (report := call.result()) is not None)
+        return report if report.steps else None
