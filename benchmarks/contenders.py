@@ -15,7 +15,8 @@ from rlhfspec_mega.planning.uniform import Fixed, Uniform
 
 OFF, ADAPTIVE, UNIFORM, FIXED, EMA_TIERS, BANDIT = "off", "adaptive", "uniform", "fixed", "ema_tiers", "bandit"
 FAMILIES = (OFF, ADAPTIVE, UNIFORM, FIXED, EMA_TIERS, BANDIT)
-PUBLISHED = f"{EMA_TIERS} published"  # SGLang's own tiers, judged beside the tuned ones
+# SGLang's own tiers and the bandit's own arms, judged beside the tuned ones.
+PUBLISHED = (f"{EMA_TIERS} published", f"{BANDIT} published")
 MOST_DEPTH, MOST_NODES, MOST_WIDTH = 8, 64, 8  # no contender goes beyond
 
 Make = Callable[[AcceptanceModel, CostModel], DraftingPolicy]
@@ -36,7 +37,10 @@ def contenders(quick: bool) -> list[Contender]:
     depths = (4,) if quick else (2, 6)
     tiers: dict[str, Mapping[int, tuple[int, ...]] | None] = {"published": None}
     tiers["shallow"] = {1: (1, 2, 4), 8: (0, 1, 2), 32: (0, 1)}
-    arms = {"deep": ((3, 1, 3), (4, 2, 6), (6, 4, 16)), "shallow": ((1, 1, 1), (2, 1, 2), (4, 1, 4), (4, 2, 8))}
+    arms: dict[str, tuple[tuple[int, int, int], ...] | None] = {"published": None}
+    arms["shallow"] = ((1, 1, 1), (2, 1, 2), (4, 1, 4), (4, 2, 8))
+    if not quick:
+        arms["deep"] = ((3, 1, 3), (4, 2, 6), (6, 4, 16))
     found = [Contender(OFF, OFF, None), Contender("adaptive w4 d8", ADAPTIVE, lambda a, c: Adaptive(a, c, 4, 8, 32))]
     if not quick:
         found.append(Contender("adaptive w1 d6", ADAPTIVE, lambda a, c: Adaptive(a, c, 1, 6, 32)))
@@ -47,8 +51,7 @@ def contenders(quick: bool) -> list[Contender]:
     for name, table in tiers.items():
         found.append(Contender(f"{EMA_TIERS} {name}", EMA_TIERS, _bind(EmaTiers, *([] if table is None else [table]))))
     for name, choices in arms.items():
-        if not quick or name == "shallow":
-            found.append(Contender(f"{BANDIT} {name}", BANDIT, _bind(Bandit, choices)))
+        found.append(Contender(f"{BANDIT} {name}", BANDIT, _bind(Bandit, *([] if choices is None else [choices]))))
     return found
 
 

@@ -25,13 +25,18 @@ _RECIPE_VERSION = 1  # part of the cache key: raise it when the recipe's code ch
 def draft_of(
     target: Target, prompts: Sequence[tuple[int, ...]], *, tokens: int, steps: int, forced: bool
 ) -> DraftModel:
+    """`own_draft`, loaded."""
+    return load_own(own_draft(target, prompts, tokens=tokens, steps=steps, forced=forced), target)
+
+
+def load_own(directory: Path, target: Target) -> DraftModel:
     """The draft in `own_draft`'s directory, ready to run beside the target."""
-    directory = own_draft(target, prompts, tokens=tokens, steps=steps, forced=forced)
     shape, weights = load_draft(directory, target.shape)
     draft = DraftModel(shape, target.model)
     draft.target_ids = load_target_ids(directory, shape)
     for name, tensor in draft.tensors().items():
         tensor.copy_(weights[name])
+    draft.weights_changed()
     return draft
 
 

@@ -25,7 +25,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import ADAPTIVE, EMA_TIERS, FAMILIES, FIXED, OFF, PUBLISHED, Contender, contenders
+from benchmarks.contenders import (
+    ADAPTIVE,
+    BANDIT,
+    EMA_TIERS,
+    FAMILIES,
+    FIXED,
+    OFF,
+    PUBLISHED,
+    UNIFORM,
+    Contender,
+    contenders,
+)
 from benchmarks.drafts import own_draft
 from benchmarks.generation_peers import against_peers, against_rejection, rules_on_text, rules_on_words
 from benchmarks.generation_plot import plot
@@ -84,7 +95,7 @@ def measure(bench: Bench, scenario: Scenario, sizes: Sizes, all_of: Sequence[Con
     for family in FAMILIES:
         names = [contender.name for contender in all_of if contender.family == family]
         selected[family] = min(names, key=lambda name: statistics.median(selecting[name]))
-    judged_names = list(dict.fromkeys([*selected.values(), PUBLISHED]))
+    judged_names = list(dict.fromkeys([*selected.values(), *PUBLISHED]))
     judging = _interleave(bench, scenario, [by_name[n] for n in judged_names], sizes.judging, first=sizes.selecting + 1)
     return {"scenario": asdict(scenario), "selecting": selecting, "selected": selected, "judging": judging}
 
@@ -107,20 +118,23 @@ def ratios(found: dict[str, Any]) -> dict[str, Interval]:
     """Time of each family's selected setting over adaptive's, repeat by repeat."""
     judging, ours = found["judging"], found["judging"][found["selected"][ADAPTIVE]]
     families = {family: judging[name] for family, name in found["selected"].items() if family != ADAPTIVE}
-    families[PUBLISHED] = judging[PUBLISHED]
+    families |= {name: judging[name] for name in PUBLISHED}
     return {family: ratio_interval(times, ours) for family, times in families.items()}
 
 
-def judge_choices(bench: Bench, scenario: Scenario, contender: Contender, repeat: int) -> dict[str, float]:
-    """Share of the oracle (hindsight over n on the same ranked nodes and depth), and of the steps that drafted."""
-    policy = bench.policy(contender)
+def judge_choices(bench: Bench, scenario: Scenario, contender: Contender, repeat: int) -> dict[str, float | None]:
+    """Share of the oracle (hindsight over n on the same ranked nodes and depth), and of the steps that drafted.
+
+    Of a step without a draft the share is 1; None where none was drafted.
+    """
+    policy = bench.overseen(contender, scenario.temperature).policy
     hindsight = Hindsight(policy, policy.cost)  # type: ignore[attr-defined]
     bench.engine.policy = hindsight
     bench.decode(bench.engine, scenario, repeat)
     drafted = [step for step in hindsight.steps if len(step.tokens) > 1]
     return {
         "share": share_of_oracle(hindsight.steps),
-        "share_where_drafted": share_of_oracle(drafted) if drafted else 1.0,
+        "share_where_drafted": share_of_oracle(drafted) if drafted else None,
         "steps_drafted": len(drafted) / len(hindsight.steps),
     }
 
@@ -151,7 +165,7 @@ def judge_predictions(bench: Bench, scenarios: Sequence[Scenario]) -> dict[str, 
 
 def live_samples(bench: Bench, scenario: Scenario, contender: Contender) -> list[tuple[int, float]]:
     """(live samples, draft tokens per sample) of every step of a decay under adaptive."""
-    policy = bench.policy(contender)
+    policy = bench.overseen(contender, scenario.temperature).policy
     watched = Predicted(policy, policy.cost)  # type: ignore[attr-defined]
     bench.engine.policy = watched
     bench.decode(bench.engine, scenario, 0)
@@ -176,15 +190,16 @@ def run(sizes: Sizes) -> dict[str, Any]:
     shares = {s.name: judge_choices(bench, s, adaptive, 99) for s in sampled}
     judged = [batch_scenario(batch, length * sizes.tokens, 1.0) for batch in (1, 8) for length in (1, 4)]
     predictions = judge_predictions(bench, judged)
-    words = rules_on_words(target, draft, word_prompts(28, target.tokenizer, "eval"), 4 * sizes.tokens)
+    words = rules_on_words(target, draft, word_prompts(112, target.tokenizer, "eval"), sizes.tokens)
     text = rules_on_text(quick=sizes.model == "tiny")
+    peers = (sizes.device, sizes.dtype) == ("cpu", "float32")  # what they run in
     live = {s.name: live_samples(bench, s, adaptive) for s in decays}
     return {
         "scenarios": found,
         "share_of_oracle": shares,
         "predictions": predictions,
         "live": live,
-        "peers": against_peers(bench, target, adaptive, sizes.tokens, sizes.judging) if sizes.device == "cpu" else {},
+        "peers": against_peers(bench, target, adaptive, sizes.tokens, sizes.judging) if peers else {},
         "rejection_chain": against_rejection(bench, found, words),
         "tokens_per_step_n8": {"words": words.over_top_k(), "text": text.over_top_k()},
         "conditions": {
@@ -203,7 +218,7 @@ def print_scenario(found: dict[str, Any]) -> None:
     """One line per family: selected setting, tokens per second, time over adaptive's."""
     tokens, judging = sum(found["scenario"]["lengths"]), found["judging"]
     over = ratios(found)
-    for family, name in [*found["selected"].items(), (PUBLISHED, PUBLISHED)]:
+    for family, name in [*found["selected"].items(), *((name, name) for name in PUBLISHED)]:
         rate = tokens / statistics.median(judging[name])
         print(f"  {family:<20} {name:<22} {rate:>8.0f} tokens/s  {over.get(family, '')}", flush=True)
 
@@ -227,20 +242,24 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
     def worst_error(found_errors: Sequence[dict[int, float]]) -> float:
         return max(abs(error) for by_n in found_errors for error in by_n.values())
 
+    where_drafted = [each["share_where_drafted"] for each in found["share_of_oracle"].values()]
+    where_drafted = [share for share in where_drafted if share is not None]
+    batch1 = over.get("batch 1 T=1")
     summary = {
-        "speedup_batch1": over["batch 1 T=1"][OFF].value,
+        **({"speedup_batch1": batch1[OFF].value} if batch1 else {}),
         "speedup_chat_decay": over["chat decay"][OFF].value,
         "speedup_reasoning_decay": over["reasoning decay"][OFF].value,
         "worst_vs_best_fixed": worst(FIXED),
         "worst_vs_off": worst(OFF),
         "share_of_oracle": statistics.mean(each["share"] for each in found["share_of_oracle"].values()),
+        **({"share_of_oracle_where_drafted": statistics.mean(where_drafted)} if where_drafted else {}),
         "tokens_per_step_ratio_n8": found["tokens_per_step_n8"]["words"]["value"],
         "tokens_per_step_ratio_n8_text": found["tokens_per_step_n8"]["text"]["value"],
         "vs_rejection_chain": statistics.geometric_mean(found["rejection_chain"].values()),
         "vs_ema_tiers": mean(EMA_TIERS),
-        "vs_ema_tiers_published": mean(PUBLISHED),
-        "vs_bandit": mean("bandit"),
-        "vs_uniform": mean("uniform"),
+        "vs_bandit": mean(BANDIT),
+        "vs_uniform": mean(UNIFORM),
+        **{f"vs_{name.replace(' ', '_')}": mean(name) for name in PUBLISHED},
         **{
             f"vs_transformers_{batch.replace(' ', '')}": min(each["value"] for each in methods.values())
             for batch, methods in peers.items()

@@ -13,15 +13,13 @@ from torch import Tensor
 from benchmarks.acceptance import FULL as FULL_STUDY
 from benchmarks.acceptance import QUICK, TEXT_PROMPT, ratio
 from benchmarks.contenders import ADAPTIVE, Contender
-from benchmarks.drafts import draft_of
+from benchmarks.drafts import draft_of, load_own
 from benchmarks.paired import interleaved, ratio_interval
 from benchmarks.peers import Method, Peer
 from benchmarks.samples import Target, load_target, words_target
 from benchmarks.scenarios import Bench, batch_scenario
 from benchmarks.text_target import text_prompts, text_target
 from benchmarks.tokens_per_step import CHAIN, TOP_K, Setting, Task, measure
-from rlhfspec_mega.models.draft_directory import load_draft, load_target_ids
-from rlhfspec_mega.models.draft_model import DraftModel
 
 CHAINS = (1, 2, 4, 8)  # draft tokens of a rejection chain
 DEEPEST = 8
@@ -45,7 +43,7 @@ class Rules:
 
 def rules_on_words(target: Target, draft: Path, prompts: Sequence[tuple[int, ...]], tokens: int) -> Rules:
     """The rules on what the benchmark itself decodes, with its draft."""
-    return _rules(Task("words", target, _model(draft, target), prompts, tokens, forced=True))
+    return _rules(Task("words", target, load_own(draft, target), prompts, tokens, forced=True))
 
 
 def rules_on_text(quick: bool) -> Rules:
@@ -61,16 +59,6 @@ def rules_on_text(quick: bool) -> Rules:
 
 def _rules(task: Task) -> Rules:
     return Rules(*measure(task, 1.0, learnt=len(task.prompts) // 3))
-
-
-def _model(directory: Path, target: Target) -> DraftModel:
-    shape, weights = load_draft(directory, target.shape)
-    draft = DraftModel(shape, target.model)
-    draft.target_ids = load_target_ids(directory, shape)
-    for name, tensor in draft.tensors().items():
-        tensor.copy_(weights[name])
-    draft.weights_changed()
-    return draft
 
 
 def against_peers(bench: Bench, target: Target, adaptive: Contender, tokens: int, repeats: int) -> dict[str, Any]:
@@ -105,7 +93,8 @@ def against_peers(bench: Bench, target: Target, adaptive: Contender, tokens: int
 def against_rejection(bench: Bench, found: Sequence[dict[str, Any]], rules: Rules) -> dict[str, float]:
     """Adaptive's measured tokens per second over those of the best rejection chain, by batch size at T = 1.
 
-    The chain's are its tokens per step on the same samples over the profiled seconds of such a step.
+    The chain's are its tokens per step on samples of the same length over the profiled seconds of such a step, without
+    prefill.
     """
     cost, result = bench.cost_model(), {}
     for entry in found:

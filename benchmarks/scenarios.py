@@ -17,7 +17,6 @@ from rlhfspec_mega.models.draft_directory import load_draft
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.oversight import OverseenPolicy
-from rlhfspec_mega.planning.tree import DraftingPolicy
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.rollout.torch_engine.profile import ScriptedPolicy, profile
 from rlhfspec_mega.sampling.noise import sample_seed
@@ -76,15 +75,16 @@ class Bench:
         self._plain = self._engine(positions, None)
         self.engine = self._engine(positions, draft)
         self.costs = profile(self.engine)
-        self._overseen: dict[str, OverseenPolicy] = {}
+        self._overseen: dict[tuple[str, float], OverseenPolicy] = {}
 
-    def policy(self, contender: Contender) -> DraftingPolicy:
-        """A contender's policy; it keeps what it learns."""
-        if contender.name not in self._overseen:
+    def overseen(self, contender: Contender, temperature: float) -> OverseenPolicy:
+        """A contender's policy; it keeps what it learns at a temperature, which not all tell from another."""
+        key = contender.name, temperature
+        if key not in self._overseen:
             assert contender.make is not None
             policy = contender.make(AcceptanceModel(), self.cost_model())
-            self._overseen[contender.name] = OverseenPolicy(policy, collapse_ratio=0.5, stops=False)
-        return self._overseen[contender.name].policy
+            self._overseen[key] = OverseenPolicy(policy, collapse_ratio=0.5, stops=False)
+        return self._overseen[key]
 
     def cost_model(self) -> CostModel:
         """A fresh cost model that knows the profile."""
@@ -99,8 +99,7 @@ class Bench:
         """
         if contender.make is None:
             return self.decode(self._plain, scenario, repeat)
-        self.policy(contender)
-        self.engine.policy = self._overseen[contender.name]
+        self.engine.policy = self.overseen(contender, scenario.temperature)
         return self.decode(self.engine, scenario, repeat)
 
     def decode(self, engine: TorchEngine, scenario: Scenario, repeat: int) -> float:

@@ -318,6 +318,8 @@ class System:
 
     def _revive(self) -> None:
         """Bring engines back in the middle of a rollout, when none is left to finish it."""
+        if self._freed_refresh:
+            self._freed_refresh.settle(self._cluster.wait)
         self.reshard(self.policy_version)
 
     def may_restart_actor(self) -> bool:

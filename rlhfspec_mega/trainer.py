@@ -73,8 +73,9 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
         if refreshes:
             run.system.allow_freed_refresh()
         samples = run.generator.sample(prompts, trainer.samples_per_prompt, step, run.console.progress, scoring)
-        refreshed = run.system.take_freed_refresh()
         tallies, tail = run.system.rollout.take_tallies("generate"), run.system.rollout.take_tail()
+    with phases.measure("draft"):
+        refreshed = run.system.take_freed_refresh() if refreshes else None
     moved = {} if trainer.deterministic else tail_metrics(tail)  # then nothing moves, and the rest is the clock's
     for note in collapse_notes(tallies):
         run.console.note(note)

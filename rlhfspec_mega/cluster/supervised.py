@@ -184,7 +184,10 @@ class SupervisedCluster(ABC):
                 return finished
             left = min(call.sent for call in waiting) + limit - time.monotonic()
             if left <= 0:
-                self._overdue([call for call in waiting if call.sent + limit <= time.monotonic()], phase, limit, check)
+                late = [call for call in waiting if call.sent + limit <= time.monotonic()]
+                self.receive([self.process(call.role, call.rank) for call in late], 0.0)  # unread since long ago?
+                if late := [call for call in late if not call.done]:
+                    self._overdue(late, phase, limit, check)
                 continue
             starting = [process for process in self._processes.values() if self._starting(process)]
             holders = [self.process(call.role, call.rank) for call in waiting]

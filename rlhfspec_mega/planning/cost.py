@@ -259,7 +259,7 @@ def _unfitted(coefficients: Floats, nonnegative: int) -> RecursiveRegression:
 
 
 def _monotone(knots: Floats, found: RecursiveRegression, start: int) -> Floats:
-    """The curve [K + 1] of the coefficients from `start` on, non-decreasing and above 0, with a value at `FAR`."""
+    """The curve [K + 1] of the coefficients from `start` on, non-decreasing and not below 0, with a value at `FAR`."""
     own = slice(start, start + len(knots))
     curve = rising(found.coefficients[own].tolist(), (1.0 / found.variances[own]).tolist())
     slope = (FAR - float(knots[-1])) / (float(knots[-1]) - float(knots[-2]))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhfspec_mega.planning.acceptance import TEMPERATURE_EDGES, AcceptanceModel
+from rlhfspec_mega.planning.acceptance import DEPTHS, TEMPERATURE_EDGES, AcceptanceModel
 from rlhfspec_mega.planning.tree import Batch, Floats
 
 BINS = 32
@@ -67,8 +67,9 @@ class Forecast:
         nodes, accepted = np.zeros((self._depth, BINS)), np.zeros((self._depth, BINS))
         counts = sums = np.eye(1, BINS)[0]  # the root: one node that is certain
         for depth in range(self._depth):
-            chances = self._acceptance.layer_table(temperature_class, depth)[: self._width]
-            shares = np.broadcast_to(self._acceptance.gap_weights(temperature_class, depth), chances.shape)
+            known = min(depth, DEPTHS - 1)  # the last depth that is told apart stands for those below
+            chances = self._acceptance.layer_table(temperature_class, known)[: self._width]
+            shares = np.broadcast_to(self._acceptance.gap_weights(temperature_class, known), chances.shape)
             bins = np.minimum(np.rint(-np.log(chances) / WIDTH).astype(np.int64), BINS - 1).ravel()
             counts = np.convolve(counts, np.bincount(bins, shares.ravel(), BINS))[:BINS]
             sums = np.convolve(sums, np.bincount(bins, (shares * chances).ravel(), BINS))[:BINS]

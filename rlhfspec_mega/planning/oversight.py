@@ -57,6 +57,6 @@ class OverseenPolicy:
     def take_tally(self) -> DraftingTally:
         """What was counted since the last call."""
         taken, self._tally = self._tally, DraftingTally()
-        taken.collapsed_rate = self.watch.rate if self.watch.collapsed else None
+        taken.collapsed_rate = self.watch.rate if self.watch.without_hope else None
         taken.usual_rate = self.watch.usual
         return taken

@@ -41,6 +41,11 @@ class CollapseWatch:
         self._on_trial = self.collapsed
 
     @property
+    def without_hope(self) -> bool:
+        """The last window was a collapse, and weights have not changed since."""
+        return self.collapsed and not self._on_trial
+
+    @property
     def may_draft(self) -> bool:
         return not (self.collapsed and self._stops) or self._on_trial
 

@@ -49,14 +49,17 @@ class FreedRefresh:
         calls, self._calls = self._calls, []
         return calls
 
+    def settle(self, wait: Callable[[Sequence[Call], str], object]) -> None:
+        """Wait for a refresh that was begun, so that the actor can be asked for something else; `take` reports it."""
+        if self._calls:
+            wait(self._calls, "draft")
+
     def take(self, wait: Callable[[Sequence[Call], str], object]) -> RefreshReport | None:
         """Wait for the refresh, if one was begun, before the actor is asked for anything else.
 
         None where there was none, or nothing to learn from yet. Raises what the wait raises.
         """
-        calls = self.forget()
-        if not calls:
-            return None
-        wait(calls, "draft")
-        report = next(report for call in calls if (report := call.result()) is not None)
-        return report if report.steps else None
+        self.settle(wait)
+        reports = [call.result() for call in self.forget()]
+        report = next((report for report in reports if report is not None), None)
+        return report if report and report.steps else None

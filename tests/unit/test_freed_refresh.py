@@ -78,6 +78,16 @@ def test_none_that_is_not_wanted_and_none_of_an_earlier_actor() -> None:
     assert refreshes.take() is None and refreshes.waited == 0
 
 
+def test_the_actor_may_be_asked_for_something_else_after_settling() -> None:
+    """Engines that come back in the middle of a rollout get their weights from it; the report is not lost."""
+    refreshes, waited = Refreshes(), list[str]()
+    refreshes.part.settle(lambda calls, phase: waited.append(phase))
+    refreshes.part.allow()
+    refreshes.part.offer((), lambda: 9.0)
+    refreshes.part.settle(lambda calls, phase: waited.append(phase))
+    assert waited == ["draft"] and refreshes.take() == REPORT
+
+
 def test_one_that_had_nothing_to_learn_from_does_not_count() -> None:
     refreshes = Refreshes(RefreshReport(False, None, None, 0, 0.01, 0))
     refreshes.part.allow()

@@ -143,6 +143,13 @@ def test_death_is_named_before_the_failures_it_causes(cluster: LocalCluster, gro
         cluster.wait(calls, "update")
 
 
+def test_an_answer_that_nobody_read_until_after_the_deadline_counts(cluster: LocalCluster, group: Group) -> None:
+    call = group.start(0, "sleep", 0.1)
+    time.sleep(1.0)
+    assert cluster.wait([call], "late", seconds=0.5) == [call]
+    assert call.answer is not None and call.answer[0] == "ok"
+
+
 def test_deadline_names_the_silent_and_collects_stacks(cluster: LocalCluster, group: Group, tmp_path: Path) -> None:
     calls = [group.start(0, "sleep", 30), group.start(1, "greet", "you")]
     with pytest.raises(

@@ -111,6 +111,8 @@ def test_a_collapse_may_be_said_without_stopping() -> None:
     feed(policy.watch, 1)
     tally = policy.take_tally()
     assert tally.collapsed_rate == pytest.approx(0.1) and tally.usual_rate == pytest.approx(0.8)
+    policy.watch.weights_changed()
+    assert policy.take_tally().collapsed_rate is None, "new weights are on trial"
     assert all(policy.depth(batch()) == 1 for _ in range(EVERY))
 
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfspec_mega.config.schema import DraftingConfig
-from rlhfspec_mega.planning.acceptance import AcceptanceModel
+from rlhfspec_mega.planning.acceptance import DEPTHS, AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost
+from rlhfspec_mega.planning.forecast import Forecast
 from rlhfspec_mega.planning.policies import make_policy
 from rlhfspec_mega.planning.policy import COSTS_AT_FIRST, COSTS_EVERY, CalibratedPolicy, drafted_nodes
 from rlhfspec_mega.planning.rivals import Bandit, EmaTiers
@@ -224,6 +225,11 @@ def test_drafting_is_deep_where_it_pays_and_stops_where_it_does_not() -> None:
     # Drafting a layer costs half a plain step, and hardly anything is accepted. Probes remain.
     hopeless = Adaptive(AcceptanceModel(), cost_of(5e-3, 1e-4, 3e-3, 1e-4), 2, 8)
     assert mean_depth(hopeless, 0.02, 4, 200, rng) < 0.1
+
+
+def test_depths_beyond_those_told_apart_are_forecast_like_the_last() -> None:
+    yields = Forecast(AcceptanceModel(), width=2, depth=DEPTHS + 4).of(make_batch(2, np.random.default_rng(0)))
+    assert np.isfinite(yields.accepted).all() and (np.diff(yields.accepted, axis=0) >= 0).all()
 
 
 def test_uniform_drafts_only_where_all_its_layers_pay() -> None:

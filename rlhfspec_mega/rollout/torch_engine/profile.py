@@ -80,8 +80,7 @@ def profile(engine: TorchEngine, seconds: float = SECONDS) -> list[StepCost]:
             measured += _measure(engine, script, size, length, share)
     finally:
         engine.policy = own
-        engine.clear()
-        engine.reset_stats()
+        _forget(engine)
     return measured
 
 
@@ -103,13 +102,19 @@ def profile_plain(engine: TorchEngine, seconds: float = PLAIN_SECONDS) -> list[S
                 if found:
                     measured.append(sorted(found, key=lambda cost: cost.verify_seconds)[len(found) // 4])
     finally:
-        engine.clear()
-        engine.reset_stats()
+        _forget(engine)
     return measured
 
 
+def _forget(engine: TorchEngine) -> None:
+    """Leave no trace of what was made up: no samples, counts or spans."""
+    engine.clear()
+    engine.reset_stats()
+    engine.spans.take()
+
+
 def _measure(engine: TorchEngine, script: ScriptedPolicy, size: int, length: int, deadline: float) -> list[StepCost]:
-    requests = _made_up(engine, size, length, REPEATS * (script.max_depth + 1))
+    requests = _made_up(engine, size, length, max(REPEATS * (script.max_depth + 1), CATCHING_UP.after + 2))
     found = []
     for script.shape in SHAPES:
         if size * (1 + script.shape.verified) > MOST_TOKENS and script.shape.verified > 1:
