@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.migration_cost import described, measure_migrations, source_rate
 from benchmarks.paired import Interval, interleaved, ratio_interval
-from benchmarks.rollout_fleet import MECHANISMS, Fleet, Outcome, Recorder
+from benchmarks.rollout_fleet import MECHANISMS, SHIPPED, Fleet, Outcome, Recorder
 from benchmarks.rollout_simulated import curves_of, predict, print_predictions, workload_of, worst_error
 from benchmarks.samples import Target, load_target, word_prompts, words_target
 from rlhfspec_mega.planning.lengths import LengthPredictor
@@ -39,6 +39,7 @@ RESULTS = Path(__file__).parent / "results"
 SAMPLES, MEMBERS, LONGEST, PROMPT = 48, 4, 150, 120
 SCALES = {"chat": 0.26, "reasoning": 0.023}
 STARTS = ("even", "skewed")
+FIRST_SEED = 5000  # of the lengths: others than those that anything was tried on
 STATIC, QUEUE, MOVING, FUSED = MECHANISMS
 
 
@@ -47,7 +48,7 @@ def requests_of(law: str, start: str, repeat: int, prompts: list[tuple[int, ...]
 
     Skewed: lengths are sorted into groups, and every other group, for the first engine, is one of the long half.
     """
-    workload = draw_workload(LENGTH_LAWS[law].scaled(SCALES[law]), SAMPLES, MEMBERS, seed=1000 + repeat)
+    workload = draw_workload(LENGTH_LAWS[law].scaled(SCALES[law]), SAMPLES, MEMBERS, seed=FIRST_SEED + repeat)
     lengths = np.minimum(workload.lengths, LONGEST)
     groups = lengths.reshape(-1, MEMBERS)
     if start == "skewed":
@@ -178,6 +179,7 @@ def run(model: str, pairs: int, rounds: int, long: int) -> dict[str, Any]:
             "model": model,
             "pairs": pairs,
             "samples": SAMPLES,
+            "reallocation": asdict(SHIPPED),
             "cores": os.cpu_count(),
             "torch": torch.__version__,
             "longest_migrated": long,

@@ -14,7 +14,7 @@ import torch
 from benchmarks.samples import Target
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.local import LocalCluster
-from rlhfspec_mega.config.schema import RolloutConfig
+from rlhfspec_mega.config.schema import ReallocationConfig, RolloutConfig
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.ledger import Ledger, Purpose
 from rlhfspec_mega.models.hf_directory import HfWeights
@@ -24,6 +24,7 @@ from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.reallocation import Reallocator
 from rlhfspec_mega.planning.rollout_state import MigrationCost
 from rlhfspec_mega.planning.tail import TailPolicy
+from rlhfspec_mega.rollout.assignment import held_at_once
 from rlhfspec_mega.rollout.fusion import ScoringQueue
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.reallocation import FIRST_DOWNTIME, Reallocation, ScoringWork
@@ -32,7 +33,8 @@ from rlhfspec_mega.workers.engine import TorchEngineWorker
 from rlhfspec_mega.workers.scoring import ReferenceSettings
 
 ENGINES, SLOTS = 2, 8
-POLL_SECONDS, SCORED_AT_ONCE, LEAST_GAIN, COOL_DOWN = 0.05, 512, 0.1, 1.0
+POLL_SECONDS, SCORED_AT_ONCE = 0.05, 512
+SHIPPED = ReallocationConfig()  # the policy as a run has it
 MECHANISMS = ("static", "queue", "reallocation", "reallocation + fusion")
 
 
@@ -145,7 +147,7 @@ class Fleet:
             self.cluster.wait,
             revive=_no_revival,
             poll_seconds=POLL_SECONDS,
-            at_once=SLOTS if mechanism == "queue" else None,
+            at_once=held_at_once(SLOTS) if mechanism == "queue" else None,
             reallocation=self._reallocation(lengths, fuses) if moves else None,
             scored_at_once=SCORED_AT_ONCE,
             timeline=recorder,
@@ -164,8 +166,10 @@ class Fleet:
 
     def _reallocation(self, lengths: LengthPredictor, fuses: bool) -> Reallocation:
         cost, work = MigrationCost(FIRST_DOWNTIME, 0.0), ScoringWork(seconds_per_token=self._scoring_rate)
-        reallocator = Reallocator(cost, least_gain=LEAST_GAIN, cool_down=COOL_DOWN)
-        policy = TailPolicy(reallocator, Consolidator(cost) if fuses else None, work.seconds)
+        reallocator = Reallocator(cost, least_gain=SHIPPED.least_gain, cool_down=SHIPPED.cool_down)
+        policy = TailPolicy(
+            reallocator, Consolidator(cost, tolerance=SHIPPED.tolerance) if fuses else None, work.seconds
+        )
         return Reallocation(policy, lengths, POLL_SECONDS, work, policy.learn_cost)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.paired import Interval, ratio_interval
-from benchmarks.rollout_fleet import COOL_DOWN, LEAST_GAIN, MECHANISMS, POLL_SECONDS, SLOTS, Outcome, Recorder
+from benchmarks.rollout_fleet import MECHANISMS, POLL_SECONDS, SHIPPED, SLOTS, Outcome, Recorder
 from rlhfspec_mega.simulate.calibrate import CopySample, Measurements, calibrate, decode_samples
 from rlhfspec_mega.simulate.curves import CostCurves
 from rlhfspec_mega.simulate.mechanisms import MECHANISMS as SIMULATED
@@ -83,8 +83,8 @@ def predict(
                 start="even",  # as dealt: a skewed start lies in the order of the samples
                 plan_seconds=POLL_SECONDS,
                 earlier=workloads[:repeat],
-                least_gain=LEAST_GAIN,
-                cool_down=COOL_DOWN,
+                least_gain=SHIPPED.least_gain,
+                cool_down=SHIPPED.cool_down,
             )
             for repeat, workload in enumerate(workloads)
             if repeat > 0
@@ -98,8 +98,8 @@ def predict(
 
 
 def worst_error(predictions: Sequence[Mapping[str, Mapping[str, Any]]]) -> float:
-    """The largest share by which a predicted makespan is off, of mechanisms' medians."""
-    return max(abs(found["rollout"]["value"] - 1.0) for one in predictions for found in one.values())
+    """The largest share by which a predicted makespan, with scoring or without, is off, of mechanisms' medians."""
+    return max(abs(each["value"] - 1.0) for one in predictions for found in one.values() for each in found.values())
 
 
 def print_predictions(law: str, start: str, predictions: Mapping[str, Mapping[str, Interval]]) -> None:

@@ -34,6 +34,7 @@ from rlhfspec_mega.planning.reallocation import Reallocator
 from rlhfspec_mega.planning.rollout_state import MigrationCost
 from rlhfspec_mega.planning.tail import TailPolicy
 from rlhfspec_mega.resharding.controller import Resharder
+from rlhfspec_mega.rollout.assignment import held_at_once
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.reallocation import FIRST_DOWNTIME, Reallocation, ScoringWork
 from rlhfspec_mega.types import WeightTarget
@@ -120,7 +121,7 @@ class System:
                 revive=self._revive,
                 poll_seconds=self._config.rollout.poll_seconds,
                 deterministic=self._config.trainer.deterministic,
-                at_once=self._config.rollout.slots if self._reallocates("queue") else None,
+                at_once=held_at_once(self._config.rollout.slots) if self._reallocates("queue") else None,
                 reallocation=self._reallocation() if self._reallocates("adaptive") else None,
                 scored_at_once=self._config.trainer.max_tokens_per_microbatch,
                 timeline=self._timeline,

@@ -74,20 +74,20 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
             run.system.allow_freed_refresh()
         samples = run.generator.sample(prompts, trainer.samples_per_prompt, step, run.console.progress, scoring)
         tallies, tail = run.system.rollout.take_tallies("generate"), run.system.rollout.take_tail()
-    with phases.measure("draft"):
-        refreshed = run.system.take_freed_refresh() if refreshes else None
     moved = {} if trainer.deterministic else tail_metrics(tail)  # then nothing moves, and the rest is the clock's
     for note in collapse_notes(tallies):
         run.console.note(note)
     with phases.measure("score"):
         score(run, samples)
-    if algorithm.kl_coef > 0:
+    if scoring is not None:
         with phases.measure("reference"):
-            if scoring is None:
-                learning.add_reference_logprobs(actor, samples)
-            else:
-                run.system.rollout.finish_scoring(scoring, "reference")
-                learning.take_reference_logprobs(samples, scoring.results)
+            run.system.rollout.finish_scoring(scoring, "reference")
+            learning.take_reference_logprobs(samples, scoring.results)
+    with phases.measure("draft"):
+        refreshed = run.system.take_freed_refresh() if refreshes else None  # the actor is needed from here on
+    if algorithm.kl_coef > 0 and scoring is None:
+        with phases.measure("reference"):
+            learning.add_reference_logprobs(actor, samples)
     with phases.measure("logprobs"):
         metrics = drafting_metrics(tallies) | moved | learning.add_old_logprobs(actor, samples, refreshes)
     with phases.measure("update"):
@@ -120,7 +120,8 @@ def refresh_draft(run: Run, done: RefreshReport | None) -> dict[str, float]:
         report = run.system.refresh_draft(seconds=drafting.refresh_seconds)
     lengths = {"draft_expected_length_before": report.before, "draft_expected_length_after": report.after}
     measured = {name: length for name, length in lengths.items() if length is not None}
-    return measured | {"draft_refresh_kept": float(report.kept), "draft_refresh_fused": float(done is not None)}
+    fused_seconds = 0.0 if done is None else report.seconds
+    return measured | {"draft_refresh_kept": float(report.kept), "fused_refresh_seconds": fused_seconds}
 
 
 def score(run: Run, samples: list[Sample]) -> None:

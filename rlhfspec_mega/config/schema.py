@@ -143,7 +143,7 @@ class ReallocationConfig:
     policy: str = "adaptive"  # off | queue | adaptive
     fusion: bool = True  # engines without samples score finished ones with the reference; adaptive packs the tail
     least_gain: float = 0.1  # adaptive: share of the time left that moves must save
-    cool_down: float = 5.0  # adaptive: seconds in which a sample is not moved again
+    cool_down: float = 1.0  # adaptive: seconds in which a sample is not moved again
     tolerance: float = 0.03  # adaptive: share of the time left by which packing the tail may delay its end
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhfspec_mega.types import TailTally
 
+REFRESH = "fused_refresh_seconds"  # of the draft, in freed time
 _SUMS = ("migrations", "fused_tasks", "fused_seconds", "freed_device_seconds")
 
 
@@ -21,7 +22,7 @@ def tail_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The sums over some steps, and the median of their downtimes; empty where none were recorded."""
     if not any(name in row for row in rows for name in _SUMS):
         return {}
-    figures = {name: float(sum(row.get(name, 0.0) for row in rows)) for name in _SUMS}
+    figures = {name: float(sum(row.get(name, 0.0) for row in rows)) for name in (*_SUMS, REFRESH)}
     downtimes = [row["migration_downtime"] for row in rows if row.get("migration_downtime") is not None]
     return figures | ({"migration_downtime": statistics.median(downtimes)} if downtimes else {})
 
@@ -34,4 +35,6 @@ def tail_in_words(figures: Mapping[str, Any]) -> str:
     words += f"; engines without samples had {figures['freed_device_seconds']:.1f} s to spare"
     if figures["fused_tasks"]:
         words += f" and scored {figures['fused_tasks']:.0f} finished samples in {figures['fused_seconds']:.1f} s of it"
+    if figures.get(REFRESH):
+        words += f"; the draft was refreshed for {figures[REFRESH]:.1f} s on devices without engines at work"
     return words + "."

@@ -184,11 +184,11 @@ class Reallocator:
     their downtime; what nobody has decoded yet costs a prefill of its prompt. Throughput curves decide: where a batch
     is below the knee of its curve, taking samples out of it gains nothing.
 
-    Moves that bring less than `least_gain` all together are not made. Moved samples stay for `cool_down` seconds, and
-    as long nothing moves between the two engines the other way. An engine takes no more of them than it has slots free;
-    samples that have not begun wait as well at one place as at another, and are bound by neither. An engine takes no
-    more than the KV that all its samples will have in the end leaves room for. The time of a plan is bounded: of very
-    many moves the next plan makes the rest.
+    Moves that bring less than `least_gain` all together are not made. Samples moved after they had begun stay for
+    `cool_down` seconds, and as long no such sample moves between the two engines the other way. An engine takes no more
+    of them than it has slots free; samples that have not begun wait as well at one place as at another, and are bound
+    by neither. An engine takes no more than the KV that all its samples will have in the end leaves room for. The time
+    of a plan is bounded: of very many moves the next plan makes the rest.
 
     Args:
         cost: of a move; may be replaced when it is known better.
@@ -196,7 +196,7 @@ class Reallocator:
         cool_down: seconds.
     """
 
-    def __init__(self, cost: MigrationCost, *, least_gain: float = 0.1, cool_down: float = 5.0) -> None:
+    def __init__(self, cost: MigrationCost, *, least_gain: float = 0.1, cool_down: float = 1.0) -> None:
         self.cost = cost
         self._least_gain, self._cool_down = least_gain, cool_down
         self.begin()
@@ -275,6 +275,8 @@ class Reallocator:
 
     def _remember(self, state: RolloutState, moves: Sequence[Move]) -> None:
         for move in moves:
+            if state.generated[move.sample] == 0:
+                continue  # what has not begun is bound by no rest
             source, destination = state.engines[state.at[move.sample]], state.engines[move.destination]
             self._moved[state.ids[move.sample]] = state.now
             self._flows[source.rank, destination.rank] = state.now

@@ -12,6 +12,12 @@ from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.types import EngineReport, GenerationRequest, GenerationResult, SampleProgress, SampleState
 
 
+def held_at_once(slots: int) -> int:
+    """Samples of an engine under queue dispatch: a few more than its slots, to fill those that fall free between two
+    of its answers."""
+    return slots + max(1, slots // 4)
+
+
 def assign(requests: Sequence[GenerationRequest], engines: int) -> list[list[GenerationRequest]]:
     """Whole groups (they share a prompt's KV) to the engine with the fewest samples so far; deterministic."""
     groups: dict[str, list[GenerationRequest]] = {}

@@ -133,8 +133,8 @@ class RolloutManager:
                 self._journal.end()
             if reallocation and not work.done:
                 unscored = scoring.unscored_tokens if scoring else None
-                reallocation.plan(work, self._engines.serving(), unscored)
-                self._offer_freed(work, stage, reallocation)
+                if reallocation.plan(work, self._engines.serving(), unscored):
+                    self._offer_freed(work, stage, reallocation)
             if progress:
                 progress(len(work.results), len(requests))
         if reallocation:
@@ -180,7 +180,10 @@ class RolloutManager:
         self._wait(calls, phase, first=False, check=False)
 
     def _offer_freed(self, work: Assignment, stage: Stage, reallocation: Reallocation) -> None:
-        """Scoring comes first: training waits for it."""
+        """After a plan, which gives an engine that has emptied new samples if there are any for it.
+
+        Scoring comes first: training waits for it.
+        """
         if self._freed_work and (stage.scoring is None or stage.scoring.done):
             busy = {*stage.calls, *(rank for rank in self._engines.alive() if work.has_work(rank))}
             self._freed_work.offer(busy, reallocation.seconds_left)

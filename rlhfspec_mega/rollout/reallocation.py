@@ -119,21 +119,25 @@ class Reallocation:
         self._meetings.pop(rank, None)
         self._orders.pop(rank, None)
 
-    def plan(self, work: Assignment, serving: Iterable[int], unscored_tokens: int | None) -> None:
+    def plan(self, work: Assignment, serving: Iterable[int], unscored_tokens: int | None) -> bool:
         """Let the policy decide, if that is due; orders go out with the next calls of the sources.
 
         Args:
             unscored_tokens: of samples that have ended and were not scored; None if nothing is to be scored.
+
+        Returns:
+            Whether it has decided.
         """
-        now = time.monotonic()
+        now, begun = time.monotonic(), time.thread_time()
         if now < self._next_plan:
-            return
+            return False
         ranks = [rank for rank in serving if rank in self._meetings]
         state = self._state = self._state_of(work, ranks, now - self._begun)
-        if state.ids and len(ranks) > 1:
+        decides = bool(state.ids) and len(ranks) > 1
+        if decides:
             self._decide(state, ranks, work, unscored_tokens)
-        took = time.monotonic() - now
-        self._next_plan = now + max(self._plan_seconds, took / PLAN_SHARE)
+        self._next_plan = now + max(self._plan_seconds, (time.thread_time() - begun) / PLAN_SHARE)
+        return decides
 
     def seconds_left(self) -> float:
         """Until the rollout ends, as predicted from the last plan's state; 0 before the first plan."""

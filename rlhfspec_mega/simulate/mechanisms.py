@@ -55,7 +55,7 @@ def simulate(
     plan_seconds: float,
     earlier: Sequence[Workload] | None,
     least_gain: float = 0.1,
-    cool_down: float = 5.0,
+    cool_down: float = 1.0,
 ) -> SimulatedRollout:
     """Simulate one rollout.
 
@@ -71,7 +71,7 @@ def simulate(
         raise ValueError(f"{curves.name} has no curve with drafting")
     places = None if mechanism.queued else start_places(workload, engines, start)
     predictions: Predictions = Oracle(workload) if earlier is None else Learned(workload, earlier)
-    scoring = Scoring(engines, workload.totals, curves.scoring_seconds, curves.scoring_start)
+    scoring = Scoring(engines, workload.totals, curves.scoring_seconds, curves.scoring_start, mechanism.fuses)
     policy = None
     if mechanism.moves:
         cost = replace(curves.migration.cost, prefill=curves.prefill_seconds)

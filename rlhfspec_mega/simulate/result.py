@@ -46,7 +46,7 @@ class SimulatedRollout:
         makespan: seconds until the last sample ended.
         makespan_with_scoring: seconds until the reference had scored all samples.
         freed_device_seconds: from each engine's last sample to the end of the rollout, added up.
-        used_device_seconds: of these, spent on inference tasks.
+        used_device_seconds: spent on inference tasks before the rollout ended, also beside samples that came meanwhile.
         fused_tasks: inference tasks begun before the rollout ended.
         migrations: samples that went on at another engine after a copy; `overtaken` ended before theirs was done.
         handed_over: moves of samples that had not begun, which cost nothing.

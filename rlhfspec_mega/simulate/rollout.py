@@ -62,7 +62,7 @@ class Rollout:
         self._unfinished = count
         self._queue: deque[int] = deque()
         self._migrations, self._freed = Migrations(engines), set[int]()
-        self._idle = set[int]()  # freed engines that found no sample to score
+        self._idle = set[int]()  # engines that found no sample to score
         self._handed_over = self._refused = 0
         self._live = LiveCounts(engines)
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -157,8 +157,6 @@ class Rollout:
         self._freed.update(plan.freed)
         for move in plan.moves:
             self._move(unfinished[move.sample], self._engines[move.destination])
-        for rank in sorted(self._freed):
-            self._score(self._engines[rank])
         self._schedule(self.now + self._plan_seconds, self._plan)
 
     def _state(self) -> RolloutState:
@@ -252,9 +250,9 @@ class Rollout:
     # Inference tasks
 
     def _score(self, engine: FluidEngine) -> None:
-        """A freed engine that is empty, and will stay so, scores a sample that has ended."""
+        """An engine without samples, here or on their way, scores one that has ended."""
         rank = engine.rank
-        if not self._unfinished or rank not in self._freed or not engine.empty or self._migrations.incoming[rank]:
+        if not self._scoring.fused or not self._unfinished or not engine.empty or self._migrations.incoming[rank]:
             return
         if not self._scoring.busy(rank, self.now):
             until = self._scoring.begin(rank, self.now)

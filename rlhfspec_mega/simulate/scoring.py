@@ -15,12 +15,14 @@ class Scoring:
         tokens: [samples] of prompt and response, once they have ended.
         token_seconds: of a device, for each of them.
         start: seconds before a device's first task.
+        fused: devices without samples begin before the rollout is over.
 
     Attributes:
         tasks: begun so far.
     """
 
-    def __init__(self, engines: int, tokens: Floats, token_seconds: float, start: float) -> None:
+    def __init__(self, engines: int, tokens: Floats, token_seconds: float, start: float, fused: bool) -> None:
+        self.fused = fused
         self._seconds, self._token_seconds, self._start = (tokens * token_seconds).tolist(), token_seconds, start
         self._waiting: deque[int] = deque()
         self._waiting_seconds = self._expected_seconds = 0.0

@@ -120,9 +120,8 @@ class TorchEngineWorker(ReferenceScoring, TorchEngine):
         while True:
             self.migration.turn()
             if not self.idle:
-                started = time.time()
                 finished += self.poll(0.0)
-                self.migration.stepped(started, time.time() - started)
+                self.migration.stepped(*self.last_decode)
             left = end - time.monotonic()
             if left <= 0 or (self.idle and not self.migration.busy and not orders.expects):
                 return finished

@@ -91,7 +91,7 @@ def moving(seed: int, share: float = 0.3) -> Reallocation:
     return Reallocation(RandomMoves(seed, share), LengthPredictor(limit=16), plan_seconds=0.0)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None)
 @given(
     st.integers(2, 3),
     st.lists(st.integers(1, 5), min_size=1, max_size=6),

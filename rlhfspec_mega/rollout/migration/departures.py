@@ -75,6 +75,7 @@ class Departures:
         self._unreachable: set[str] = set()  # in this rollout
         self._numbers = itertools.count()
         self._rate = FIRST_RATE
+        self._boundary = 0.0  # when the last step ended, since the epoch
         self.departed: list[str] = []
         self.kept: list[str] = []
 
@@ -94,6 +95,7 @@ class Departures:
 
     def order(self, order: MigrationOrder) -> None:
         """Begin to send a sample away; one that is unknown or ended stays where it is."""
+        self._boundary = time.time()
         if not self._engine.holds(order.sample_id) or order.sample_id in self._leaving:
             self.kept.append(order.sample_id)
             return
@@ -112,6 +114,7 @@ class Departures:
 
     def turn(self, step_seconds: float) -> None:
         """At a step boundary: hand over what is ready, copy for a share of the time of a step."""
+        self._boundary = time.time()
         self.collect()
         for sample_id, one in list(self._leaving.items()):
             self._look_at(sample_id, one)
@@ -234,7 +237,7 @@ class Departures:
     # Stage two
 
     def _hand_over(self, link: _Link, order: MigrationOrder, one: _Leaving | None) -> None:
-        sample_id, departed = order.sample_id, time.time()
+        sample_id, departed = order.sample_id, self._boundary
         settled = self._engine.settled(sample_id) if one else None
         try:
             delta = 0

@@ -86,6 +86,7 @@ class TorchEngine:
         self._ids: set[str] = set()  # unfinished samples
         self._counts = {"decode_steps": 0, "generated_tokens": 0, "prefill_tokens": 0, "finished_samples": 0}
         self._seconds = {"decode_seconds": 0.0, "prefill_seconds": 0.0}
+        self.last_decode = 0.0, 0.0  # when the last step began to decode, since the epoch, and its seconds
         self.spans = SpanRecorder()
 
     @property
@@ -342,8 +343,10 @@ class TorchEngine:
                 draft_tokens=len(decoded.record.chosen) if decoded.record else 0,
                 kv_tokens=cached,  # read by every step: a sum over steps, as all amounts of a span
             )
-        self._seconds["prefill_seconds"] += prefilled - started
-        self._seconds["decode_seconds"] += time.time() - prefilled
+        self.last_decode = prefilled, time.time() - prefilled
+        if prefilling:
+            self._seconds["prefill_seconds"] += prefilled - started
+        self._seconds["decode_seconds"] += self.last_decode[1]
 
     def _advance_prefill(self) -> bool:
         """Whether there was something to prefill."""
