@@ -1,0 +1,102 @@
+"""Every name of SGLang that the plug-in takes hold of, and what it relies on there; tests hold a wheel against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_SPEC = "sglang.srt.speculative"
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A function, method or class of SGLang.
+
+    Attributes:
+        module: where it is defined.
+        name: qualified, in the module.
+        parameters: of the function, in order, those that are relied upon; the rest may follow.
+        attributes: names that its body (of a class: its body or its base's in the same module) must speak of.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
+
+    @property
+    def target(self) -> str:
+        """As HookRegistry.register takes it."""
+        return f"{self.module}.{self.name}"
+
+
+# Sampling: seeds of requests, the plain sampler, verification, the draft's logits.
+SEEDS = Seam(
+    "sglang.srt.sampling.sampling_batch_info",
+    "SamplingBatchInfo.from_schedule_batch",
+    ("cls", "batch", "vocab_size"),
+    ("reqs", "sampling_params", "sampling_seed", "device"),
+)
+BATCH_INFO = Seam(
+    "sglang.srt.sampling.sampling_batch_info",
+    "SamplingBatchInfo",
+    (),
+    ("temperatures", "top_ks", "is_all_greedy", "sampling_seed", "filter_batch", "merge_batch"),
+)
+PLAIN = Seam(
+    "sglang.srt.layers.sampler",
+    "Sampler._sample_from_probs",
+    ("self", "probs", "sampling_info", "positions", "simple_sampling_case"),
+)
+VERIFY = Seam(
+    f"{_SPEC}.eagle_utils",
+    "eagle_sample",
+    ("verify_input", "batch", "logits_output"),
+    ("is_all_greedy", "next_token_logits", "draft_token_num", "verify_tree_greedy_func"),
+)
+DRAFT_LOGITS = Seam(
+    "sglang.srt.models.llama_eagle3", "LlamaForCausalLMEagle3", (), ("LlamaForCausalLM", "hot_token_id")
+)
+FORWARD = Seam(
+    "sglang.srt.models.llama", "LlamaForCausalLM.forward", ("self", "input_ids", "positions", "forward_batch")
+)
+DRAFT = Seam(f"{_SPEC}.eagle_worker_v2", "EagleDraftWorker.draft", ("self", "batch"))
+EXTEND_PREFILL = Seam(f"{_SPEC}.eagle_worker_v2", "EagleDraftWorker._draft_extend_for_prefill", ("self", "batch"))
+EXTEND_DECODE = Seam(
+    f"{_SPEC}.eagle_worker_v2", "EagleDraftWorker._draft_extend_for_decode", ("self", "batch", "batch_result")
+)
+DRAFTING = DRAFT, EXTEND_PREFILL, EXTEND_DECODE
+
+# How many draft tokens: SGLang's adaptive speculation, whose rule is replaced.
+STEPS = Seam(
+    f"{_SPEC}.adaptive_spec_params",
+    "AdaptiveSpeculativeParams",
+    (),
+    ("candidate_steps", "set_cuda_graph_bs", "get_steps_for_batch", "on_verify_complete", "cuda_graph_bs_for_step"),
+)
+CONTROLLER = Seam(
+    f"{_SPEC}.adaptive_runtime_state",
+    "AdaptiveController",
+    (),
+    ("initial_steps", "cfg_path", "on_verify_complete", "get_steps_for_batch"),
+)
+
+# That the hooks were applied: SGLang logs a hook that could not be and goes on without it.
+SCHEDULER = Seam("sglang.srt.managers.scheduler", "Scheduler.__init__", ("self", "server_args"))
+REGISTRY = Seam("sglang.srt.plugins.hook_registry", "HookRegistry", (), ("register", "apply_hooks", "_patched"))
+
+# What the hooks read of SGLang's records.
+RECORDS = (
+    Seam(
+        "sglang.srt.managers.schedule_batch", "ScheduleBatch", (), ("reqs", "sampling_info", "forward_mode", "device")
+    ),
+    Seam("sglang.srt.managers.schedule_batch", "Req", (), ("rid", "sampling_params")),
+    Seam("sglang.srt.sampling.sampling_params", "SamplingParams", (), ("sampling_seed", "temperature", "top_k")),
+    Seam("sglang.srt.model_executor.forward_batch_info", "ForwardBatch", (), ("batch_size", "extend_seq_lens")),
+    Seam("sglang.srt.layers.logits_processor", "LogitsProcessorOutput", (), ("next_token_logits",)),
+    Seam(f"{_SPEC}.eagle_info", "EagleVerifyInput", (), ("draft_token_num", "positions")),
+)
+
+SEAMS = (
+    *(SEEDS, BATCH_INFO, PLAIN, VERIFY, DRAFT_LOGITS, FORWARD, *DRAFTING),
+    *(STEPS, CONTROLLER, SCHEDULER, REGISTRY, *RECORDS),
+)

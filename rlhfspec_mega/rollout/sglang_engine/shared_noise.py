@@ -1,0 +1,123 @@
+"""Hooks that make SGLang sample by the shared noise, in plain and in speculative decoding alike.
+
+The target: its plain sampler and its verifier choose argmax(log p + g) with the noise of (seed, index of the last input
+token); verification then is the greedy one. The draft: its logits get the same noise where they leave the model, so
+that every place that takes their best, CUDA graphs included, takes the children that the target may choose. Greedy
+requests, which SGLang marks by top_k = 1 at temperature 1, get none.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhfspec_mega.sampling.noise import gumbel_from_states, seed_states
+
+MOST_ROWS = 4096  # requests of a batch; the buffers keep their place, as CUDA graphs demand
+# An EAGLE draft reads the token at index i + 1 with the target's state of index i, and calls that position i: the last
+# token behind its logits is one further than its position says.
+DRAFT_OFFSET = 1
+
+
+def keep_seeds(original: Callable[..., Any], cls: type, batch: Any, vocab_size: int) -> Any:
+    """Around SamplingBatchInfo.from_schedule_batch: seeds are kept without deterministic inference too.
+
+    A request without a seed (a warm-up, a health check) gets one from its id, the same on all ranks.
+    """
+    info = original(cls, batch, vocab_size)
+    given = [(request.sampling_params.sampling_seed, request.rid) for request in batch.reqs]
+    seeds = [zlib.crc32(str(rid).encode()) if seed is None else seed for seed, rid in given]
+    info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(batch.device, non_blocking=True)
+    return info
+
+
+def choose(
+    original: Callable[..., Any], sampler: Any, probs: Tensor, info: Any, positions: Tensor, simple: bool
+) -> Tensor:
+    """Around Sampler._sample_from_probs: tokens int32 [B] for probabilities float32 [B, V] at temperature.
+
+    `original`, whose noise is another, and `simple`, which tells of top-k and top-p, are not used: those are refused
+    where requests are made.
+    """
+    scores = probs.double().log_()
+    add_noise(scores, info.sampling_seed, positions, ~greedy_rows(info))
+    return scores.argmax(dim=-1).to(torch.int32)
+
+
+def verify(original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, *rest: Any) -> Any:
+    """Around eagle_sample: the greedy verification of perturbed scores, whose argmax is the target's choice.
+
+    The logits are put back for the log-probs.
+    """
+    info, logits = batch.sampling_info, logits_output.next_token_logits
+    if batch.forward_mode.is_idle() or info.is_all_greedy:
+        return original(verify_input, batch, logits_output, *rest)
+    nodes = verify_input.draft_token_num
+    temperatures = info.temperatures.view(-1).repeat_interleave(nodes)
+    scores = logits.double().div_(temperatures[:, None])
+    seeds, noisy = info.sampling_seed.repeat_interleave(nodes), (~greedy_rows(info)).repeat_interleave(nodes)
+    add_noise(scores, seeds, verify_input.positions, noisy)
+    logits_output.next_token_logits, info.is_all_greedy = scores, True
+    try:
+        return original(verify_input, batch, logits_output, *rest)
+    finally:
+        logits_output.next_token_logits, info.is_all_greedy = logits, False
+
+
+def greedy_rows(info: Any) -> Tensor:
+    """bool [B]."""
+    return info.top_ks.view(-1) == 1
+
+
+def add_noise(scores: Tensor, seeds: Tensor, positions: Tensor, noisy: Tensor) -> None:
+    """Add the noise to scores float64 [N, V] in the rows `noisy` [N]; seeds and positions int64 [N]."""
+    noise = gumbel_from_states(seed_states(seeds), positions, scores.shape[-1])
+    scores.addcmul_(noise, noisy[:, None].to(scores.dtype))
+
+
+class DraftNoise:
+    """Adds noise to the draft's logits, by request: the seeds lie in buffers that CUDA graphs read.
+
+    Args:
+        rows: requests of a batch, at most.
+    """
+
+    def __init__(self, device: torch.device | str, rows: int = MOST_ROWS) -> None:
+        self._states = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._temperatures = torch.ones(rows, device=device)
+        self._noisy = torch.zeros(rows, device=device)
+
+    def fill(self, info: Any) -> None:
+        """The requests of the batch that is drafted for now; beyond them nothing is perturbed."""
+        count = len(info.sampling_seed)
+        self._states[:count] = seed_states(info.sampling_seed)
+        self._temperatures[:count] = info.temperatures.view(-1)
+        self._noisy[:count] = (~greedy_rows(info)).float()
+        self._noisy[count:] = 0.0
+
+    def perturbed(self, logits: Tensor, positions: Tensor, requests: int, target_ids: Tensor | None) -> Tensor:
+        """log q + g up to a constant of each row, float32 [N, V].
+
+        Args:
+            logits: [N, V], N / requests rows for each request, in order.
+            positions: int64 [N], as the draft counts them.
+            target_ids: int64 [V] of a reduced vocabulary.
+        """
+        each = len(logits) // requests
+        states, temperatures, noisy = (
+            buffer[:requests].repeat_interleave(each) for buffer in (self._states, self._temperatures, self._noisy)
+        )
+        tokens = logits.shape[-1] if target_ids is None else target_ids
+        noise = gumbel_from_states(states, positions + DRAFT_OFFSET, tokens).float()
+        return torch.addcmul(logits.float() / temperatures[:, None], noise, noisy[:, None])
+
+
+def last_positions(positions: Tensor, rows: int, extended: Tensor | None) -> Tensor:
+    """Positions [rows] behind so many rows of logits: all of them, or the last one of each extended request."""
+    if rows == len(positions) or extended is None:
+        return positions
+    return positions[extended.cumsum(0) - 1]

@@ -1,0 +1,65 @@
+"""The pinned SGLang has every name that the plug-in hooks, and a renamed one is noticed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhfspec_mega.rollout.sglang_engine import pins, plugin, seams
+from rlhfspec_mega.rollout.sglang_engine.seams import SEAMS, Seam
+from tests.sglang_wheel import Sources
+
+OF_FUNCTIONS = [(seam, name) for seam in SEAMS for name in seam.parameters if name not in ("self", "cls")]
+OF_BODIES = [(seam, name) for seam in SEAMS for name in seam.attributes]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """22 MB, without what it depends on."""
+    directory = tmp_path_factory.mktemp("sglang")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    subprocess.run([*command, "--dest", str(directory), f"sglang=={pins.VERSION}"], check=True, timeout=200)
+    (found,) = directory.glob("*.whl")
+    return found
+
+
+def renamed(wheel: Path, seam: Seam, word: str) -> Sources:
+    text = Sources(wheel).text(seam.module)
+    assert text is not None
+    return Sources(wheel, {seam.module: re.sub(rf"\b{re.escape(word)}\b", f"{word}_renamed", text)})
+
+
+@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.target)
+def test_it_is_there(wheel: Path, seam: Seam) -> None:
+    assert Sources(wheel).fault(seam) is None
+
+
+@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.target)
+def test_another_name_is_noticed(wheel: Path, seam: Seam) -> None:
+    assert renamed(wheel, seam, seam.name.split(".")[-1]).fault(seam) == f"no {seam.target}"
+
+
+@pytest.mark.parametrize(("seam", "name"), OF_FUNCTIONS, ids=lambda part: getattr(part, "target", part))
+def test_a_renamed_parameter_is_noticed(wheel: Path, seam: Seam, name: str) -> None:
+    assert "takes" in str(renamed(wheel, seam, name).fault(seam))
+
+
+@pytest.mark.parametrize(("seam", "name"), OF_BODIES, ids=lambda part: getattr(part, "target", part))
+def test_a_renamed_attribute_is_noticed(wheel: Path, seam: Seam, name: str) -> None:
+    assert f"does not speak of ['{name}']" in str(renamed(wheel, seam, name).fault(seam))
+
+
+def test_every_hook_is_of_a_seam() -> None:
+    known = {seam.target for seam in SEAMS} | {f"{seams.DRAFT_LOGITS.target}.forward"}
+    assert {target for target, _, _ in plugin.hooks()} <= known
+
+
+def test_the_kinds_of_hooks_exist(wheel: Path) -> None:
+    text = Sources(wheel).text("sglang.srt.plugins.hook_registry")
+    assert text is not None
+    for kind in {kind for _, _, kind in plugin.hooks()}:
+        assert re.search(rf"^    {kind} = ", text, re.MULTILINE)

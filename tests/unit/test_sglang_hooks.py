@@ -1,0 +1,226 @@
+"""The hooks in SGLang on made-up batches: the choices of the torch engine's rule, whatever calls them."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlhfspec_mega.errors import RunError, UserError
+from rlhfspec_mega.rollout.sglang_engine import pins, plugin, seams
+from rlhfspec_mega.rollout.sglang_engine.shared_noise import DraftNoise, choose, keep_seeds, last_positions, verify
+from rlhfspec_mega.rollout.sglang_engine.steps import ProfiledSteps, write_config
+from rlhfspec_mega.sampling.noise import gumbel
+from rlhfspec_mega.sampling.select import select_tokens
+from tests.unit.test_chain_length import cost_of
+
+VOCABULARY = 97
+SEEDS = torch.tensor([5, 2**62 + 3, 11])
+GREEDY = torch.tensor([False, True, False])
+
+
+def info_of(temperatures: list[float]) -> SimpleNamespace:
+    """SGLang turns temperature 0 into top_k 1 at temperature 1."""
+    return SimpleNamespace(
+        temperatures=torch.tensor([t or 1.0 for t in temperatures])[:, None],
+        top_ks=torch.tensor([1 if t == 0 else 1 << 30 for t in temperatures], dtype=torch.int32),
+        is_all_greedy=not any(temperatures),
+        sampling_seed=SEEDS[: len(temperatures)].clone(),
+    )
+
+
+def wanted(logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, at: torch.Tensor) -> list[int]:
+    return select_tokens(logits, temperatures, gumbel(seeds, at, VOCABULARY)).tokens.tolist()
+
+
+@pytest.fixture
+def logits() -> torch.Tensor:
+    return 3.0 * torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(1))
+
+
+def test_the_plain_sampler_chooses_as_the_torch_engine(logits: torch.Tensor) -> None:
+    temperatures, at = torch.tensor([0.7, 0.0, 1.0]), torch.tensor([9, 4, 30])
+    info = info_of(temperatures.tolist())
+    probs = (logits / info.temperatures).softmax(dim=-1)
+    tokens = choose(None, None, probs, info, at, False)  # type: ignore[arg-type]
+    assert tokens.dtype == torch.int32
+    assert tokens.tolist() == wanted(logits, temperatures, SEEDS, at)
+
+
+def verified(logits: torch.Tensor, info: Any, positions: torch.Tensor, nodes: int) -> tuple[list[int], Any]:
+    """What SGLang's greedy verification would take for the target's choices."""
+    output = SimpleNamespace(next_token_logits=logits)
+    batch = SimpleNamespace(sampling_info=info, forward_mode=SimpleNamespace(is_idle=lambda: False))
+    tree = SimpleNamespace(draft_token_num=nodes, positions=positions)
+
+    def original(verify_input: Any, batch: Any, logits_output: Any, mask: Any) -> list[int]:
+        assert batch.sampling_info.is_all_greedy and mask == "mask"
+        return logits_output.next_token_logits.argmax(dim=-1).tolist()
+
+    return verify(original, tree, batch, output, "mask"), output
+
+
+def test_verification_takes_the_choices_of_plain_decoding() -> None:
+    """Every node of a tree is decided as plain decoding would decide at its position."""
+    nodes, temperatures = 4, torch.tensor([0.7, 0.0, 1.0])
+    logits = 3.0 * torch.randn(3 * nodes, VOCABULARY, generator=torch.Generator().manual_seed(2))
+    at = torch.tensor([20, 21, 21, 22] * 3) + torch.arange(3).repeat_interleave(nodes) * 7
+    info = info_of(temperatures.tolist())
+    found, output = verified(logits, info, at, nodes)
+    rows = torch.arange(3).repeat_interleave(nodes)
+    assert found == wanted(logits, temperatures[rows], SEEDS[rows], at)
+    assert output.next_token_logits is logits and not info.is_all_greedy, "log-probs come from what the model said"
+
+
+def test_a_greedy_batch_is_verified_as_it_was() -> None:
+    logits = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(3))
+    found, _ = verified(logits, info_of([0.0, 0.0]), torch.arange(4), 2)
+    assert found == logits.argmax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize("target_ids", [None, torch.tensor([3, 90, 41, 7, 8])])
+def test_the_draft_ranks_with_the_targets_noise(target_ids: torch.Tensor | None) -> None:
+    """Two rows for each request; the noise is that of the target token behind the position that the draft is told."""
+    size = VOCABULARY if target_ids is None else len(target_ids)
+    logits = torch.randn(6, size, generator=torch.Generator().manual_seed(4))
+    noise = DraftNoise("cpu", rows=8)
+    noise.fill(info_of([0.7, 0.0, 1.0]))
+    positions, rows = torch.tensor([8, 9, 3, 4, 29, 30]), torch.arange(3).repeat_interleave(2)
+    scores = noise.perturbed(logits, positions, 3, target_ids)
+    scaled = logits / torch.tensor([0.7, 1.0, 1.0])[rows][:, None]
+    shared = gumbel(SEEDS[rows], positions + 1, VOCABULARY if target_ids is None else target_ids)
+    torch.testing.assert_close(scores, scaled + (shared * ~GREEDY[rows][:, None]).float())
+
+
+def test_rows_beyond_the_batch_are_left_alone() -> None:
+    noise = DraftNoise("cpu", rows=8)
+    noise.fill(info_of([1.0, 1.0, 1.0]))
+    noise.fill(info_of([1.0]))
+    logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(5))
+    scores = noise.perturbed(logits, torch.arange(3), 3, None)
+    assert torch.equal(scores[1:], logits[1:]) and not torch.equal(scores[0], logits[0])
+
+
+def test_the_last_position_of_each_extended_request() -> None:
+    positions = torch.tensor([0, 1, 2, 0, 5, 6])
+    assert last_positions(positions, 3, torch.tensor([3, 1, 2])).tolist() == [2, 0, 6]
+    assert last_positions(positions, 6, torch.tensor([3, 1, 2])) is positions
+    assert last_positions(positions, 6, None) is positions
+
+
+def test_seeds_are_kept_and_made_from_ids_where_there_are_none() -> None:
+    def batch(*seeds: int | None) -> Any:
+        requests = [SimpleNamespace(rid=f"r{i}", sampling_params=SimpleNamespace(sampling_seed=seed)) for i, seed in
+                    enumerate(seeds)]  # fmt: skip
+        return SimpleNamespace(reqs=requests, device="cpu")
+
+    def original(cls: type, batch: Any, size: int) -> Any:
+        return SimpleNamespace(sampling_seed=None)
+
+    first, again = (keep_seeds(original, object, batch(7, None, 2**62), 10).sampling_seed for _ in range(2))
+    assert first.tolist() == again.tolist() and first[[0, 2]].tolist() == [7, 2**62]
+    assert first[1] != keep_seeds(original, object, batch(None), 10).sampling_seed[0]
+
+
+def test_the_drafts_hooks_share_their_noise() -> None:
+    hooks, info = plugin.DraftHooks(), info_of([1.0, 1.0])
+    hooks.drafts_for(None, SimpleNamespace(sampling_info=info, reqs=[1, 2]))
+    logits = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(6))
+    result = SimpleNamespace(next_token_logits=logits.clone())
+    batch = SimpleNamespace(batch_size=2, extend_seq_lens=torch.tensor([2, 1]))
+    model = SimpleNamespace(hot_token_id=None)
+    hooks.perturb(result, model, None, torch.tensor([4, 5, 9]), batch)
+    shared = gumbel(SEEDS[:2], torch.tensor([6, 10]), VOCABULARY).float()
+    torch.testing.assert_close(result.next_token_logits, logits + shared)
+    idle = SimpleNamespace(next_token_logits=None)
+    assert hooks.perturb(idle, model, None, torch.zeros(0), batch) is idle
+
+
+class Steps:
+    """SGLang's controller as far as it speaks with the parameters."""
+
+    def __init__(self, path: Path, initial: int) -> None:
+        self.params = ProfiledSteps(initial_steps=initial, cfg_path=str(path))
+
+    def step(self, batch: int, share: float) -> int:
+        steps = self.params.get_steps_for_batch(batch)
+        assert self.params.on_verify_complete([round(share * steps)] * batch, batch) is None
+        return steps
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    write_config(tmp_path / "steps.json", [0, 1, 2, 4], cost_of(1e-4), length=200)
+    return tmp_path / "steps.json"
+
+
+def test_steps_follow_acceptance(config: Path) -> None:
+    good, bad = Steps(config, 2), Steps(config, 2)
+    assert good.params.candidate_steps == [0, 1, 2, 4]
+    ends = [[steps.step(1, share) for _ in range(200)][-1] for steps, share in ((good, 1.0), (bad, 0.0))]
+    assert ends[0] == 4 and ends[1] < 4
+    good.params.set_cuda_graph_bs([4, 1])
+    assert good.params.cuda_graph_bs_for_step(2) == [1, 4]
+
+
+def test_two_ranks_decide_alike(config: Path) -> None:
+    one, other = Steps(config, 4), Steps(config, 4)
+    shares = torch.rand(80, generator=torch.Generator().manual_seed(7)).tolist()
+    assert [one.step(8, share) for share in shares] == [other.step(8, share) for share in shares]
+
+
+def test_a_config_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "stock.json").write_text('{"1": {"candidate_steps": [1, 3]}}')
+    with pytest.raises(UserError, match="has no section 'rlhfspec_mega'"):
+        ProfiledSteps(1, str(tmp_path / "stock.json"))
+    with pytest.raises(UserError, match="needs --speculative-adaptive-config"):
+        ProfiledSteps(1)
+
+
+class Kind(StrEnum):
+    """SGLang's HookType."""
+
+    BEFORE = "before"
+    AFTER = "after"
+    AROUND = "around"
+    REPLACE = "replace"
+
+
+class Registry:
+    """SGLang's hook registry, which applies what it can and logs the rest."""
+
+    def __init__(self, unknown: str = "") -> None:
+        self.hooks: dict[str, Any] = {}
+        self._patched: set[str] = set()
+        self._unknown = unknown
+
+    def register(self, target: str, hook: Any, kind: str) -> None:
+        self.hooks[target] = hook
+        if target != self._unknown:
+            self._patched.add(target)
+
+
+@pytest.mark.parametrize("unknown", ["", seams.VERIFY.target])
+def test_a_scheduler_without_all_hooks_does_not_start(unknown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, registry = ModuleType("hook_registry"), Registry(unknown)
+    module.HookRegistry, module.HookType = registry, Kind  # type: ignore[attr-defined]
+    for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", module)
+    with pytest.raises(UserError, match="sglang is not installed"):
+        plugin.install()
+    monkeypatch.setattr(pins, "missing", lambda: None)
+    plugin.install()
+    started: list[Any] = []
+    check = registry.hooks[seams.SCHEDULER.target]
+    if unknown:
+        with pytest.raises(RunError, match=r"has not applied the hooks of .*eagle_sample"):
+            check(lambda *given: started.append(given), "self", "arguments")
+    else:
+        check(lambda *given: started.append(given), "self", "arguments")
+    assert started == ([] if unknown else [("self", "arguments")])
