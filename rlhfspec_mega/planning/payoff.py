@@ -12,7 +12,7 @@ from rlhfspec_mega.planning.tree import Batch, StepRecord
 
 RETHINK = 16  # steps after which forecasts, and whether drafting pays, are worked out anew
 HOLD = 8  # plain steps that follow a decision not to draft, while no sample comes or goes: deciding takes time itself
-MARGIN = 1.1  # of forecast rates: they are the best of many guesses, and leave out what a policy's own work takes
+MARGIN = 1.05  # of forecast rates: they are the best of many guesses, and leave out what a policy's own work takes
 PAID_OVER = 32  # steps over which reading a backlog is counted
 PROBE_SHARE = 0.01  # of the time may go into finding out whether drafting pays again
 PROBE_LATEST = 1000  # plain steps after which that is found out whatever it costs

@@ -84,6 +84,43 @@ CONTROLLER = Seam(
 SCHEDULER = Seam("sglang.srt.managers.scheduler", "Scheduler.__init__", ("self", "server_args"))
 REGISTRY = Seam("sglang.srt.plugins.hook_registry", "HookRegistry", (), ("register", "apply_hooks", "_patched"))
 
+# What the engine calls and reads.
+_IO = "sglang.srt.managers.io_struct"
+CALLS = (
+    Seam(
+        "sglang.srt.entrypoints.engine",
+        "Engine.async_generate",
+        ("self", "prompt", "sampling_params", "input_ids"),
+        ("return_logprob", "stream", "rid"),
+    ),
+    Seam("sglang.srt.entrypoints.engine", "Engine", (), ("loop", "tokenizer_manager", "shutdown")),
+    Seam("sglang.srt.entrypoints.engine", "Engine._serialize_tensors_per_rank", ("self", "tensors", "load_format")),
+    Seam("sglang.srt.managers.tokenizer_manager", "TokenizerManager.abort_request", ("self", "rid")),
+    Seam(
+        "sglang.srt.managers.tokenizer_manager",
+        "TokenizerManager",
+        (),
+        ("output_ids", "meta_info", "finish_reason", "output_token_logprobs"),
+    ),
+    Seam(
+        "sglang.srt.managers.tokenizer_control_mixin",
+        "TokenizerControlMixin.update_weights_from_tensor",
+        ("self", "obj", "request"),
+    ),
+    Seam(
+        _IO,
+        "UpdateWeightsFromTensorReqInput",
+        (),
+        ("serialized_named_tensors", "flush_cache", "disable_draft_model"),
+    ),
+    Seam(
+        "sglang.srt.sampling.sampling_params",
+        "SamplingParams",
+        (),
+        ("max_new_tokens", "stop_token_ids", "no_stop_trim", "skip_special_tokens"),
+    ),
+)
+
 # What the hooks read of SGLang's records.
 RECORDS = (
     Seam(
@@ -98,5 +135,5 @@ RECORDS = (
 
 SEAMS = (
     *(SEEDS, BATCH_INFO, PLAIN, VERIFY, DRAFT_LOGITS, FORWARD, *DRAFTING),
-    *(STEPS, CONTROLLER, SCHEDULER, REGISTRY, *RECORDS),
+    *(STEPS, CONTROLLER, SCHEDULER, REGISTRY, *CALLS, *RECORDS),
 )

@@ -1,0 +1,231 @@
+"""SGLang's engine behind the `RolloutEngine` protocol. Not run on a GPU yet.
+
+SGLang decodes in processes of its own, also between two polls. Samples move as tokens: `settled` says that there is no
+KV to copy, so that migration hands over what was decoded and the destination prefills it, mostly from its radix cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rlhfspec_mega.errors import RunError, UserError
+from rlhfspec_mega.rollout.migration.staging import Layout
+from rlhfspec_mega.rollout.protocol import SampleSnapshot
+from rlhfspec_mega.rollout.sglang_engine.samples import Held, sampling_params
+from rlhfspec_mega.rollout.sglang_engine.weights import BucketedUpdate
+from rlhfspec_mega.types import (
+    EngineLoad,
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    SampleProgress,
+    TensorInfo,
+    WeightTarget,
+)
+
+
+class SGLangEngine:
+    """Implements `RolloutEngine`.
+
+    Args:
+        engine: a started `sglang.Engine` with skip_tokenizer_init and this package's plug-in.
+        slots: requests that it decodes at once (max_running_requests).
+        max_positions: tokens of prompt and response (context_length).
+    """
+
+    def __init__(self, engine: Any, slots: int, max_positions: int) -> None:
+        self._engine, self._slots, self.max_positions = engine, slots, max_positions
+        self._held: dict[str, Held] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._attempts = 0
+        self._finished: list[GenerationResult] = []
+        self._generated = 0
+        self._version = -1
+        self._update: BucketedUpdate | None = None
+
+    # Samples
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue samples. Raises UserError for one that does not fit, or whose length is forced."""
+        for request in requests:
+            self.import_sample(SampleSnapshot(request, [], [], []))
+
+    def import_sample(self, snapshot: SampleSnapshot) -> None:
+        """Go on with a sample from its tokens. Raises UserError as `submit` does, RunError for one it has."""
+        request = snapshot.request
+        if request.sample_id in self._held:
+            raise RunError(f"Sample {request.sample_id} was handed to an engine that has it.")
+        needed = len(request.prompt_tokens) + request.max_new_tokens
+        if needed > self.max_positions:
+            raise UserError(
+                f"Sample {request.sample_id} needs {needed} positions and the engine has {self.max_positions}: raise "
+                "rollout.max_prompt_tokens or rollout.max_new_tokens."
+            )
+        sampling_params(request, len(snapshot.tokens))
+        self._attempts += 1
+        held = self._held[request.sample_id] = Held.of(snapshot, self._attempts)
+        if self._update is None:
+            self._start(held)
+
+    def poll(self, seconds: float) -> list[GenerationResult]:
+        """Samples finished until about `seconds` have passed or all have ended."""
+        if self._tasks and self._update is None:
+            if self._version < 0:
+                raise RunError("The engine has samples but no weights; send it a weight update before polling.")
+            self._engine.loop.run_until_complete(asyncio.wait(self._tasks.values(), timeout=seconds))
+        for name, task in list(self._tasks.items()):
+            if task.done():
+                del self._tasks[name]
+                task.result()
+                held = self._held.pop(name)
+                assert held.reason is not None
+                self._finished.append(held.result(held.reason))
+        finished, self._finished = self._finished, []
+        return finished
+
+    def progress(self) -> list[SampleProgress]:
+        """What unfinished samples have gained since the last call."""
+        return [held.progress() for held in self._held.values() if len(held.tokens) > held.reported]
+
+    def abort(self, sample_ids: Sequence[str]) -> list[GenerationResult]:
+        """Stop these samples and return what they have; unknown ids are skipped."""
+        known = [name for name in sample_ids if name in self._held]
+        return [self._withdraw(name).result(FinishReason.ABORTED) for name in known]
+
+    def clear(self) -> None:
+        """Forget every sample."""
+        self.abort(list(self._held))
+        self._finished.clear()
+
+    def holds(self, sample_id: str) -> bool:
+        """Whether this engine has the sample."""
+        return sample_id in self._held
+
+    def waits(self, sample_id: str) -> bool:
+        """Whether the sample is here and no token of it has come yet."""
+        return sample_id in self._held and not self._held[sample_id].started
+
+    def request(self, sample_id: str) -> GenerationRequest:
+        """The request of a sample that this engine has."""
+        return self._held[sample_id].request
+
+    def export_sample(self, sample_id: str, with_kv: bool = True) -> SampleSnapshot:
+        """State of an unfinished sample, which is removed; its KV stays behind whatever `with_kv` says."""
+        return self._withdraw(sample_id).snapshot()
+
+    # KV, of which nothing is copied
+
+    def settled(self, sample_id: str) -> dict[str, int] | None:
+        """None: there is no KV to copy."""
+        return None
+
+    def read_ahead(self, sample_ids: Sequence[str]) -> None:
+        """Nothing to do: SGLang's draft reads in every step."""
+
+    def kv_layout(self, positions: int) -> Layout:
+        """Raises RunError: no KV is copied."""
+        raise RunError("SGLang's KV is not copied between engines.")
+
+    def settled_kv(self, sample_id: str, part: str, first: int, last: int) -> torch.Tensor:
+        """Raises RunError: no KV is copied."""
+        raise RunError("SGLang's KV is not copied between engines.")
+
+    # Weights
+
+    def begin_update(
+        self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget = WeightTarget.ACTOR
+    ) -> None:
+        """Announce weights. Unfinished samples are taken back and go on from their tokens after `end_update`."""
+        if target is not WeightTarget.ACTOR:
+            raise RunError("The draft inside SGLang cannot be updated yet; set drafting.refresh_every=0.")
+        for name in list(self._tasks):
+            self._stop(name)
+        self._update = BucketedUpdate(version, tensors, self._load)
+
+    def update_weights(self, pieces: Sequence[tuple[str, int, torch.Tensor]]) -> None:
+        """Write pieces (name, first element in the flattened full tensor, flat values) of the announced tensors."""
+        self._open_update().write(pieces)
+
+    def end_update(self, version: int) -> None:
+        """Make the weights live. Raises RunError when elements are missing or the version is another."""
+        update = self._open_update()
+        if version != update.version:
+            raise RunError(f"Update {version} was ended, but update {update.version} was begun.")
+        update.end()
+        self._update, self._version = None, version
+        for held in self._held.values():
+            self._attempts += 1
+            held.attempt, held.given = self._attempts, len(held.tokens)
+            self._start(held)
+
+    # Figures
+
+    def load(self) -> EngineLoad:
+        """Load figures, as far as they are known here: a sample runs from its first token on."""
+        running = sum(held.started for held in self._held.values())
+        return EngineLoad(
+            running=running,
+            waiting=len(self._held) - running,
+            kv_tokens=sum(held.length - 1 for held in self._held.values() if held.started),
+            slots=self._slots,
+            decode_steps=0,
+            generated_tokens=self._generated,
+            policy_version=self._version,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since start."""
+        return {"generated_tokens": self._generated}
+
+    def _start(self, held: Held) -> None:
+        self._tasks[held.request.sample_id] = self._engine.loop.create_task(self._follow(held))
+
+    async def _follow(self, held: Held) -> None:
+        """Read a request's outputs to their end."""
+        outputs = await self._engine.async_generate(
+            input_ids=[*held.request.prompt_tokens, *held.tokens],
+            sampling_params=sampling_params(held.request, held.given),
+            return_logprob=True,
+            stream=True,
+            rid=held.rid,
+        )
+        async for output in outputs:
+            before = len(held.tokens)
+            held.take(output, self._version)
+            self._generated += len(held.tokens) - before
+
+    def _withdraw(self, sample_id: str) -> Held:
+        if sample_id in self._tasks:
+            self._stop(sample_id)
+        return self._held.pop(sample_id)
+
+    def _stop(self, sample_id: str) -> None:
+        """End a request; tokens that it still makes are made again elsewhere, the same ones."""
+        task = self._tasks.pop(sample_id)
+        if not task.done():
+            self._engine.tokenizer_manager.abort_request(self._held[sample_id].rid)
+            task.cancel()
+            self._engine.loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
+
+    def _open_update(self) -> BucketedUpdate:
+        if self._update is None:
+            raise RunError("Weights came outside an update; call begin_update first.")
+        return self._update
+
+    def _load(self, tensors: list[tuple[str, torch.Tensor]], last: bool) -> None:
+        """Load full tensors into the target; the last ones also make cached KV void."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=self._engine._serialize_tensors_per_rank(tensors, None),
+            flush_cache=last,
+            disable_draft_model=True,  # the same dict would be loaded into the draft first
+        )
+        manager = self._engine.tokenizer_manager
+        success, message = self._engine.loop.run_until_complete(manager.update_weights_from_tensor(request, None))[:2]
+        if not success:
+            raise RunError(f"SGLang did not load a bucket of weights: {message}")

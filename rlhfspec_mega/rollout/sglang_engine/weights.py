@@ -1,0 +1,72 @@
+"""A weight update on its way into SGLang: pieces become full tensors, full tensors go in buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.rollout.torch_engine.update import WeightUpdate
+from rlhfspec_mega.types import TensorInfo
+
+BUCKET_BYTES = 512 * 2**20
+Send = Callable[[list[tuple[str, Tensor]], bool], None]
+
+
+class BucketedUpdate:
+    """Gathers an update and hands it on as it becomes whole, so that host memory never holds all of a model.
+
+    Args:
+        send: loads full tensors by Hugging Face name; told whether they are the last ones.
+    """
+
+    def __init__(self, version: int, announced: Sequence[TensorInfo], send: Send) -> None:
+        self.version = version
+        self._announced = {info.name: info for info in announced}
+        self._send = send
+        self._open: dict[str, tuple[WeightUpdate, Tensor, int]] = {}  # by name: what has come, and elements to come
+        self._bucket: list[tuple[str, Tensor]] = []
+        self._done: set[str] = set()
+
+    def write(self, pieces: Sequence[tuple[str, int, Tensor]]) -> None:
+        """Take pieces (name, first element, flat values). Raises RunError as WeightUpdate does, and on a second one."""
+        for name, first, values in pieces:
+            if name not in self._announced:
+                raise RunError(f"Update {self.version} brings {name}, which was not announced.")
+            if name in self._done:
+                raise RunError(f"Update {self.version} brings {name} twice.")
+            update, tensor, left = self._opened(name)
+            update.write([(name, first, values)])
+            left -= values.numel()
+            self._open[name] = update, tensor, left
+            if left <= 0:
+                self._whole(name)
+
+    def end(self) -> None:
+        """Send the rest. Raises RunError when elements are missing."""
+        if missing := sorted(self._announced.keys() - self._done):
+            raise RunError(f"Update {self.version} lacks {len(missing)} tensors or parts of them: {missing[0]}, ...")
+        self._flush(last=True)
+
+    def _opened(self, name: str) -> tuple[WeightUpdate, Tensor, int]:
+        if name not in self._open:
+            info = self._announced[name]
+            tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
+            self._open[name] = WeightUpdate(self.version, [info], {name: tensor}), tensor, tensor.numel()
+        return self._open[name]
+
+    def _whole(self, name: str) -> None:
+        update, tensor, _ = self._open.pop(name)
+        update.check_complete()
+        update.check_finite()
+        self._done.add(name)
+        self._bucket.append((name, tensor))
+        if sum(tensor.nbytes for _, tensor in self._bucket) >= BUCKET_BYTES:
+            self._flush(last=False)
+
+    def _flush(self, last: bool) -> None:
+        bucket, self._bucket = self._bucket, []
+        if bucket or last:
+            self._send(bucket, last)
