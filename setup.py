@@ -23,7 +23,7 @@ setup(
         "pyarrow",
         "matplotlib",
     ],
-    # Loaded by SGLang's processes where SGLANG_PLUGINS names it.
+    # SGLang's processes load it; it does nothing unless SGLANG_PLUGINS names it.
     entry_points={"sglang.srt.plugins": ["rlhfspec_mega = rlhfspec_mega.rollout.sglang_engine.plugin:install"]},
     extras_require={
         "ray": ["ray[default]>=2.60,<3"],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,16 +24,19 @@ class FakeManager:
     """SGLang's tokenizer manager."""
 
     def __init__(self) -> None:
-        self.aborted: set[str] = set()
         self.buckets: list[Any] = []
         self.running = 0
-        self.refuses = False
+        self.refuses = self.busy = False
 
-    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        self.aborted.add(rid)
+    async def flush_cache(self, timeout_s: float | None = None) -> Any:
+        """Waits for the steps under way, as the real one does with a time."""
+        assert timeout_s
+        while self.running:
+            await asyncio.sleep(0.001)
+        return SimpleNamespace(success=not self.busy)
 
     async def update_weights_from_tensor(self, obj: Any, request: Any = None) -> tuple[bool, str]:
-        assert self.running == 0, "the real one would wait for the end of all requests"
+        assert self.running == 0 and not obj.flush_cache, "the real one ends the scheduler"
         self.buckets.append(obj)
         return (False, "no memory") if self.refuses else (True, "")
 
@@ -45,6 +49,7 @@ class FakeEngine:
         self.tokenizer_manager = FakeManager()
         self.requests: list[dict[str, Any]] = []
         self.loses_logprobs = False
+        self.reason: dict[str, Any] | None = None  # with which the next output ends
         self._pace = pace
 
     def __del__(self) -> None:
@@ -70,13 +75,17 @@ class FakeEngine:
                         reason = {"type": "length", "length": len(tokens)}
                     if reason:
                         break
+                reason = self.reason or reason
                 pairs = [(-0.01 * token, token, None) for token in tokens]
                 meta = {"output_token_logprobs": pairs[self.loses_logprobs :], "finish_reason": reason}
                 yield {"output_ids": list(tokens), "meta_info": meta}
                 if reason:
                     return
         finally:
-            self.tokenizer_manager.running -= 1
+            self.loop.call_later(0.005, self._left)  # an aborted request runs a few more steps
+
+    def _left(self) -> None:
+        self.tokenizer_manager.running -= 1
 
     def _serialize_tensors_per_rank(self, tensors: list[tuple[str, torch.Tensor]], load_format: str | None) -> Any:
         return [{name: tensor.clone() for name, tensor in tensors}]

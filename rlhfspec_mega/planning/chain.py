@@ -53,9 +53,9 @@ class ChainLength:
         accepted, kv = self.expected_accepted(), batch * self._length
 
         def rate(count: int) -> float:
-            # Every layer but the first reads one token per sample; the first what the last step has accepted.
-            read = round(batch * (1.0 + accepted[count]))
-            drafting = self._cost.drafting(batch, kv, read, count, batch * max(count - 1, 0))
+            # The first pass reads the whole width of the last step, in steps without draft tokens too; every further
+            # layer one token per sample.
+            drafting = self._cost.drafting(batch, kv, batch * (1 + count), max(count, 1), batch * max(count - 1, 0))
             verifying = float(self._cost.verify_seconds(batch, kv, batch * (1 + count)))
             return batch * (1.0 + accepted[count]) / (drafting + verifying)
 

@@ -46,7 +46,7 @@ def test_no_candidate_promises_much_more(batch: int, accepted: list[int], token:
     assert (np.diff(expected) >= 0).all() and expected[-1] <= 8
 
     def rate(n: int) -> float:
-        drafting = cost.drafting(batch, kv, round(batch * (1 + expected[n])), n, batch * max(n - 1, 0))
+        drafting = cost.drafting(batch, kv, batch * (1 + n), max(n, 1), batch * max(n - 1, 0))
         return batch * (1 + expected[n]) / (drafting + float(cost.verify_seconds(batch, kv, batch * (1 + n))))
 
     assert rate(chain.choose(batch)) * MARGIN >= max(map(rate, CANDIDATES)) * (1 - 1e-9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +16,7 @@ from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.ledger import Ledger, Purpose
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
-from rlhfspec_mega.rollout.sglang_engine import weights
+from rlhfspec_mega.rollout.sglang_engine import pins, weights
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.types import (
     EngineReport,
@@ -47,6 +48,7 @@ def wanted(one: GenerationRequest) -> list[int]:
 @pytest.fixture(autouse=True)
 def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The one class of SGLang that the engine makes itself."""
+    monkeypatch.setattr(pins, "missing", lambda: None)
     module = ModuleType("io_struct")
     module.UpdateWeightsFromTensorReqInput = SimpleNamespace  # type: ignore[attr-defined]
     for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
@@ -116,7 +118,7 @@ def test_an_update_takes_samples_back_and_lets_them_go_on() -> None:
         engine.poll(0.004)
     tensors = load(engine, 1)
     sent = engine._engine.tokenizer_manager.buckets[-1]
-    assert sent.flush_cache and sent.disable_draft_model
+    assert sent.disable_draft_model
     assert all(torch.equal(sent.serialized_named_tensors[0][name], tensor) for name, tensor in tensors.items())
     result = drain(engine)[one.sample_id]
     assert result.tokens == wanted(one)
@@ -125,14 +127,11 @@ def test_an_update_takes_samples_back_and_lets_them_go_on() -> None:
 
 
 def test_buckets_are_sent_when_they_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "BUCKET_BYTES", 40)
+    monkeypatch.setattr(weights, "BUCKET_BYTES", 10)
     engine = SGLangEngine(FakeEngine(), slots=8, max_positions=64)
     load(engine, 0)
     sent = engine._engine.tokenizer_manager.buckets
-    assert [list(bucket.serialized_named_tensors[0]) for bucket in sent] == [["b"], ["a"]] or [
-        list(bucket.serialized_named_tensors[0]) for bucket in sent
-    ] == [["b", "a"], []]
-    assert [bucket.flush_cache for bucket in sent] == [False, True]
+    assert [list(bucket.serialized_named_tensors[0]) for bucket in sent] == [["b"], ["a"]]
 
 
 def test_what_was_aborted_is_returned_and_forgotten() -> None:
@@ -145,6 +144,7 @@ def test_what_was_aborted_is_returned_and_forgotten() -> None:
     assert aborted.tokens == wanted(requests[0])[: len(aborted.tokens)]
     engine.clear()
     assert engine.poll(0.01) == [] and engine.load().running == engine.load().waiting == 0
+    load(engine, 1)
     assert engine._engine.tokenizer_manager.running == 0
 
 
@@ -187,6 +187,43 @@ def test_what_cannot_be_done_is_said() -> None:
     engine._engine.tokenizer_manager.refuses = True
     with pytest.raises(RunError, match="did not load a bucket of weights: no memory"):
         load(engine, 0)
+
+
+def test_a_sample_that_ends_while_another_is_stopped_has_ended() -> None:
+    """It is returned once, neither aborted nor decoded on."""
+    engine = ready(pace=1)
+    short, long = replace(request(1, most=4), stop_tokens=()), replace(request(2, most=50), stop_tokens=())
+    engine.submit([short, long])
+    loop = engine._engine.loop
+    while not engine._tasks["s1"].done():
+        loop.run_until_complete(asyncio.sleep(0.001))
+    aborted = engine.abort(["s2", "s1"])
+    assert [result.sample_id for result in aborted] == ["s2"] and not engine.holds("s1")
+    (ended,) = engine.poll(0.0)
+    assert (ended.sample_id, ended.tokens) == ("s1", wanted(short))
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ({"type": "abort", "message": "too long"}, "gave sample s1 up: too long"),
+        ({"type": "stop", "matched": 22}, "ended sample s1 after 1 of 40 tokens by"),
+        ({"type": "length", "length": 1}, "ended sample s1 after 1 of 40 tokens by"),
+    ],
+)
+def test_another_end_than_was_asked_for_ends_the_run(reason: dict[str, Any], words: str) -> None:
+    engine = ready(pace=1)
+    engine._engine.reason = reason
+    engine.submit([request(1)])
+    with pytest.raises(RunError, match=words):
+        drain(engine)
+
+
+def test_an_engine_that_stays_busy_takes_no_weights() -> None:
+    engine = ready()
+    engine._engine.tokenizer_manager.busy = True
+    with pytest.raises(RunError, match="did not become idle"):
+        engine.begin_update(1, INFOS)
 
 
 def test_lost_logprobs_end_the_run() -> None:

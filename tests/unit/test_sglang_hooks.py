@@ -91,7 +91,8 @@ def test_the_draft_ranks_with_the_targets_noise(target_ids: torch.Tensor | None)
     noise = DraftNoise("cpu", rows=8)
     noise.fill(info_of([0.7, 0.0, 1.0]))
     positions, rows = torch.tensor([8, 9, 3, 4, 29, 30]), torch.arange(3).repeat_interleave(2)
-    scores = noise.perturbed(logits, positions, 3, target_ids)
+    scores = logits.clone()
+    noise.perturb(scores, positions, 3, target_ids)
     scaled = logits / torch.tensor([0.7, 1.0, 1.0])[rows][:, None]
     shared = gumbel(SEEDS[rows], positions + 1, VOCABULARY if target_ids is None else target_ids)
     torch.testing.assert_close(scores, scaled + (shared * ~GREEDY[rows][:, None]).float())
@@ -102,7 +103,8 @@ def test_rows_beyond_the_batch_are_left_alone() -> None:
     noise.fill(info_of([1.0, 1.0, 1.0]))
     noise.fill(info_of([1.0]))
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(5))
-    scores = noise.perturbed(logits, torch.arange(3), 3, None)
+    scores = logits.clone()
+    noise.perturb(scores, torch.arange(3), 3, None)
     assert torch.equal(scores[1:], logits[1:]) and not torch.equal(scores[0], logits[0])
 
 
@@ -127,18 +129,34 @@ def test_seeds_are_kept_and_made_from_ids_where_there_are_none() -> None:
     assert first[1] != keep_seeds(original, object, batch(None), 10).sampling_seed[0]
 
 
+def worker_of(model: type) -> Any:
+    return SimpleNamespace(draft_runner=SimpleNamespace(model=model()))
+
+
+class LlamaForCausalLMEagle3:
+    """Named like SGLang's model."""
+
+
+def test_another_kind_of_draft_is_refused() -> None:
+    with pytest.raises(RunError, match="A draft of class SimpleNamespace does not get the shared noise"):
+        plugin.DraftHooks().drafts_for(worker_of(SimpleNamespace), None)
+
+
 def test_the_drafts_hooks_share_their_noise() -> None:
+    """Called as SGLang calls them: the model with one argument by name."""
     hooks, info = plugin.DraftHooks(), info_of([1.0, 1.0])
-    hooks.drafts_for(None, SimpleNamespace(sampling_info=info, reqs=[1, 2]))
+    hooks.drafts_for(worker_of(LlamaForCausalLMEagle3), SimpleNamespace(sampling_info=info, reqs=[1, 2]), "result")
     logits = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(6))
-    result = SimpleNamespace(next_token_logits=logits.clone())
+    buffer = logits.clone()
+    result = SimpleNamespace(next_token_logits=buffer)
     batch = SimpleNamespace(batch_size=2, extend_seq_lens=torch.tensor([2, 1]))
     model = SimpleNamespace(hot_token_id=None)
-    hooks.perturb(result, model, None, torch.tensor([4, 5, 9]), batch)
+    hooks.perturb(result, model, None, torch.tensor([4, 5, 9]), batch, pp_proxy_tensors=None)
+    assert result.next_token_logits is buffer, "graphs share it"
     shared = gumbel(SEEDS[:2], torch.tensor([6, 10]), VOCABULARY).float()
     torch.testing.assert_close(result.next_token_logits, logits + shared)
     idle = SimpleNamespace(next_token_logits=None)
-    assert hooks.perturb(idle, model, None, torch.zeros(0), batch) is idle
+    assert hooks.perturb(idle, model, None, torch.zeros(0), batch, pp_proxy_tensors=None) is idle
 
 
 class Steps:
@@ -205,22 +223,58 @@ class Registry:
             self._patched.add(target)
 
 
-@pytest.mark.parametrize("unknown", ["", seams.VERIFY.target])
-def test_a_scheduler_without_all_hooks_does_not_start(unknown: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, registry = ModuleType("hook_registry"), Registry(unknown)
-    module.HookRegistry, module.HookType = registry, Kind  # type: ignore[attr-defined]
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
+    """Of a SGLang that is told to load the plug-in."""
+    module, found = ModuleType("hook_registry"), Registry(unknown=seams.VERIFY.target)
+    module.HookRegistry, module.HookType = found, Kind  # type: ignore[attr-defined]
     for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", module)
-    with pytest.raises(UserError, match="sglang is not installed"):
-        plugin.install()
-    monkeypatch.setattr(pins, "missing", lambda: None)
-    plugin.install()
+    monkeypatch.setenv("SGLANG_PLUGINS", "another,rlhfspec_mega")
+    return found
+
+
+FINE = SimpleNamespace(**plugin.BYPASSES)
+
+
+def start(registry: Registry, arguments: Any) -> list[Any]:
+    """Start a scheduler as SGLang does, arguments by name among them."""
     started: list[Any] = []
     check = registry.hooks[seams.SCHEDULER.target]
-    if unknown:
-        with pytest.raises(RunError, match=r"has not applied the hooks of .*eagle_sample"):
-            check(lambda *given: started.append(given), "self", "arguments")
-    else:
-        check(lambda *given: started.append(given), "self", "arguments")
-    assert started == ([] if unknown else [("self", "arguments")])
+    check(lambda *given, **named: started.append((*given, named)), "self", arguments, "port", gpu_id=0)
+    return started
+
+
+def test_a_scheduler_without_all_hooks_does_not_start(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pins, "missing", lambda: None)
+    plugin.install()
+    with pytest.raises(RunError, match=r"has not applied the hooks of .*eagle_sample"):
+        start(registry, FINE)
+    registry._patched.add(seams.VERIFY.target)
+    assert start(registry, FINE) == [("self", FINE, "port", {"gpu_id": 0})]
+
+
+@pytest.mark.parametrize("name", plugin.BYPASSES)
+def test_a_setting_that_goes_around_the_hooks_is_refused(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(pins, "missing", lambda: None)
+    plugin.install()
+    with pytest.raises(UserError, match=f"{name}=on samples past the plug-in"):
+        start(registry, SimpleNamespace(**(plugin.BYPASSES | {name: "on"})))
+
+
+def test_a_scheduler_of_another_version_does_not_start(registry: Registry) -> None:
+    """Not even though SGLang passes over what a plug-in raises; of the hooks only this check is there."""
+    plugin.install()
+    assert list(registry.hooks) == [seams.SCHEDULER.target]
+    with pytest.raises(UserError, match="sglang is not installed"):
+        start(registry, FINE)
+
+
+def test_it_does_nothing_where_it_is_not_named(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    for others in ("", "another"):
+        monkeypatch.setenv("SGLANG_PLUGINS", others)
+        plugin.install()
+    assert registry.hooks == {}

@@ -15,6 +15,7 @@ import torch
 from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.rollout.migration.staging import Layout
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
+from rlhfspec_mega.rollout.sglang_engine import pins
 from rlhfspec_mega.rollout.sglang_engine.samples import Held, sampling_params
 from rlhfspec_mega.rollout.sglang_engine.weights import BucketedUpdate
 from rlhfspec_mega.types import (
@@ -27,17 +28,25 @@ from rlhfspec_mega.types import (
     WeightTarget,
 )
 
+SPARE_POSITIONS = 8  # that SGLang keeps free of prompt and response together
+IDLE_SECONDS = 60.0  # in which requests that were stopped have left the engine
+
 
 class SGLangEngine:
     """Implements `RolloutEngine`.
 
     Args:
-        engine: a started `sglang.Engine` with skip_tokenizer_init and this package's plug-in.
+        engine: a started `sglang.Engine` with skip_tokenizer_init and this package's plug-in; its context_length is
+            above `max_positions` by SPARE_POSITIONS.
         slots: requests that it decodes at once (max_running_requests).
-        max_positions: tokens of prompt and response (context_length).
+        max_positions: tokens of prompt and response.
+
+    Raises UserError where SGLang is not there in the version that the plug-in is for.
     """
 
     def __init__(self, engine: Any, slots: int, max_positions: int) -> None:
+        if (wrong := pins.missing()) is not None:
+            raise UserError(f"rollout=sglang cannot be used: {wrong}; or use rollout=torch.")
         self._engine, self._slots, self.max_positions = engine, slots, max_positions
         self._held: dict[str, Held] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -77,6 +86,12 @@ class SGLangEngine:
             if self._version < 0:
                 raise RunError("The engine has samples but no weights; send it a weight update before polling.")
             self._engine.loop.run_until_complete(asyncio.wait(self._tasks.values(), timeout=seconds))
+        self._collect()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _collect(self) -> None:
+        """File the samples that have ended. Raises what following one of them has raised."""
         for name, task in list(self._tasks.items()):
             if task.done():
                 del self._tasks[name]
@@ -84,17 +99,15 @@ class SGLangEngine:
                 held = self._held.pop(name)
                 assert held.reason is not None
                 self._finished.append(held.result(held.reason))
-        finished, self._finished = self._finished, []
-        return finished
 
     def progress(self) -> list[SampleProgress]:
         """What unfinished samples have gained since the last call."""
         return [held.progress() for held in self._held.values() if len(held.tokens) > held.reported]
 
     def abort(self, sample_ids: Sequence[str]) -> list[GenerationResult]:
-        """Stop these samples and return what they have; unknown ids are skipped."""
-        known = [name for name in sample_ids if name in self._held]
-        return [self._withdraw(name).result(FinishReason.ABORTED) for name in known]
+        """Stop these samples and return what they have; unknown ids and those that end just then are skipped."""
+        withdrawn = [self._withdraw(name) for name in sample_ids]
+        return [held.result(FinishReason.ABORTED) for held in withdrawn if held is not None]
 
     def clear(self) -> None:
         """Forget every sample."""
@@ -114,8 +127,14 @@ class SGLangEngine:
         return self._held[sample_id].request
 
     def export_sample(self, sample_id: str, with_kv: bool = True) -> SampleSnapshot:
-        """State of an unfinished sample, which is removed; its KV stays behind whatever `with_kv` says."""
-        return self._withdraw(sample_id).snapshot()
+        """State of an unfinished sample, which is removed; its KV stays behind whatever `with_kv` says.
+
+        Raises RunError for a sample that is not here, or that ends in this moment and is returned by the next poll.
+        """
+        held = self._withdraw(sample_id)
+        if held is None:
+            raise RunError(f"Sample {sample_id} is not on this engine any more and cannot leave it.")
+        return held.snapshot()
 
     # KV, of which nothing is copied
 
@@ -139,11 +158,16 @@ class SGLangEngine:
     def begin_update(
         self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget = WeightTarget.ACTOR
     ) -> None:
-        """Announce weights. Unfinished samples are taken back and go on from their tokens after `end_update`."""
+        """Announce weights. Unfinished samples are taken back and go on from their tokens after `end_update`.
+
+        Returns when SGLang is idle: it reads the weights in the passes that are under way. Raises RunError if it does
+        not become so.
+        """
         if target is not WeightTarget.ACTOR:
             raise RunError("The draft inside SGLang cannot be updated yet; set drafting.refresh_every=0.")
         for name in list(self._tasks):
             self._stop(name)
+        self._empty()
         self._update = BucketedUpdate(version, tensors, self._load)
 
     def update_weights(self, pieces: Sequence[tuple[str, int, torch.Tensor]]) -> None:
@@ -156,6 +180,7 @@ class SGLangEngine:
         if version != update.version:
             raise RunError(f"Update {version} was ended, but update {update.version} was begun.")
         update.end()
+        self._empty()
         self._update, self._version = None, version
         for held in self._held.values():
             self._attempts += 1
@@ -198,31 +223,43 @@ class SGLangEngine:
             held.take(output, self._version)
             self._generated += len(held.tokens) - before
 
-    def _withdraw(self, sample_id: str) -> Held:
-        if sample_id in self._tasks:
-            self._stop(sample_id)
-        return self._held.pop(sample_id)
+    def _withdraw(self, sample_id: str) -> Held | None:
+        """The sample, stopped and removed; None where there is none or it has ended."""
+        self._stop(sample_id)
+        return self._held.pop(sample_id, None)
 
     def _stop(self, sample_id: str) -> None:
-        """End a request; tokens that it still makes are made again elsewhere, the same ones."""
-        task = self._tasks.pop(sample_id)
-        if not task.done():
-            self._engine.tokenizer_manager.abort_request(self._held[sample_id].rid)
-            task.cancel()
-            self._engine.loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
+        """End a request; tokens that it still makes are made again elsewhere, the same ones.
+
+        Others may end meanwhile, and so may this one: they are collected.
+        """
+        task = self._tasks.get(sample_id)
+        if task is None:
+            return
+        task.cancel()  # SGLang then aborts the request
+        self._engine.loop.run_until_complete(asyncio.wait([task]))
+        if task.cancelled():
+            del self._tasks[sample_id]
+        self._collect()
+
+    def _empty(self) -> None:
+        """Wait until SGLang is idle, and make its cached KV void."""
+        flushing = self._engine.tokenizer_manager.flush_cache(timeout_s=IDLE_SECONDS)
+        if not self._engine.loop.run_until_complete(flushing).success:
+            raise RunError(f"SGLang did not become idle for a weight update within {IDLE_SECONDS:g} s.")
 
     def _open_update(self) -> BucketedUpdate:
         if self._update is None:
             raise RunError("Weights came outside an update; call begin_update first.")
         return self._update
 
-    def _load(self, tensors: list[tuple[str, torch.Tensor]], last: bool) -> None:
-        """Load full tensors into the target; the last ones also make cached KV void."""
+    def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Load full tensors into the target."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=self._engine._serialize_tensors_per_rank(tensors, None),
-            flush_cache=last,
+            flush_cache=False,  # asserts that the engine is idle, and ends it if not
             disable_draft_model=True,  # the same dict would be loaded into the draft first
         )
         manager = self._engine.tokenizer_manager

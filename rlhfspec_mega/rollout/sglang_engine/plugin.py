@@ -1,18 +1,30 @@
 """The entry point `sglang.srt.plugins`: registers the hooks in every process of SGLang that loads plug-ins.
 
-SGLang logs a plug-in or a hook that fails and goes on without it, which would sample by another noise. So the scheduler
-looks, before it starts, whether every hook was applied, and ends with a sentence if not.
+SGLang loads every plug-in that it finds, unless SGLANG_PLUGINS names some: this one does nothing unless it is named, so
+that an environment's other uses of SGLang stay as they are. And SGLang logs a plug-in or a hook that fails and goes on
+without it, which would sample by another noise: so the scheduler looks, before it starts, whether every hook was
+applied and no setting goes around them, and ends with a sentence if not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.rollout.sglang_engine import pins, seams, shared_noise
 from rlhfspec_mega.rollout.sglang_engine.shared_noise import DraftNoise, last_positions
 from rlhfspec_mega.rollout.sglang_engine.steps import ProfiledSteps
+
+NAME = "rlhfspec_mega"  # of the entry point
+DRAFTS = ("LlamaForCausalLMEagle3",)  # models whose logits are perturbed
+# Settings under which something else samples, and the value that does not.
+BYPASSES = {
+    "speculative_use_rejection_sampling": False,
+    "rl_on_policy_target": None,
+    "incremental_streaming_output": False,
+}
 
 
 class DraftHooks:
@@ -22,21 +34,27 @@ class DraftHooks:
         self._noise: DraftNoise | None = None
 
     def drafts_for(self, worker: Any, batch: Any, *rest: Any, **named: Any) -> None:
-        """Before a method of EagleDraftWorker: these requests' seeds count."""
+        """Before a method of EagleDraftWorker: these requests' seeds count.
+
+        Raises RunError for a draft whose logits nothing perturbs: it would seldom agree with the target.
+        """
+        if (model := type(worker.draft_runner.model).__name__) not in DRAFTS:
+            raise RunError(f"A draft of class {model} does not get the shared noise; use an EAGLE-3 draft of {DRAFTS}.")
         info = batch.sampling_info
         if info is not None and info.sampling_seed is not None and len(batch.reqs):
             self._of(info.sampling_seed.device).fill(info)
 
-    def perturb(self, result: Any, model: Any, input_ids: Any, positions: Any, batch: Any, *rest: Any) -> Any:
-        """After the draft model's forward pass: its logits become perturbed scores."""
+    def perturb(
+        self, result: Any, model: Any, input_ids: Any, positions: Any, batch: Any, *rest: Any, **named: Any
+    ) -> Any:
+        """After the draft model's forward pass: its logits become perturbed scores, in the buffer that they lie in."""
         logits = getattr(result, "next_token_logits", None)
         if logits is None or not len(logits):
             return result
         if model.hot_token_id is not None:
             model.hot_token_id = model.hot_token_id.to(logits.device)
         at = last_positions(positions, len(logits), batch.extend_seq_lens)
-        noise = self._of(logits.device)
-        result.next_token_logits = noise.perturbed(logits, at, batch.batch_size, model.hot_token_id)
+        self._of(logits.device).perturb(logits, at, batch.batch_size, model.hot_token_id)
         return result
 
     def _of(self, device: Any) -> DraftNoise:
@@ -59,19 +77,33 @@ def hooks() -> list[tuple[str, Any, str]]:
 
 
 def install() -> None:
-    """Register all hooks. Raises UserError for another version of SGLang."""
+    """Register all hooks, where SGLANG_PLUGINS names this plug-in."""
+    if NAME not in os.environ.get("SGLANG_PLUGINS", "").split(","):
+        return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    wrong = pins.missing()
-    if wrong is not None:
-        raise UserError(f"The plug-in cannot be used: {wrong}.")
     registered = hooks()
-    for target, hook, kind in registered:
-        HookRegistry.register(target, hook, HookType[kind])
 
-    def check(original: Callable[..., None], *given: Any, **named: Any) -> None:
-        if lost := [target for target, _, _ in registered if target not in HookRegistry._patched]:
-            raise RunError(f"SGLang has not applied the hooks of {', '.join(lost)}; its log says why.")
-        original(*given, **named)
+    def check(original: Callable[..., None], scheduler: Any, server_args: Any, *given: Any, **named: Any) -> None:
+        refuse(server_args, [target for target, _, _ in registered if target not in HookRegistry._patched])
+        original(scheduler, server_args, *given, **named)
 
-    HookRegistry.register(seams.SCHEDULER.target, check, HookType.AROUND)
+    HookRegistry.register(seams.SCHEDULER.target, check, HookType.AROUND)  # first: what follows may fail
+    if pins.missing() is None:
+        for target, hook, kind in registered:
+            HookRegistry.register(target, hook, HookType[kind])
+
+
+def refuse(server_args: Any, lost: Sequence[str]) -> None:
+    """Raise UserError for another version of SGLang or a setting that goes around the hooks, RunError for lost ones.
+
+    Args:
+        lost: targets whose hooks were not applied.
+    """
+    if (wrong := pins.missing()) is not None:
+        raise UserError(f"The plug-in {NAME} cannot be used: {wrong}.")
+    for name, fine in BYPASSES.items():
+        if getattr(server_args, name) != fine:
+            raise UserError(f"{name}={getattr(server_args, name)} samples past the plug-in {NAME}: set it to {fine}.")
+    if lost:
+        raise RunError(f"SGLang has not applied the hooks of {', '.join(lost)}; its log says why.")

@@ -10,8 +10,6 @@ from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.types import FinishReason, GenerationRequest, GenerationResult, SampleProgress
 
-_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
-
 
 def sampling_params(request: GenerationRequest, generated: int) -> dict[str, Any]:
     """SGLang's sampling parameters for the rest of a sample that has so many response tokens.
@@ -27,8 +25,6 @@ def sampling_params(request: GenerationRequest, generated: int) -> dict[str, Any
         "max_new_tokens": request.max_new_tokens - generated,
         "stop_token_ids": list(request.stop_tokens),
         "sampling_seed": request.seed,
-        "no_stop_trim": True,
-        "skip_special_tokens": False,
     }
 
 
@@ -64,7 +60,7 @@ class Held:
     @property
     def rid(self) -> str:
         """Id of the request."""
-        return f"{self.request.sample_id}/{self.attempt}"
+        return f"{self.request.sample_id}/{self.attempt}/"  # SGLang aborts by prefix
 
     @property
     def length(self) -> int:
@@ -74,24 +70,41 @@ class Held:
     def take(self, output: Mapping[str, Any], version: int) -> None:
         """File an output of the stream: all tokens of this request so far, with their log-probs.
 
-        Raises RunError for log-probs that do not belong to the tokens: speculation has lost some upstream before.
+        Raises RunError for log-probs that do not belong to the tokens (speculation has lost some upstream before), and
+        for a sample that SGLang gave up or ended otherwise than it was asked to.
         """
         tokens, meta = output["output_ids"], output["meta_info"]
-        found = meta["output_token_logprobs"]
-        if len(found) != len(tokens) or any(token != pair[1] for token, pair in zip(tokens, found, strict=True)):
+        found, reason = meta["output_token_logprobs"], meta.get("finish_reason")
+        if reason is not None and reason["type"] == "abort":
+            raise RunError(f"SGLang gave sample {self.request.sample_id} up: {reason.get('message')}")
+        new = len(tokens) - (len(self.tokens) - self.given)
+        fresh = list(zip(tokens[len(tokens) - new :], found[len(tokens) - new :], strict=False))
+        if len(found) != len(tokens) or any(token != pair[1] for token, pair in fresh):
             raise RunError(
                 f"SGLang returned {len(found)} log-probs for the {len(tokens)} tokens of sample "
                 f"{self.request.sample_id}, or those of other tokens."
             )
-        new = len(tokens) - (len(self.tokens) - self.given)
-        if new > 0:
-            self.tokens += tokens[-new:]
-            self.logprobs += [pair[0] for pair in found[-new:]]
-            self.versions += [version] * new
-            self.started = True
-        reason = meta.get("finish_reason")
+        self.tokens += [token for token, _ in fresh]
+        self.logprobs += [pair[0] for _, pair in fresh]
+        self.versions += [version] * len(fresh)
+        self.started |= bool(fresh)
         if reason is not None:
-            self.reason = _REASONS[reason["type"]]
+            self._end(reason)
+
+    def _end(self, reason: Mapping[str, Any]) -> None:
+        """Note why it ended. Raises RunError unless that is what was asked for."""
+        stopped = reason["type"] == "stop"
+        if (self.tokens[-1] not in self.request.stop_tokens) if stopped else not self._full:
+            raise RunError(
+                f"SGLang ended sample {self.request.sample_id} after {len(self.tokens)} of "
+                f"{self.request.max_new_tokens} tokens by {dict(reason)}: its model's own end-of-text tokens, or a "
+                "shorter context than this engine was told, are not those of the run."
+            )
+        self.reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+
+    @property
+    def _full(self) -> bool:
+        return len(self.tokens) == self.request.max_new_tokens
 
     def progress(self) -> SampleProgress:
         """What it has gained since the last call."""

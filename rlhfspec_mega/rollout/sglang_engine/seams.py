@@ -57,7 +57,10 @@ DRAFT_LOGITS = Seam(
     "sglang.srt.models.llama_eagle3", "LlamaForCausalLMEagle3", (), ("LlamaForCausalLM", "hot_token_id")
 )
 FORWARD = Seam(
-    "sglang.srt.models.llama", "LlamaForCausalLM.forward", ("self", "input_ids", "positions", "forward_batch")
+    "sglang.srt.models.llama",
+    "LlamaForCausalLM.forward",
+    ("self", "input_ids", "positions", "forward_batch"),
+    ("pp_proxy_tensors",),  # comes by name
 )
 DRAFT = Seam(f"{_SPEC}.eagle_worker_v2", "EagleDraftWorker.draft", ("self", "batch"))
 EXTEND_PREFILL = Seam(f"{_SPEC}.eagle_worker_v2", "EagleDraftWorker._draft_extend_for_prefill", ("self", "batch"))
@@ -95,7 +98,9 @@ CALLS = (
     ),
     Seam("sglang.srt.entrypoints.engine", "Engine", (), ("loop", "tokenizer_manager", "shutdown")),
     Seam("sglang.srt.entrypoints.engine", "Engine._serialize_tensors_per_rank", ("self", "tensors", "load_format")),
-    Seam("sglang.srt.managers.tokenizer_manager", "TokenizerManager.abort_request", ("self", "rid")),
+    Seam(
+        "sglang.srt.managers.tokenizer_manager", "TokenizerManager._discard_pending_req_states", ("self",)
+    ),  # of a cancelled one
     Seam(
         "sglang.srt.managers.tokenizer_manager",
         "TokenizerManager",
@@ -107,6 +112,8 @@ CALLS = (
         "TokenizerControlMixin.update_weights_from_tensor",
         ("self", "obj", "request"),
     ),
+    Seam("sglang.srt.managers.tokenizer_control_mixin", "TokenizerControlMixin.flush_cache", ("self", "timeout_s")),
+    Seam(_IO, "FlushCacheReqOutput", (), ("success",)),
     Seam(
         _IO,
         "UpdateWeightsFromTensorReqInput",
@@ -117,11 +124,11 @@ CALLS = (
         "sglang.srt.sampling.sampling_params",
         "SamplingParams",
         (),
-        ("max_new_tokens", "stop_token_ids", "no_stop_trim", "skip_special_tokens"),
+        ("max_new_tokens", "stop_token_ids"),
     ),
 )
 
-# What the hooks read of SGLang's records.
+# What the hooks read of SGLang's records and settings.
 RECORDS = (
     Seam(
         "sglang.srt.managers.schedule_batch", "ScheduleBatch", (), ("reqs", "sampling_info", "forward_mode", "device")
@@ -131,6 +138,12 @@ RECORDS = (
     Seam("sglang.srt.model_executor.forward_batch_info", "ForwardBatch", (), ("batch_size", "extend_seq_lens")),
     Seam("sglang.srt.layers.logits_processor", "LogitsProcessorOutput", (), ("next_token_logits",)),
     Seam(f"{_SPEC}.eagle_info", "EagleVerifyInput", (), ("draft_token_num", "positions")),
+    Seam(
+        "sglang.srt.server_args",
+        "ServerArgs",
+        (),
+        ("speculative_use_rejection_sampling", "rl_on_policy_target", "incremental_streaming_output"),
+    ),
 )
 
 SEAMS = (

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlhfspec_mega.sampling.noise import gumbel_from_states, seed_states
 
+CHUNK = 128  # rows whose noise exists at a time: at a vocabulary of 128k, 0.4 GB
 MOST_ROWS = 4096  # requests of a batch; the buffers keep their place, as CUDA graphs demand
 # An EAGLE draft reads the token at index i + 1 with the target's state of index i, and calls that position i: the last
 # token behind its logits is one further than its position says.
@@ -31,7 +32,9 @@ def keep_seeds(original: Callable[..., Any], cls: type, batch: Any, vocab_size: 
     info = original(cls, batch, vocab_size)
     given = [(request.sampling_params.sampling_seed, request.rid) for request in batch.reqs]
     seeds = [zlib.crc32(str(rid).encode()) if seed is None else seed for seed, rid in given]
-    info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(batch.device, non_blocking=True)
+    pinned = torch.device(batch.device).type == "cuda"  # or the copy waits for the forward pass under way
+    seeds_there = torch.tensor(seeds, dtype=torch.int64, pin_memory=pinned)
+    info.sampling_seed = seeds_there.to(batch.device, non_blocking=True)
     return info
 
 
@@ -40,8 +43,8 @@ def choose(
 ) -> Tensor:
     """Around Sampler._sample_from_probs: tokens int32 [B] for probabilities float32 [B, V] at temperature.
 
-    `original`, whose noise is another, and `simple`, which tells of top-k and top-p, are not used: those are refused
-    where requests are made.
+    `original`, whose noise is another, and `simple`, which tells of top-k and top-p, are not used: SGLangEngine never
+    asks for those, and other clients' are passed over.
     """
     scores = probs.double().log_()
     add_noise(scores, info.sampling_seed, positions, ~greedy_rows(info))
@@ -75,8 +78,10 @@ def greedy_rows(info: Any) -> Tensor:
 
 def add_noise(scores: Tensor, seeds: Tensor, positions: Tensor, noisy: Tensor) -> None:
     """Add the noise to scores float64 [N, V] in the rows `noisy` [N]; seeds and positions int64 [N]."""
-    noise = gumbel_from_states(seed_states(seeds), positions, scores.shape[-1])
-    scores.addcmul_(noise, noisy[:, None].to(scores.dtype))
+    states, weights = seed_states(seeds), noisy[:, None].to(scores.dtype)
+    for first in range(0, len(scores), CHUNK):
+        rows = slice(first, first + CHUNK)
+        scores[rows].addcmul_(gumbel_from_states(states[rows], positions[rows], scores.shape[-1]), weights[rows])
 
 
 class DraftNoise:
@@ -99,11 +104,11 @@ class DraftNoise:
         self._noisy[:count] = (~greedy_rows(info)).float()
         self._noisy[count:] = 0.0
 
-    def perturbed(self, logits: Tensor, positions: Tensor, requests: int, target_ids: Tensor | None) -> Tensor:
-        """log q + g up to a constant of each row, float32 [N, V].
+    def perturb(self, logits: Tensor, positions: Tensor, requests: int, target_ids: Tensor | None) -> None:
+        """Turn logits into log q + g up to a constant of each row, in place: graphs share the buffer they lie in.
 
         Args:
-            logits: [N, V], N / requests rows for each request, in order.
+            logits: float32 [N, V], N / requests rows for each request, in order.
             positions: int64 [N], as the draft counts them.
             target_ids: int64 [V] of a reduced vocabulary.
         """
@@ -112,8 +117,11 @@ class DraftNoise:
             buffer[:requests].repeat_interleave(each) for buffer in (self._states, self._temperatures, self._noisy)
         )
         tokens = logits.shape[-1] if target_ids is None else target_ids
-        noise = gumbel_from_states(states, positions + DRAFT_OFFSET, tokens).float()
-        return torch.addcmul(logits.float() / temperatures[:, None], noise, noisy[:, None])
+        logits.div_(temperatures[:, None])
+        for first in range(0, len(logits), CHUNK):
+            rows = slice(first, first + CHUNK)
+            noise = gumbel_from_states(states[rows], positions[rows] + DRAFT_OFFSET, tokens)
+            logits[rows].addcmul_(noise.float(), noisy[rows, None])
 
 
 def last_positions(positions: Tensor, rows: int, extended: Tensor | None) -> Tensor:

@@ -12,14 +12,14 @@ from rlhfspec_mega.rollout.torch_engine.update import WeightUpdate
 from rlhfspec_mega.types import TensorInfo
 
 BUCKET_BYTES = 512 * 2**20
-Send = Callable[[list[tuple[str, Tensor]], bool], None]
+Send = Callable[[list[tuple[str, Tensor]]], None]
 
 
 class BucketedUpdate:
     """Gathers an update and hands it on as it becomes whole, so that host memory never holds all of a model.
 
     Args:
-        send: loads full tensors by Hugging Face name; told whether they are the last ones.
+        send: loads full tensors by Hugging Face name.
     """
 
     def __init__(self, version: int, announced: Sequence[TensorInfo], send: Send) -> None:
@@ -48,7 +48,7 @@ class BucketedUpdate:
         """Send the rest. Raises RunError when elements are missing."""
         if missing := sorted(self._announced.keys() - self._done):
             raise RunError(f"Update {self.version} lacks {len(missing)} tensors or parts of them: {missing[0]}, ...")
-        self._flush(last=True)
+        self._flush()
 
     def _opened(self, name: str) -> tuple[WeightUpdate, Tensor, int]:
         if name not in self._open:
@@ -64,9 +64,9 @@ class BucketedUpdate:
         self._done.add(name)
         self._bucket.append((name, tensor))
         if sum(tensor.nbytes for _, tensor in self._bucket) >= BUCKET_BYTES:
-            self._flush(last=False)
+            self._flush()
 
-    def _flush(self, last: bool) -> None:
+    def _flush(self) -> None:
         bucket, self._bucket = self._bucket, []
-        if bucket or last:
-            self._send(bucket, last)
+        if bucket:
+            self._send(bucket)
