@@ -229,6 +229,8 @@ class SupervisedCluster(ABC):
     # Watching
 
     def look(self, phase: str, calls: Sequence[Call] = ()) -> None:
+        for call in calls:
+            call.phase = phase
         self._watch(phase)
         if waiting := [self.process(call.role, call.rank) for call in calls if not call.done]:
             self.receive(waiting, 0.0)
