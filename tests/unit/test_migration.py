@@ -153,8 +153,8 @@ class Drafting(TorchEngineWorker):
     def end_update(self, version: int) -> None:
         drafting.TorchEngine.end_update(self, version)
 
-    def _pace(self, temperature: float) -> Any:
-        return ENGINES[0]._pace(temperature)
+    def pace(self, temperature: float) -> Any:
+        return ENGINES[0].pace(temperature)
 
 
 def test_many_migrations_under_drafting_change_no_token(link: str) -> None:
