@@ -91,6 +91,7 @@ def started(config: RunConfig) -> Iterator[Run]:
                 shape,
                 directory,
                 total_updates=sizes.total_updates,
+                model=model,
                 draft=draft,
                 reference=reference,
                 timeline=timeline,

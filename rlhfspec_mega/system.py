@@ -19,6 +19,7 @@ from rlhfspec_mega.cluster.meeting_point import MeetingPoint
 from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.reach import weight_transport
 from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.sglang import engine_gpus, engines_sleep, memory_share, uses_sglang
 from rlhfspec_mega.config.sizes import Sizes
 from rlhfspec_mega.drafting.trainer import RefreshReport
 from rlhfspec_mega.errors import RunError
@@ -53,6 +54,7 @@ class System:
     Args:
         run_dir: worker logs go to its `logs`.
         total_updates: optimizer steps to come, for the learning-rate schedule.
+        model: directory that the actor starts from; SGLang reads its shape there.
         draft: directory of the draft to start from; None: engines decode plainly.
         reference: directory of the model that engines score with; None: they do not.
         with_engines: a replay of saved rollouts needs none.
@@ -75,18 +77,22 @@ class System:
         run_dir: Path,
         *,
         total_updates: int,
+        model: Path | None = None,
         draft: Path | None = None,
         reference: Path | None = None,
         with_engines: bool = True,
         timeline: Timeline | None = None,
     ) -> None:
-        self._config, self._sizes, self._shape, self._draft = config, sizes, shape, draft
+        self._config, self._sizes, self._shape = config, sizes, shape
+        self._model, self._draft = model, draft
         self._reference, self._timeline = reference, timeline
         self._total_updates, self._with_engines = total_updates, with_engines
         self._learnt_file = run_dir / LEARNT_FILE
         self._lengths = LengthPredictor(config.rollout.max_new_tokens)
         self._device = device_type(config.cluster)
-        self._places = place(config.placement.mode, sizes.devices, sizes.actor_ranks, sizes.engines)
+        gpus = engine_gpus(config)
+        self._places = place(config.placement.mode, sizes.devices, sizes.actor_ranks, sizes.engines, gpus)
+        self._sleeps = engines_sleep(config)
         self._cluster = make_cluster(config.cluster, run_dir / "logs", self._places, use_gpus=self._device == "cuda")
         self._meeting_point: MeetingPoint | None = None
         self._resharder: Resharder | None = None
@@ -207,12 +213,10 @@ class System:
         ]
 
     def _engine_specs(self) -> list[WorkerSpec]:
-        arguments = {
+        arguments: dict[str, Any] = {
             "shape": self._shape,
             "config": self._config.rollout,
             "dtype": self._engine_dtype,
-            "device": self._device,
-            "deterministic": self._config.trainer.deterministic,
         }
         if self._reference is not None:
             arguments["reference"] = ReferenceSettings(
@@ -223,11 +227,21 @@ class System:
                 self._config.actor.logprob_chunk,
             )
         if self._draft is not None:
-            arguments |= {"draft": self._draft, "drafting": self._config.drafting, "seed": self._config.seed}
-            arguments["drafting_state"] = self._load_learnt("drafting")
+            arguments |= {"draft": self._draft, "drafting": self._config.drafting}
+        if uses_sglang(self._config):
+            kind = "rlhfspec_mega.workers.sglang.SGLangEngineWorker"
+            arguments |= {"model": self._model, "memory": memory_share(self._config), "sleeps": self._sleeps}
+        else:
+            kind = "rlhfspec_mega.workers.engine.TorchEngineWorker"
+            arguments |= {
+                "device": self._device,
+                "deterministic": self._config.trainer.deterministic,
+                "seed": self._config.seed,
+                "drafting_state": self._load_learnt("drafting"),
+            }
+        gpus = engine_gpus(self._config)
         return [
-            WorkerSpec("rlhfspec_mega.workers.engine.TorchEngineWorker", arguments, devices=(device,))
-            for device in self._places[ENGINE]
+            WorkerSpec(kind, arguments, devices=tuple(range(device, device + gpus))) for device in self._places[ENGINE]
         ]
 
     @property
@@ -248,6 +262,15 @@ class System:
             pass
         if self._draft is not None:
             self._send_draft(self._resharder)
+
+    def rest_engines(self) -> None:
+        """Engines that can do so give their GPU memory back until the next reshard."""
+        if self._sleeps:
+            calls = [self._engines.start(rank, "sleep") for rank in self._engines.serving()]
+            self._cluster.wait(calls, "sleep", check=False)
+            for call in calls:
+                if not call.dead:  # a dead one is started anew before the next reshard
+                    call.result()
 
     def allow_freed_refresh(self) -> None:
         """The draft may be refreshed during the rollout to come, where that frees the device of the draft's rank."""

@@ -89,6 +89,7 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
         with phases.measure("reference"):
             learning.add_reference_logprobs(actor, samples)
     with phases.measure("logprobs"):
+        run.system.rest_engines()  # the actor needs their memory from here on
         metrics = drafting_metrics(tallies) | moved | learning.add_old_logprobs(actor, samples, refreshes)
     with phases.measure("update"):
         learning.assign_advantages(samples, trainer.samples_per_prompt, algorithm, shuffle_generator(run.config, step))

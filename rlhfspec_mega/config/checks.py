@@ -15,6 +15,14 @@ from rlhfspec_mega.config.ranges import check_ranges
 from rlhfspec_mega.config.reach import ray_address
 from rlhfspec_mega.config.reallocation import idle_reallocation
 from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.sglang import (
+    check_sglang,
+    engine_gpus,
+    engines_sleep,
+    idle_sglang,
+    memory_share,
+    uses_sglang,
+)
 from rlhfspec_mega.config.sizes import Sizes, derive_sizes
 from rlhfspec_mega.data.chain_sums import ChainSums
 from rlhfspec_mega.errors import UserError
@@ -47,7 +55,7 @@ def check_config(config: RunConfig) -> Sizes:
     check_parallel(config, shape)
     _check_lengths(config, shape)
     sizes = derive_sizes(config, shape)
-    place(config.placement.mode, sizes.devices, sizes.actor_ranks, sizes.engines)
+    place(config.placement.mode, sizes.devices, sizes.actor_ranks, sizes.engines, engine_gpus(config))
     _check_devices(config)
     _check_memory(config, shape, sizes)
     _check_weights_exist(config)
@@ -80,11 +88,7 @@ def _check_name(config: RunConfig) -> None:
 
 def _check_available(config: RunConfig) -> None:
     """Options that exist but whose other half is not there."""
-    if config.rollout.engine == "sglang":
-        raise UserError(
-            "rollout=sglang needs an NVIDIA GPU and the package sglang==0.5.17, and this version has no SGLang engine "
-            "yet: use rollout=torch."
-        )
+    check_sglang(config)
     _check_launcher(config)
     if config.logger.wandb and importlib.util.find_spec("wandb") is None:
         raise UserError("logger.wandb=true needs the package wandb: pip install wandb, or use logger=default.")
@@ -146,6 +150,7 @@ def _check_useless(config: RunConfig) -> None:
         "logger.wandb_project": (not config.logger.wandb, "logger=wandb"),
         **idle_drafting(config),
         **idle_reallocation(config),
+        **idle_sglang(config),
     }
     for key, (unused, remedy) in idle.items():
         value, default = attrgetter(key)(config), attrgetter(key)(RunConfig())
@@ -316,7 +321,11 @@ def _check_memory(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
     else:
         shared = config.placement.mode == "colocated"
         of_actor = actor.total + draft.actor
-        need = of_actor + of_engine if shared else max(of_actor, of_engine)
+        beside = of_actor  # an engine
+        if uses_sglang(config):
+            of_engine = int((memory_share(config) or 0.0) * min(gpu_memory()))
+            beside -= (actor.activations + actor.logits) if engines_sleep(config) else 0
+        need = max(of_actor, beside + of_engine) if shared else max(of_actor, of_engine)
         have = int(0.9 * min(gpu_memory()))
         where = "each GPU"
         hint = "raise actor.tensor_parallel or pipeline_parallel, set actor.recompute=true, or lower rollout.slots"

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from rlhfspec_mega.config.schema import DraftingConfig, RunConfig
 from rlhfspec_mega.errors import UserError
-from rlhfspec_mega.models.draft_directory import check_draft, read_draft_shape
 from rlhfspec_mega.models.draft_shape import DraftShape, draft_shape
 from rlhfspec_mega.models.shape import ModelShape
 
@@ -27,6 +26,7 @@ READ_BY = {
     "epsilon": ("bandit",),
     "max_batch": ("bandit",),
 }
+OF_CHAINS = ("max_depth", "depth")  # all that SGLang, which drafts chains, reads of them
 OF_ANY_DRAFT = ("path", "refresh_every", "collapse_ratio")
 OF_REFRESH = ("refresh_seconds", "refresh_steps", "buffer_tokens", "learning_rate")
 
@@ -40,6 +40,8 @@ def idle_drafting(config: RunConfig) -> dict[str, tuple[bool, str]]:
         name: (off, start) if drafting.policy in readers else (True, f"drafting={readers[0]}")
         for name, readers in READ_BY.items()
     }
+    if config.rollout.engine == "sglang":
+        idle |= {name: (True, "rollout=torch") for name in READ_BY if name not in OF_CHAINS}
     idle |= dict.fromkeys(OF_ANY_DRAFT, (off, start))
     refresh = (off, start) if off else (drafting.refresh_every == 0, "drafting.refresh_every=4")
     idle |= dict.fromkeys(OF_REFRESH, refresh)
@@ -72,7 +74,11 @@ def shape_of_draft(config: RunConfig, shape: ModelShape) -> DraftShape | None:
     """
     if not drafts(config):
         return None
-    return read_draft_shape(config.drafting.path, shape) if config.drafting.path else draft_shape(shape)
+    if config.drafting.path is None:
+        return draft_shape(shape)
+    from rlhfspec_mega.models.draft_directory import read_draft_shape  # here: it brings torch, and refusals are quick
+
+    return read_draft_shape(config.drafting.path, shape)
 
 
 def most_draft_tokens(drafting: DraftingConfig) -> int:
@@ -97,6 +103,8 @@ def check_drafting(config: RunConfig, shape: ModelShape) -> None:
     if drafting.path is not None and not (Path(drafting.path) / "config.json").is_file():
         raise UserError(f"drafting.path={drafting.path} holds no config.json: give the directory of a draft.")
     if drafting.path is not None:
+        from rlhfspec_mega.models.draft_directory import check_draft
+
         check_draft(drafting.path, shape)
     if drafting.policy == "ema_tiers":
         _check_tiers(drafting.tiers)

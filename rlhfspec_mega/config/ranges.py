@@ -93,6 +93,7 @@ FROM_ONE = (
     "rollout.max_new_tokens",
     "rollout.slots",
     "rollout.prefill_chunk",
+    "rollout.sglang.tensor_parallel",
     "drafting.max_depth",
     "drafting.max_tokens",
     "drafting.width",
@@ -123,6 +124,7 @@ FRACTIONS = (
     "warmup.target_exact",
     "warmup.least_exact",
 )
+SHARES = ("rollout.sglang.memory",)
 MARGINS = ("drafting.down_hysteresis", "drafting.up_hysteresis")  # the candidates they separate are one token apart
 
 
@@ -143,6 +145,7 @@ def check_ranges(config: RunConfig) -> None:
         "5 or more": (FROM_FIVE, lambda value: value >= 5),
         "above 0 and at most 5": (POLLS, lambda value: 0 < value <= 5),
         "from 0 to 1": (FRACTIONS, lambda value: 0 <= value <= 1),
+        "above 0 and below 1": (SHARES, lambda value: 0 < value < 1),
         "from -1 to 1": (MARGINS, lambda value: -1 <= value <= 1),
     }
     for words, (keys, holds) in bounds.items():

@@ -92,6 +92,14 @@ class AlgorithmConfig:
 
 
 @dataclass
+class SGLangConfig:
+    tensor_parallel: int = 1  # GPUs of an engine
+    memory: float | None = None  # share of a GPU's memory for weights and KV; null: half if colocated, else SGLang's
+    sleep: bool = True  # colocated: give GPU memory back while the actor trains
+    options: dict[str, Any] = field(default_factory=dict)  # further arguments of sglang.Engine; they win
+
+
+@dataclass
 class RolloutConfig:
     engine: str = "torch"  # torch | sglang
     engines: int | None = None  # null: one per device
@@ -102,6 +110,7 @@ class RolloutConfig:
     prefill_chunk: int = 512  # prompt tokens per engine step
     dtype: str | None = None  # null: the actor's
     poll_seconds: float = 0.05  # longest time an engine decodes before it answers
+    sglang: SGLangConfig = field(default_factory=SGLangConfig)
 
 
 @dataclass

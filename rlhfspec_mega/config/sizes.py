@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rlhfspec_mega.config.drafting import most_draft_tokens, shape_of_draft
 from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.sglang import engine_gpus
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.memory import (
@@ -75,7 +76,7 @@ def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
         devices=devices,
         data_parallel=data_parallel,
         actor_ranks=actor_ranks,
-        engines=rollout.engines or (max(devices - actor_ranks, 0) if separate else devices),
+        engines=rollout.engines or max(devices - actor_ranks if separate else devices, 0) // engine_gpus(config),
         samples_per_step=samples,
         samples_per_update=update,
         updates_per_step=samples // update,
@@ -109,7 +110,7 @@ def _data_parallel(config: RunConfig, devices: int) -> int:
             f"{copy} devices and the cluster has {devices}: lower one of them or set cluster.devices_per_node={copy}."
         )
     if config.placement.mode == "separate":
-        devices -= config.rollout.engines or devices // 2
+        devices -= (config.rollout.engines or 0) * engine_gpus(config) or devices // 2
     return max(devices // copy, 1)
 
 

@@ -3,16 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
 from rlhfspec_mega.errors import UserError
-from rlhfspec_mega.planning.cost import CostModel
 
 PRIOR_CHANCE, PRIOR_OUTCOMES = 0.7, 4.0  # that a draft token is accepted if its parent was: hopeful
 MOST_OUTCOMES = 200.0  # that count at a depth; older ones fade
 KEPT = 0.99  # of what is known, per plain step: in time the hopeful prior has drafting tried again
 MARGIN = 1.05  # of the rate that another number must promise: changing graphs is not free
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """Measured seconds of decode steps, drafting included.
+
+    Attributes:
+        batches: samples, ascending from 1 or more.
+        counts: draft tokens of each sample, ascending.
+        seconds: by batch, then by count.
+    """
+
+    batches: tuple[int, ...]
+    counts: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        rows = len(self.seconds) == len(self.batches) > 0 and all(len(r) == len(self.counts) for r in self.seconds)
+        ascending = all(sorted(set(axis)) == list(axis) for axis in (self.batches, self.counts))
+        if not rows or not ascending or not self.counts or self.batches[0] < 1 or self.counts[0] < 0:
+            raise UserError(f"A table of step times needs one row for each of {self.batches}, of {self.counts}.")
+        if not all(np.isfinite(value) and value > 0 for row in self.seconds for value in row):
+            raise UserError("A table of step times has a time that is not above 0.")
+
+    def of(self, batch: int) -> list[float]:
+        """Seconds by count; straight lines between the batches and beyond the last, where they do not fall."""
+        found = []
+        for column in zip(*self.seconds, strict=True):
+            seconds = float(np.interp(batch, self.batches, column))
+            if batch > self.batches[-1] and len(self.batches) > 1:
+                slope = (column[-1] - column[-2]) / (self.batches[-1] - self.batches[-2])
+                seconds += max(slope, 0.0) * (batch - self.batches[-1])
+            found.append(seconds)
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> StepTable:
+        """Of `as_json`. Raises UserError for anything else."""
+        try:
+            rows = tuple(tuple(map(float, row)) for row in data["seconds"])
+            return cls(tuple(map(int, data["batches"])), tuple(map(int, data["counts"])), rows)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"This is not a table of step times: {error!r}.") from error
 
 
 class ChainLength:
@@ -23,21 +70,15 @@ class ChainLength:
     tensor-parallel ranks, which see the same acceptance and hold the same cost table, decide alike.
 
     Args:
-        candidates: numbers to choose from, 0 (plain decoding) among them or not.
-        cost: of a step; fixed.
-        length: tokens of prompt and response of a typical sample: engines do not tell the KV they hold.
-
-    Raises UserError for no candidates or one below 0.
+        table: of steps with samples of typical length; its counts are the numbers to choose from, 0 (plain decoding)
+            among them or not.
     """
 
-    def __init__(self, candidates: Sequence[int], cost: CostModel, length: int) -> None:
-        self.candidates = tuple(sorted(set(candidates)))
-        if not self.candidates or self.candidates[0] < 0:
-            raise UserError(f"Numbers of draft tokens are 0 or more, at least one of them; got {list(candidates)}.")
-        self._cost, self._length = cost, length
-        self._accepted = np.zeros(self.candidates[-1])
-        self._tried = np.zeros(self.candidates[-1])
-        self._now = self.candidates[-1]
+    def __init__(self, table: StepTable) -> None:
+        self.table = table
+        self._accepted = np.zeros(table.counts[-1])
+        self._tried = np.zeros(table.counts[-1])
+        self._now = table.counts[-1]
 
     def expected_accepted(self) -> list[float]:
         """By number of draft tokens, 0 and up."""
@@ -50,19 +91,16 @@ class ChainLength:
 
     def choose(self, batch: int) -> int:
         """The number for a batch of so many samples; that of the last step unless another promises more."""
-        accepted, kv = self.expected_accepted(), batch * self._length
-
-        def rate(count: int) -> float:
-            # The first pass reads the whole width of the last step, in steps without draft tokens too; every further
-            # layer one token per sample.
-            drafting = self._cost.drafting(batch, kv, batch * (1 + count), max(count, 1), batch * max(count - 1, 0))
-            verifying = float(self._cost.verify_seconds(batch, kv, batch * (1 + count)))
-            return batch * (1.0 + accepted[count]) / (drafting + verifying)
-
-        best = max(self.candidates, key=rate)
-        if rate(best) > MARGIN * rate(self._now):
+        rates = self.rates(batch)
+        best = max(rates, key=rates.__getitem__)
+        if rates[best] > MARGIN * rates[self._now]:
             self._now = best
         return self._now
+
+    def rates(self, batch: int) -> dict[int, float]:
+        """Expected tokens per second of a batch, by number of draft tokens."""
+        accepted, seconds = self.expected_accepted(), self.table.of(batch)
+        return {n: batch * (1.0 + accepted[n]) / s for n, s in zip(self.table.counts, seconds, strict=True)}
 
     def observe(self, drafted: int, accepted: Sequence[int]) -> None:
         """After a step: draft tokens per sample, and how many of them were accepted of each."""

@@ -7,11 +7,11 @@ from rlhfspec_mega.errors import UserError
 ACTOR, ENGINE = "actor", "engine"
 
 
-def place(mode: str, devices: int, actor_ranks: int, engines: int) -> dict[str, list[int]]:
-    """The device index of every rank of every role.
+def place(mode: str, devices: int, actor_ranks: int, engines: int, engine_devices: int = 1) -> dict[str, list[int]]:
+    """The first device index of every rank of every role; an engine has `engine_devices` neighbours from there on.
 
-    "colocated": actor rank i and engine i share device i. "separate": the actor holds the first devices, engines the
-    next ones.
+    "colocated": actor rank i is on device i, and engine 0 begins at device 0. "separate": the actor holds the first
+    devices, engines the next ones.
 
     Args:
         devices: devices of the whole cluster, numbered 0 .. devices - 1, node by node.
@@ -25,18 +25,21 @@ def place(mode: str, devices: int, actor_ranks: int, engines: int) -> dict[str, 
             f"lower the actor's parallel sizes or set cluster.devices_per_node={actor_ranks}."
         )
     if mode == "colocated":
-        if engines > devices:
+        most = devices // engine_devices
+        if engines > most:
             raise UserError(
-                f"rollout.engines={engines} is more than the {devices} devices of the cluster: use at most {devices}."
+                f"rollout.engines={engines} is more than the {devices} devices of the cluster hold: use at most {most}."
             )
         first_engine = 0
     else:
-        free = devices - actor_ranks
-        if engines > free or free == 0:
+        # A multiple of an engine's devices: an engine stays on one node.
+        first_engine = -(-actor_ranks // engine_devices) * engine_devices
+        needed = max(engines, 1) * engine_devices
+        if first_engine + needed > devices:
             raise UserError(
-                f"placement=separate needs {actor_ranks} devices for the actor and {max(engines, 1)} for engines, and "
-                f"the cluster has {devices}: set cluster.devices_per_node={actor_ranks + max(engines, 1)}, lower the "
+                f"placement=separate needs {actor_ranks} devices for the actor and {needed} for engines, and "
+                f"the cluster has {devices}: set cluster.devices_per_node={first_engine + needed}, lower the "
                 "actor's parallel sizes, or use placement=colocated."
             )
-        first_engine = actor_ranks
-    return {ACTOR: list(range(actor_ranks)), ENGINE: list(range(first_engine, first_engine + engines))}
+    last_engine = first_engine + engines * engine_devices
+    return {ACTOR: list(range(actor_ranks)), ENGINE: list(range(first_engine, last_engine, engine_devices))}

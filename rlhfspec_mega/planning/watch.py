@@ -51,8 +51,12 @@ class CollapseWatch:
 
     def observe(self, record: StepRecord) -> None:
         """Count the best first tokens of a step; judge when there are enough."""
-        self._judged += len(record.root_hits)
-        self._accepted += int(np.count_nonzero(record.root_hits))
+        self.count(len(record.root_hits), int(np.count_nonzero(record.root_hits)))
+
+    def count(self, judged: int, accepted: int) -> None:
+        """As `observe`, of so many first tokens."""
+        self._judged += judged
+        self._accepted += accepted
         if self._judged < (LEAST_OF_TRIAL if self._on_trial else LEAST):
             return
         self.rate = self._accepted / self._judged

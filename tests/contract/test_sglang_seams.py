@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhfspec_mega.rollout.sglang_engine import pins, plugin, seams
+from rlhfspec_mega.rollout.sglang_engine.engine import ALL_MEMORY
 from rlhfspec_mega.rollout.sglang_engine.seams import SEAMS, Seam
 from tests.sglang_wheel import Sources
 
@@ -63,3 +64,10 @@ def test_the_kinds_of_hooks_exist(wheel: Path) -> None:
     assert text is not None
     for kind in {kind for _, _, kind in plugin.hooks()}:
         assert re.search(rf"^    {kind} = ", text, re.MULTILINE)
+
+
+def test_the_parts_of_memory_exist(wheel: Path) -> None:
+    text = Sources(wheel).text("sglang.srt.constants")
+    assert text is not None
+    for part in ALL_MEMORY:
+        assert re.search(rf'^GPU_MEMORY_TYPE_\w+ = "{part}"$', text, re.MULTILINE)

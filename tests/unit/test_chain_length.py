@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfspec_mega.errors import UserError
-from rlhfspec_mega.planning.chain import MARGIN, ChainLength
-from rlhfspec_mega.planning.cost import CostModel, StepCost
+from rlhfspec_mega.planning.chain import MARGIN, ChainLength, StepTable
 
 CANDIDATES = (0, 1, 2, 4, 8)
 
 
-def cost_of(token: float) -> CostModel:
+def table_of(token: float) -> StepTable:
     """A target pass of 10 ms and `token` seconds for each token, a draft pass of 1 ms."""
-    cost = CostModel(frozen=True)
-    cost.fit(
-        [
-            StepCost(b, 0, b * (1 + n), b, n, b * max(n - 1, 0), 0.001 * n, 0.01 + token * b * (1 + n))
-            for b in (1, 8, 64)
-            for n in CANDIDATES
-        ]
+    batches = 1, 8, 64
+    return StepTable(
+        batches, CANDIDATES, tuple(tuple(0.01 + 0.001 * n + token * b * (1 + n) for n in CANDIDATES) for b in batches)
     )
-    return cost
 
 
 def fed(chain: ChainLength, batch: int, chance: float, steps: int) -> list[int]:
@@ -39,45 +36,68 @@ def fed(chain: ChainLength, batch: int, chance: float, steps: int) -> list[int]:
 
 @given(st.integers(1, 64), st.lists(st.integers(0, 8), min_size=1, max_size=30), st.floats(0.0, 0.002))
 def test_no_candidate_promises_much_more(batch: int, accepted: list[int], token: float) -> None:
-    cost = cost_of(token)
-    chain = ChainLength(CANDIDATES, cost, length=100)
+    chain = ChainLength(table_of(token))
     chain.observe(8, accepted)
-    expected, kv = chain.expected_accepted(), 100 * batch
+    expected = chain.expected_accepted()
     assert (np.diff(expected) >= 0).all() and expected[-1] <= 8
 
     def rate(n: int) -> float:
-        drafting = cost.drafting(batch, kv, batch * (1 + n), max(n, 1), batch * max(n - 1, 0))
-        return batch * (1 + expected[n]) / (drafting + float(cost.verify_seconds(batch, kv, batch * (1 + n))))
+        return batch * (1 + expected[n]) / (0.01 + 0.001 * n + token * batch * (1 + n))
 
     assert rate(chain.choose(batch)) * MARGIN >= max(map(rate, CANDIDATES)) * (1 - 1e-9)
 
 
+def test_beyond_the_table_times_go_on_rising_and_never_fall() -> None:
+    table = table_of(1e-3)
+    assert table.of(100)[0] == pytest.approx(0.01 + 1e-3 * 100)
+    falling = StepTable((1, 2), (0, 1), ((0.02, 0.03), (0.01, 0.04)))
+    assert falling.of(4) == pytest.approx([0.01, 0.06])
+    assert StepTable((4,), (0,), ((0.5,),)).of(9) == [0.5]
+
+
 def test_acceptance_decides() -> None:
-    assert fed(ChainLength(CANDIDATES, cost_of(1e-4), 100), 1, 0.95, 100)[-1] == 8
-    assert fed(ChainLength(CANDIDATES, cost_of(1e-4), 100), 1, 0.4, 200)[-1] in (1, 2)
+    assert fed(ChainLength(table_of(1e-4)), 1, 0.95, 100)[-1] == 8
+    assert fed(ChainLength(table_of(1e-4)), 1, 0.4, 200)[-1] in (1, 2)
 
 
 def test_large_batches_get_fewer() -> None:
-    chain = ChainLength(CANDIDATES, cost_of(1e-3), 100)
+    chain = ChainLength(table_of(1e-3))
     assert fed(chain, 64, 0.6, 100)[-1] < fed(chain, 1, 0.6, 100)[-1]
 
 
 def test_plain_decoding_is_left_when_the_draft_has_recovered() -> None:
-    chain = ChainLength(CANDIDATES, cost_of(2e-3), 100)
+    chain = ChainLength(table_of(2e-3))
     lost = fed(chain, 32, 0.02, 1000)
     assert lost[200:].count(0) >= 0.97 * 800
     assert fed(chain, 1, 0.95, 800)[-1] == 8
 
 
 def test_what_was_never_drafted_is_thought_of_as_the_layer_above() -> None:
-    chain = ChainLength(CANDIDATES, cost_of(1e-4), 100)
+    chain = ChainLength(table_of(1e-4))
     for _ in range(200):
         chain.observe(1, [1, 1, 1, 0])
     expected = chain.expected_accepted()
     assert expected[1] == pytest.approx(0.75, abs=0.01) and expected[2] - expected[1] < 0.75
 
 
-@pytest.mark.parametrize("candidates", [(), (-1, 2)])
-def test_no_candidates(candidates: tuple[int, ...]) -> None:
-    with pytest.raises(UserError, match="0 or more"):
-        ChainLength(candidates, CostModel(), 100)
+WRONG: list[dict[str, Any]] = [
+    {},
+    {"batches": [1], "counts": [], "seconds": [[]]},
+    {"batches": [1], "counts": [-1, 2], "seconds": [[0.1, 0.1]]},
+    {"batches": [0], "counts": [0], "seconds": [[0.1]]},
+    {"batches": [2, 1], "counts": [0], "seconds": [[0.1], [0.1]]},
+    {"batches": [1, 2], "counts": [0], "seconds": [[0.1]]},
+    {"batches": [1], "counts": [0], "seconds": [[float("nan")]]},
+    {"batches": [1], "counts": [0], "seconds": [["fast"]]},
+]
+
+
+@pytest.mark.parametrize("data", WRONG)
+def test_tables_that_are_none(data: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="table of step times"):
+        StepTable.from_json(data)
+
+
+def test_a_table_is_read_as_it_was_written() -> None:
+    table = table_of(1e-3)
+    assert StepTable.from_json(json.loads(json.dumps(table.as_json()))) == table

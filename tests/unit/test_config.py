@@ -220,7 +220,7 @@ def test_bad_names_and_types(override: str, words: str) -> None:
         ("data.max_sum=3", "data.max_sum=3 is too small"),
         ("reward=custom", "reward.function is empty"),
         ("reward.function=len", "no import path"),
-        ("rollout=sglang", "sglang==0.5.17, and this version has no SGLang engine yet: use rollout=torch"),
+        ("rollout=sglang", "rollout=sglang needs NVIDIA GPUs"),
         ("cluster=8n8g", "cluster.nodes=8 needs a running Ray cluster: `ray start --head`"),
         ("cluster.nodes=2", "cluster.nodes=2, but launcher=local starts processes on one machine"),
         ("cluster.launcher=slurm", "cluster.launcher=slurm does not exist"),
@@ -290,6 +290,7 @@ def test_every_number_has_bounds_and_every_bound_refuses(out: str) -> None:
         ranges.FROM_FIVE: 4,
         ranges.POLLS: 6,
         ranges.FRACTIONS: 1.5,
+        ranges.SHARES: 1,
         ranges.MARGINS: 2,
     }
     listed = [key for keys in tables for key in keys]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -57,9 +58,9 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def load(engine: SGLangEngine, version: int) -> dict[str, torch.Tensor]:
+def load(engine: SGLangEngine, version: int, target: WeightTarget = WeightTarget.ACTOR) -> dict[str, torch.Tensor]:
     tensors = {"a": torch.randn(4, 3), "b": torch.randn(5).bfloat16()}
-    engine.begin_update(version, INFOS)
+    engine.begin_update(version, INFOS, target)
     engine.update_weights([("a", 5, tensors["a"].flatten()[5:]), ("b", 0, tensors["b"])])
     engine.update_weights([("a", 0, tensors["a"].flatten()[:5])])
     engine.end_update(version)
@@ -126,6 +127,40 @@ def test_an_update_takes_samples_back_and_lets_them_go_on() -> None:
     assert len({given["rid"] for given in engine._engine.requests}) == len(engine._engine.requests)
 
 
+def test_weights_of_the_draft_go_through_a_loader_that_passes_the_target_over() -> None:
+    engine = ready()
+    load(engine, 7, WeightTarget.DRAFT)
+    sent = engine._engine.tokenizer_manager.buckets[-1]
+    assert not sent.disable_draft_model and engine.load().policy_version == 0
+    module, _, name = sent.load_format.rpartition(".")
+    loader, loaded = getattr(importlib.import_module(module), name), list[Any]()
+    for kind in ("LlamaForCausalLMEagle3", "LlamaForCausalLM"):
+        model = type(kind, (), {"load_weights": lambda self, tensors: loaded.append(type(self).__name__)})()
+        loader(model, [])
+    assert loaded == ["LlamaForCausalLMEagle3"]
+
+
+def test_asleep_it_holds_nothing_and_weights_wake_it() -> None:
+    engine, one = ready(), request(1)
+    engine.submit([one])
+    with pytest.raises(RunError, match="to sleep with 1 unfinished samples"):
+        engine.sleep()
+    drain(engine)
+    for _ in range(2):
+        engine.sleep()
+    manager = engine._engine.tokenizer_manager
+    assert manager.asleep == {"weights", "kv_cache", "cuda_graph"}
+    engine.submit([request(2), request(3)])
+    with pytest.raises(RunError, match="no weights"):
+        engine.poll(0.0)
+    engine.abort(["s3"])
+    load(engine, 3, WeightTarget.DRAFT)
+    assert manager.asleep == {"kv_cache", "cuda_graph"}
+    load(engine, 1)
+    assert manager.asleep == set()
+    assert drain(engine)["s2"].tokens == wanted(request(2))
+
+
 def test_buckets_are_sent_when_they_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "BUCKET_BYTES", 10)
     engine = SGLangEngine(FakeEngine(), slots=8, max_positions=64)
@@ -174,8 +209,6 @@ def test_what_cannot_be_done_is_said() -> None:
         engine.submit([request(0, ignore_stop=True)])
     with pytest.raises(RunError, match="outside an update"):
         engine.update_weights([])
-    with pytest.raises(RunError, match=r"refresh_every=0"):
-        engine.begin_update(0, [], WeightTarget.DRAFT)
     engine.submit([request(0)])
     with pytest.raises(RunError, match="no weights"):
         engine.poll(0.0)

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.rollout.sglang_engine import pins, plugin, seams
+from rlhfspec_mega.planning.chain import StepTable
+from rlhfspec_mega.rollout.sglang_engine import control, pins, plugin, seams
 from rlhfspec_mega.rollout.sglang_engine.shared_noise import DraftNoise, choose, keep_seeds, last_positions, verify
 from rlhfspec_mega.rollout.sglang_engine.steps import ProfiledSteps, write_config
 from rlhfspec_mega.sampling.noise import gumbel
 from rlhfspec_mega.sampling.select import select_tokens
-from tests.unit.test_chain_length import cost_of
+from rlhfspec_mega.types import DraftingTally
+from tests.unit.test_chain_length import CANDIDATES, table_of
 
 VOCABULARY = 97
 SEEDS = torch.tensor([5, 2**62 + 3, 11])
@@ -164,6 +166,7 @@ class Steps:
 
     def __init__(self, path: Path, initial: int) -> None:
         self.params = ProfiledSteps(initial_steps=initial, cfg_path=str(path))
+        self.params.learn_costs(table_of(1e-4))
 
     def step(self, batch: int, share: float) -> int:
         steps = self.params.get_steps_for_batch(batch)
@@ -173,15 +176,15 @@ class Steps:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    write_config(tmp_path / "steps.json", [0, 1, 2, 4], cost_of(1e-4), length=200)
+    write_config(tmp_path / "steps.json", CANDIDATES, collapse_ratio=0.5)
     return tmp_path / "steps.json"
 
 
 def test_steps_follow_acceptance(config: Path) -> None:
     good, bad = Steps(config, 2), Steps(config, 2)
-    assert good.params.candidate_steps == [0, 1, 2, 4]
+    assert good.params.candidate_steps == list(CANDIDATES)
     ends = [[steps.step(1, share) for _ in range(200)][-1] for steps, share in ((good, 1.0), (bad, 0.0))]
-    assert ends[0] == 4 and ends[1] < 4
+    assert ends[0] == 8 and ends[1] < 4
     good.params.set_cuda_graph_bs([4, 1])
     assert good.params.cuda_graph_bs_for_step(2) == [1, 4]
 
@@ -190,6 +193,40 @@ def test_two_ranks_decide_alike(config: Path) -> None:
     one, other = Steps(config, 4), Steps(config, 4)
     shares = torch.rand(80, generator=torch.Generator().manual_seed(7)).tolist()
     assert [one.step(8, share) for share in shares] == [other.step(8, share) for share in shares]
+
+
+def test_before_a_table_comes_the_number_is_that_of_the_start_or_the_one_that_is_forced(config: Path) -> None:
+    params = ProfiledSteps(2, str(config))
+    assert params.get_steps_for_batch(1) == 2
+    params.force(0)
+    assert params.get_steps_for_batch(1) == 0
+    with pytest.raises(RunError, match="3 draft tokens were asked for"):
+        params.force(3)
+    with pytest.raises(RunError, match="A table of"):
+        params.learn_costs(StepTable((1,), (0, 1), ((0.1, 0.2),)))
+
+
+def test_steps_are_counted_where_their_number_is_known(config: Path) -> None:
+    params = ProfiledSteps(2, str(config))
+    for steps, accepted in ((2, [2, 0]), (2, [1, 1])):
+        assert params.get_steps_for_batch(2) == steps
+        params.on_verify_complete(accepted, 2)
+    tally = params.take_tally()
+    assert (tally.sample_steps, tally.drafted_sample_steps, tally.verified, tally.accepted) == (4, 4, 8, 4)
+    assert tally.sample_steps_by_verified[2] == 4 and params.take_tally() == DraftingTally()
+
+
+def test_a_collapse_is_said_and_ends_drafting_until_weights_change(config: Path) -> None:
+    steps = Steps(config, 4)
+    for _ in range(300):
+        steps.step(1, 1.0)
+    assert steps.params.take_tally().collapsed_rate is None
+    while steps.params.take_tally().collapsed_rate is None:
+        steps.step(1, 0.0)
+    assert steps.step(1, 0.0) == 0
+    steps.params.weights_changed()
+    assert steps.params.take_tally().collapsed_rate is None
+    assert max(steps.step(1, 1.0) for _ in range(2000)) > 0
 
 
 def test_a_config_of_another_kind_is_refused(tmp_path: Path) -> None:
@@ -242,7 +279,9 @@ def start(registry: Registry, arguments: Any) -> list[Any]:
     """Start a scheduler as SGLang does, arguments by name among them."""
     started: list[Any] = []
     check = registry.hooks[seams.SCHEDULER.target]
-    check(lambda *given, **named: started.append((*given, named)), "self", arguments, "port", gpu_id=0)
+    scheduler = SimpleNamespace()
+    check(lambda *given, **named: started.append((*given[1:], named)), scheduler, arguments, "port", gpu_id=0)
+    assert hasattr(scheduler, control.METHOD)
     return started
 
 
@@ -252,7 +291,7 @@ def test_a_scheduler_without_all_hooks_does_not_start(registry: Registry, monkey
     with pytest.raises(RunError, match=r"has not applied the hooks of .*eagle_sample"):
         start(registry, FINE)
     registry._patched.add(seams.VERIFY.target)
-    assert start(registry, FINE) == [("self", FINE, "port", {"gpu_id": 0})]
+    assert start(registry, FINE) == [(FINE, "port", {"gpu_id": 0})]
 
 
 @pytest.mark.parametrize("name", plugin.BYPASSES)

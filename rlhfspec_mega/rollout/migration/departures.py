@@ -7,6 +7,7 @@ import itertools
 import time
 from dataclasses import dataclass, field
 
+from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.rollout.migration.messages import Arrival, Dropped, MigrationOrder
 from rlhfspec_mega.rollout.migration.shipment import SharedShipment, Shipment, StreamedShipment
 from rlhfspec_mega.rollout.migration.staging import Layout
@@ -244,11 +245,12 @@ class Departures:
             if one and settled:
                 delta = self._advance(sample_id, one.own, settled, 1 << 62)
             snapshot = self._engine.export_sample(sample_id, with_kv=False)
-        except OSError:
+        except (OSError, RunError) as error:
             if one:
                 one.own.shipment.close()
             self.kept.append(sample_id)
-            self._lose(link)
+            if isinstance(error, OSError):  # else it ended just now, in an engine that decodes all the time
+                self._lose(link)
             return
         transfer = next(self._numbers)
         self._unacknowledged[transfer] = (link, snapshot, one.own if one else None)

@@ -7,15 +7,18 @@ KV to copy, so that migration hands over what was decoded and the destination pr
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from rlhfspec_mega.errors import RunError, UserError
+from rlhfspec_mega.observe.spans import SpanRecorder
 from rlhfspec_mega.rollout.migration.staging import Layout
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.sglang_engine import pins
+from rlhfspec_mega.rollout.sglang_engine.loaders import INTO_DRAFT
 from rlhfspec_mega.rollout.sglang_engine.samples import Held, sampling_params
 from rlhfspec_mega.rollout.sglang_engine.weights import BucketedUpdate
 from rlhfspec_mega.types import (
@@ -28,7 +31,8 @@ from rlhfspec_mega.types import (
     WeightTarget,
 )
 
-SPARE_POSITIONS = 8  # that SGLang keeps free of prompt and response together
+WEIGHTS = ("weights",)
+ALL_MEMORY = ("kv_cache", "cuda_graph", *WEIGHTS)  # as SGLang names its parts
 IDLE_SECONDS = 60.0  # in which requests that were stopped have left the engine
 
 
@@ -36,10 +40,13 @@ class SGLangEngine:
     """Implements `RolloutEngine`.
 
     Args:
-        engine: a started `sglang.Engine` with skip_tokenizer_init and this package's plug-in; its context_length is
-            above `max_positions` by SPARE_POSITIONS.
+        engine: a started `sglang.Engine`, see `launch`.
         slots: requests that it decodes at once (max_running_requests).
         max_positions: tokens of prompt and response.
+
+    Attributes:
+        last_decode: when the last poll began, in seconds since the epoch, and what a decode step took in it.
+        spans: what the time goes into; a poll is one.
 
     Raises UserError where SGLang is not there in the version that the plug-in is for.
     """
@@ -52,9 +59,18 @@ class SGLangEngine:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._attempts = 0
         self._finished: list[GenerationResult] = []
-        self._generated = 0
+        self._steps = self._generated = 0
         self._version = -1
         self._update: BucketedUpdate | None = None
+        self._updating = WeightTarget.ACTOR
+        self._asleep: list[str] = []
+        self.last_decode = 0.0, 0.0
+        self.spans = SpanRecorder()
+
+    @property
+    def idle(self) -> bool:
+        """Whether the engine holds no sample."""
+        return not self._held
 
     # Samples
 
@@ -77,18 +93,35 @@ class SGLangEngine:
         sampling_params(request, len(snapshot.tokens))
         self._attempts += 1
         held = self._held[request.sample_id] = Held.of(snapshot, self._attempts)
-        if self._update is None:
+        if self._update is None and self._version >= 0:
             self._start(held)
 
     def poll(self, seconds: float) -> list[GenerationResult]:
         """Samples finished until about `seconds` have passed or all have ended."""
-        if self._tasks and self._update is None:
+        if self._held and self._update is None:
             if self._version < 0:
                 raise RunError("The engine has samples but no weights; send it a weight update before polling.")
-            self._engine.loop.run_until_complete(asyncio.wait(self._tasks.values(), timeout=seconds))
+            self._run(seconds)
         self._collect()
         finished, self._finished = self._finished, []
         return finished
+
+    def _run(self, seconds: float) -> None:
+        """Let SGLang run, and count its steps: an output of a sample is one."""
+        held, generated, started = list(self._held.values()), self._generated, time.time()
+        for one in held:
+            one.outputs = 0
+        self._engine.loop.run_until_complete(asyncio.wait(self._tasks.values(), timeout=seconds))
+        ended = time.time()
+        running = [one for one in held if one.outputs]
+        steps = max((one.outputs for one in running), default=0)
+        self._steps += steps
+        self.last_decode = started, (ended - started) / max(steps, 1)
+        if steps:
+            tokens, kv = self._generated - generated, sum(one.outputs * one.length for one in running)
+            self.spans.add(
+                "decode", started, ended, batch=len(running), steps=steps, tokens=tokens, draft_tokens=0, kv_tokens=kv
+            )
 
     def _collect(self) -> None:
         """File the samples that have ended. Raises what following one of them has raised."""
@@ -146,8 +179,8 @@ class SGLangEngine:
         """Nothing to do: SGLang's draft reads in every step."""
 
     def kv_layout(self, positions: int) -> Layout:
-        """Raises RunError: no KV is copied."""
-        raise RunError("SGLang's KV is not copied between engines.")
+        """Without parts."""
+        return Layout("float32", {})
 
     def settled_kv(self, sample_id: str, part: str, first: int, last: int) -> torch.Tensor:
         """Raises RunError: no KV is copied."""
@@ -163,12 +196,12 @@ class SGLangEngine:
         Returns when SGLang is idle: it reads the weights in the passes that are under way. Raises RunError if it does
         not become so.
         """
-        if target is not WeightTarget.ACTOR:
-            raise RunError("The draft inside SGLang cannot be updated yet; set drafting.refresh_every=0.")
         for name in list(self._tasks):
             self._stop(name)
+        self._wake(WEIGHTS)
         self._empty()
-        self._update = BucketedUpdate(version, tensors, self._load)
+        send = self._load if target is WeightTarget.ACTOR else self._load_draft
+        self._update, self._updating = BucketedUpdate(version, tensors, send), target
 
     def update_weights(self, pieces: Sequence[tuple[str, int, torch.Tensor]]) -> None:
         """Write pieces (name, first element in the flattened full tensor, flat values) of the announced tensors."""
@@ -181,11 +214,33 @@ class SGLangEngine:
             raise RunError(f"Update {version} was ended, but update {update.version} was begun.")
         update.end()
         self._empty()
-        self._update, self._version = None, version
-        for held in self._held.values():
+        self._update = None
+        if self._updating is WeightTarget.ACTOR:
+            self._version = version
+        for held in self._held.values() if self._version >= 0 else ():
             self._attempts += 1
             held.attempt, held.given = self._attempts, len(held.tokens)
             self._start(held)
+
+    # Memory
+
+    def sleep(self) -> None:
+        """Give back the GPU's memory until samples or weights come. The weights are lost, but for the draft's.
+
+        Raises RunError with samples unfinished.
+        """
+        if self._held:
+            raise RunError(f"The engine was to sleep with {len(self._held)} unfinished samples.")
+        if not self._asleep:
+            self._empty()
+            self._engine.release_memory_occupation(list(ALL_MEMORY))
+            self._asleep, self._version = list(ALL_MEMORY), -1
+
+    def _wake(self, parts: Sequence[str]) -> None:
+        """Take back these parts of what was given back."""
+        if wanted := [part for part in self._asleep if part in parts]:
+            self._engine.resume_memory_occupation(wanted)
+            self._asleep = [part for part in self._asleep if part not in parts]
 
     # Figures
 
@@ -197,16 +252,22 @@ class SGLangEngine:
             waiting=len(self._held) - running,
             kv_tokens=sum(held.length - 1 for held in self._held.values() if held.started),
             slots=self._slots,
-            decode_steps=0,
+            decode_steps=self._steps,
             generated_tokens=self._generated,
             policy_version=self._version,
         )
 
     def stats(self) -> dict[str, Any]:
         """Counters since start."""
-        return {"generated_tokens": self._generated}
+        return {
+            "generated_tokens": self._generated,
+            "decode_steps": self._steps,
+            "prefill_tokens": 0,  # SGLang does not tell what it prefills
+            "prefill_seconds": 0.0,
+        }
 
     def _start(self, held: Held) -> None:
+        self._wake(ALL_MEMORY)
         self._tasks[held.request.sample_id] = self._engine.loop.create_task(self._follow(held))
 
     async def _follow(self, held: Held) -> None:
@@ -254,13 +315,20 @@ class SGLangEngine:
         return self._update
 
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Load full tensors into the target."""
+        """Load full tensors into the target; by default the same dict would be loaded into the draft first."""
+        self._send(tensors, disable_draft_model=True)
+
+    def _load_draft(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Load full tensors into the draft; the loader passes the target over."""
+        self._send(tensors, disable_draft_model=False, load_format=INTO_DRAFT)
+
+    def _send(self, tensors: list[tuple[str, torch.Tensor]], **how: Any) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=self._engine._serialize_tensors_per_rank(tensors, None),
             flush_cache=False,  # asserts that the engine is idle, and ends it if not
-            disable_draft_model=True,  # the same dict would be loaded into the draft first
+            **how,
         )
         manager = self._engine.tokenizer_manager
         success, message = self._engine.loop.run_until_complete(manager.update_weights_from_tensor(request, None))[:2]

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.rollout.sglang_engine import pins, seams, shared_noise
+from rlhfspec_mega.rollout.sglang_engine import control, pins, seams, shared_noise
+from rlhfspec_mega.rollout.sglang_engine.loaders import DRAFTS
 from rlhfspec_mega.rollout.sglang_engine.shared_noise import DraftNoise, last_positions
 from rlhfspec_mega.rollout.sglang_engine.steps import ProfiledSteps
 
 NAME = "rlhfspec_mega"  # of the entry point
-DRAFTS = ("LlamaForCausalLMEagle3",)  # models whose logits are perturbed
 # Settings under which something else samples, and the value that does not.
 BYPASSES = {
     "speculative_use_rejection_sampling": False,
@@ -87,6 +87,7 @@ def install() -> None:
     def check(original: Callable[..., None], scheduler: Any, server_args: Any, *given: Any, **named: Any) -> None:
         refuse(server_args, [target for target, _, _ in registered if target not in HookRegistry._patched])
         original(scheduler, server_args, *given, **named)
+        control.attach(scheduler)
 
     HookRegistry.register(seams.SCHEDULER.target, check, HookType.AROUND)  # first: what follows may fail
     if pins.missing() is None:

@@ -37,6 +37,7 @@ class Held:
         given: response tokens it came with; `tokens`, `logprobs` and `versions` begin with theirs.
         reported: tokens that the driver knows of.
         started: whether SGLang has answered with a token.
+        outputs: that the request has put out since somebody set it to 0; each is a decode step.
     """
 
     request: GenerationRequest
@@ -47,6 +48,7 @@ class Held:
     given: int = 0
     reported: int = 0
     started: bool = False
+    outputs: int = 0
     reason: FinishReason | None = None
 
     @classmethod
@@ -88,6 +90,7 @@ class Held:
         self.logprobs += [pair[0] for _, pair in fresh]
         self.versions += [version] * len(fresh)
         self.started |= bool(fresh)
+        self.outputs += bool(fresh)
         if reason is not None:
             self._end(reason)
 

@@ -97,6 +97,11 @@ CALLS = (
         ("return_logprob", "stream", "rid"),
     ),
     Seam("sglang.srt.entrypoints.engine", "Engine", (), ("loop", "tokenizer_manager", "shutdown")),
+    Seam("sglang.srt.entrypoints.engine", "Engine.collective_rpc", ("self", "method"), ("parameters",)),
+    Seam("sglang.srt.managers.scheduler", "Scheduler.handle_rpc_request", ("self", "recv_req"), ("getattr", "method")),
+    Seam("sglang.srt.managers.scheduler", "Scheduler", (), ("ps", "tp_rank")),
+    Seam("sglang.srt.entrypoints.engine", "Engine.release_memory_occupation", ("self", "tags")),
+    Seam("sglang.srt.entrypoints.engine", "Engine.resume_memory_occupation", ("self", "tags")),
     Seam("sglang.srt.entrypoints.engine", "Engine._serialize_tensors_per_rank", ("self", "tensors", "load_format")),
     Seam(
         "sglang.srt.managers.tokenizer_manager", "TokenizerManager._discard_pending_req_states", ("self",)
@@ -118,13 +123,28 @@ CALLS = (
         _IO,
         "UpdateWeightsFromTensorReqInput",
         (),
-        ("serialized_named_tensors", "flush_cache", "disable_draft_model"),
+        ("serialized_named_tensors", "flush_cache", "disable_draft_model", "load_format"),
     ),
     Seam(
         "sglang.srt.sampling.sampling_params",
         "SamplingParams",
         (),
         ("max_new_tokens", "stop_token_ids"),
+    ),
+)
+
+# Arguments that the engine is started with.
+OPTIONS = Seam(
+    "sglang.srt.server_args",
+    "ServerArgs",
+    (),
+    (
+        *("model_path", "load_format", "skip_tokenizer_init", "dtype", "context_length", "max_running_requests"),
+        *("chunked_prefill_size", "tp_size", "enable_memory_saver", "sampling_backend", "log_level"),
+        *("mem_fraction_static", "speculative_algorithm", "speculative_draft_model_path"),
+        *("speculative_draft_load_format", "speculative_num_steps", "speculative_eagle_topk"),
+        *("speculative_num_draft_tokens", "speculative_adaptive", "speculative_adaptive_config"),
+        *("custom_weight_loader", "enable_draft_weights_cpu_backup"),
     ),
 )
 
@@ -148,5 +168,5 @@ RECORDS = (
 
 SEAMS = (
     *(SEEDS, BATCH_INFO, PLAIN, VERIFY, DRAFT_LOGITS, FORWARD, *DRAFTING),
-    *(STEPS, CONTROLLER, SCHEDULER, REGISTRY, *CALLS, *RECORDS),
+    *(STEPS, CONTROLLER, SCHEDULER, REGISTRY, *CALLS, OPTIONS, *RECORDS),
 )

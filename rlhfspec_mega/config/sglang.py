@@ -1,0 +1,89 @@
+"""Checks of rollout=sglang: what must be there, and what SGLang cannot do of what the torch engine can."""
+
+from __future__ import annotations
+
+from rlhfspec_mega.config.drafting import drafts
+from rlhfspec_mega.config.hardware import device_type, gpu_memory
+from rlhfspec_mega.config.reach import ray_address
+from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.rollout.sglang_engine import pins
+
+POLICIES = ("off", "adaptive", "fixed")
+COLOCATED_SHARE = 0.5  # of a GPU's memory, unless another is set
+INSTEAD = "use python train.py rollout=torch here"
+
+
+def uses_sglang(config: RunConfig) -> bool:
+    """Whether engines decode with SGLang."""
+    return config.rollout.engine == "sglang"
+
+
+def engine_gpus(config: RunConfig) -> int:
+    """Devices of one engine."""
+    return config.rollout.sglang.tensor_parallel if uses_sglang(config) else 1
+
+
+def engines_sleep(config: RunConfig) -> bool:
+    """Whether engines give their GPU memory back while the actor, on the same devices, trains."""
+    return uses_sglang(config) and config.rollout.sglang.sleep and config.placement.mode == "colocated"
+
+
+def memory_share(config: RunConfig) -> float | None:
+    """Share of each GPU's memory that an SGLang engine takes; None: what SGLang chooses, nearly all."""
+    rollout = config.rollout.sglang
+    return rollout.memory or (COLOCATED_SHARE if config.placement.mode == "colocated" else None)
+
+
+def check_sglang(config: RunConfig) -> None:
+    """Refuse rollout=sglang where SGLang is not, and options that it cannot follow.
+
+    Raises:
+        UserError: see above.
+    """
+    if not uses_sglang(config):
+        return
+    _check_there(config)
+    policy, tensor, cluster = config.drafting.policy, config.rollout.sglang.tensor_parallel, config.cluster
+    if drafts(config) and policy not in POLICIES:
+        raise UserError(
+            f"drafting={policy} is a policy of the torch engine; with rollout=sglang use drafting=adaptive, "
+            "drafting=fixed or drafting=off."
+        )
+    if config.trainer.deterministic:
+        raise UserError(
+            "trainer.deterministic=true cannot be kept by SGLang, whose batches depend on the clock: use rollout=torch."
+        )
+    if cluster.devices_per_node % tensor:
+        raise UserError(
+            f"rollout.sglang.tensor_parallel={tensor} does not divide cluster.devices_per_node="
+            f"{cluster.devices_per_node}, and an engine lives on one node: use a divisor."
+        )
+    if tensor > 1 and cluster.launcher == "ray":
+        raise UserError(
+            f"rollout.sglang.tensor_parallel={tensor} needs cluster.launcher=local: under Ray an engine has one GPU."
+        )
+
+
+def _check_there(config: RunConfig) -> None:
+    if ray_address(config.cluster):
+        return  # GPUs and packages are elsewhere: the workers look
+    missing = pins.missing()
+    if device_type(config.cluster) == "cpu":
+        found = "" if gpu_memory() else ", and torch finds none on this machine"
+        package = f"; besides, {missing}" if missing else ""
+        raise UserError(
+            f"rollout=sglang needs NVIDIA GPUs (cluster=1n1g, 1n8g, ...){found}{package}: {INSTEAD}."
+            if found
+            else f"rollout=sglang needs NVIDIA GPUs, but cluster.device=cpu: add cluster=1n1g, or {INSTEAD}."
+        )
+    if missing:
+        raise UserError(f"rollout=sglang cannot be used: {missing}; or {INSTEAD}.")
+
+
+def idle_sglang(config: RunConfig) -> dict[str, tuple[bool, str]]:
+    """For every option of SGLang whether nothing reads it in this run, and what would make it count."""
+    unused, apart = not uses_sglang(config), config.placement.mode == "separate"
+    idle = {f"rollout.sglang.{name}": (unused, "rollout=sglang") for name in ("tensor_parallel", "memory", "options")}
+    remedy = "placement=colocated" if apart and not unused else "rollout=sglang"
+    return idle | {"rollout.sglang.sleep": (unused or apart, remedy)}

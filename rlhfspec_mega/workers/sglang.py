@@ -1,0 +1,134 @@
+"""The worker of role engine that decodes with SGLang. Not run on a GPU yet."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig
+from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.planning.rollout_state import Throughput
+from rlhfspec_mega.rollout.migration.messages import Meeting
+from rlhfspec_mega.rollout.sglang_engine.control import DraftingControl
+from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
+from rlhfspec_mega.rollout.sglang_engine.launch import EngineSettings, counts_up_to, start
+from rlhfspec_mega.rollout.sglang_engine.profile import measure
+from rlhfspec_mega.rollout.sglang_engine.steps import FREE
+from rlhfspec_mega.types import DraftingTally
+from rlhfspec_mega.workers.scoring import ReferenceSettings
+from rlhfspec_mega.workers.serving import ServingEngine
+
+
+class SGLangEngineWorker(SGLangEngine, ServingEngine):
+    """An SGLangEngine that also receives weights, takes samples that began elsewhere, and scores finished ones.
+
+    Starts SGLang on the GPUs that it sees and measures its steps, which takes minutes.
+
+    Args:
+        model: Hugging Face directory of a model of this shape.
+        memory: share of a GPU's memory for weights and KV; None: SGLang's choice.
+        sleeps: gives its GPU memory back when told to.
+        draft: directory of an EAGLE-3 draft; None: plain decoding.
+        reference: what to score with; None: this engine does not.
+    """
+
+    turn_seconds = 0.01
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        config: RolloutConfig,
+        dtype: str,
+        model: Path,
+        memory: float | None,
+        sleeps: bool,
+        draft: Path | None = None,
+        drafting: DraftingConfig | None = None,
+        reference: ReferenceSettings | None = None,
+    ) -> None:
+        self._files = tempfile.TemporaryDirectory(prefix="rlhfspec_mega.sglang.")
+        directory, positions = Path(self._files.name), config.max_prompt_tokens + config.max_new_tokens
+        settings = EngineSettings(
+            model=model,
+            draft=draft,
+            counts=draft_counts(drafting) if draft and drafting else (0,),
+            collapse_ratio=drafting.collapse_ratio if drafting else 0.0,
+            slots=config.slots,
+            max_positions=positions,
+            prefill_chunk=config.prefill_chunk,
+            dtype=dtype,
+            tensor_parallel=config.sglang.tensor_parallel,
+            memory=memory,
+            sleeps=sleeps,
+            options=config.sglang.options,
+        )
+        engine = start(settings, directory)
+        super().__init__(engine, config.slots, positions)
+        self._control = DraftingControl(engine, directory) if draft else None
+        self._profile = measure(
+            engine,
+            settings.counts,
+            self._control.force if self._control else _nothing_to_force,
+            slots=config.slots,
+            length=positions // 2,
+            vocabulary=shape.vocab_size,
+        )
+        if self._control:
+            self._control.learn_costs(self._profile.table)
+            self._control.force(FREE)
+        self._accepted = 0.0  # draft tokens per step of a sample with draft tokens, lately
+        if reference is not None:
+            self.hold_reference(reference, positions, "cuda")
+
+    def pace(self, temperature: float) -> Throughput:
+        """From the steps measured at start and the acceptance of late, taken to be alike at every depth."""
+        table, chance = self._profile.table, self._accepted / (1.0 + self._accepted)
+        tokens = [1.0 + sum(chance**depth for depth in range(1, count + 1)) for count in table.counts]
+        best = (min(t / n for t, n in zip(row, tokens, strict=True)) for row in table.seconds)
+        return Throughput(table.batches, tuple(best))
+
+    def meet(self, temperature: float) -> Meeting:
+        """As ServingEngine's; a sample that moves is prefilled at its destination."""
+        meeting, prefill = super().meet(temperature), self._profile.prefill_seconds
+        return meeting._replace(prefill_seconds=prefill, copy_seconds=prefill / 2)
+
+    def clear(self) -> None:
+        """Forget every sample, and those on their way here and from here."""
+        super().clear()
+        self.forget_moves()
+
+    def end_update(self, version: int) -> None:
+        """Make weights live; the draft is watched anew."""
+        super().end_update(version)
+        if self._control:
+            self._control.weights_changed()
+
+    def take_tally(self) -> DraftingTally | None:
+        """What speculation did since the last call; None without a draft."""
+        if self._control is None:
+            return None
+        tally = self._control.take_tally()
+        if tally.drafted_sample_steps:
+            self._accepted = tally.accepted / tally.drafted_sample_steps
+        return tally
+
+    def drafting_state(self) -> dict[str, Any] | None:
+        """None: costs are measured anew at every start, and acceptance is learnt within seconds."""
+        return None
+
+    def sleep(self) -> None:
+        """As SGLangEngine's; this process gives back what its scoring has left, too."""
+        super().sleep()
+        torch.cuda.empty_cache()
+
+
+def draft_counts(drafting: DraftingConfig) -> tuple[int, ...]:
+    """Numbers of draft tokens that a policy lets SGLang choose from."""
+    return (drafting.depth,) if drafting.policy == "fixed" else counts_up_to(drafting.max_depth)
+
+
+def _nothing_to_force(steps: int) -> None:
+    """An engine that decodes plainly."""

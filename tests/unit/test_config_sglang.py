@@ -1,0 +1,79 @@
+"""rollout=sglang: refused in one sentence where it cannot run, its options checked where it can."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhfspec_mega.config import checks, hardware, sglang
+from rlhfspec_mega.planning.memory import GIB
+from rlhfspec_mega.rollout.sglang_engine import pins
+from tests.unit.test_config import load, refusal
+
+ROOT = Path(__file__).resolve().parents[2]
+GPUS = "rollout=sglang", "cluster=1n8g", "cluster.device=cuda"
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> str:
+    return f"output_dir={tmp_path}/outputs"
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with eight GPUs of 80 GiB and SGLang."""
+    for module in (hardware, checks, sglang):
+        monkeypatch.setattr(module, "gpu_memory", lambda: (80 * GIB,) * 8)
+    monkeypatch.setattr(pins, "missing", lambda: None)
+
+
+def test_without_a_gpu_one_sentence_says_what_is_missing_and_what_to_do(tmp_path: Path) -> None:
+    """From the command line; quick, as neither torch nor SGLang is imported for it."""
+    command = [sys.executable, "-X", "importtime", str(ROOT / "train.py"), "rollout=sglang"]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert found.returncode == 2
+    (sentence,) = (line for line in found.stderr.splitlines() if not line.startswith("import time:"))
+    assert not re.search(r"\| +(torch|sglang)$", found.stderr, re.MULTILINE)
+    for words in ("needs NVIDIA GPUs", "sglang is not installed", "pip install", "python train.py rollout=torch"):
+        assert words in sentence
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("drafting=uniform", "use drafting=adaptive, drafting=fixed or drafting=off"),
+        ("trainer.deterministic=true", "cannot be kept by SGLang"),
+        ("rollout.sglang.tensor_parallel=3", "use a divisor"),
+        ("rollout.sglang.memory=1.5", "is out of range: it must be above 0 and below 1"),
+        ("drafting.width=2", "drafting.width=2 has no effect here: add rollout=torch"),
+        ("drafting=fixed drafting.tokens=4", "drafting.tokens=4 has no effect here: add rollout=torch"),
+        ("placement=separate rollout.sglang.sleep=false", "no effect here: add placement=colocated"),
+        ("rollout.engines=8 rollout.sglang.tensor_parallel=2", "use at most 4"),
+    ],
+)
+def test_what_sglang_cannot_do(overrides: str, words: str, out: str, gpus: None) -> None:
+    assert words in refusal(*GPUS, *overrides.split(), out)
+
+
+@pytest.mark.parametrize("option", ["tensor_parallel=2", "memory=0.4", "sleep=false", "options.page_size=1"])
+def test_options_of_sglang_count_with_it_only(option: str, out: str) -> None:
+    plus = "+" if option.startswith("options") else ""
+    assert "has no effect here: add rollout=sglang" in refusal(f"{plus}rollout.sglang.{option}", out)
+
+
+def test_engines_of_several_gpus(out: str, gpus: None) -> None:
+    given = (*GPUS, "rollout.sglang.tensor_parallel=2", out)
+    sizes = checks.check_config(load(*given))
+    assert (sizes.engines, sizes.devices) == (4, 8)
+    apart = load(*given, "placement=separate", "actor.data_parallel=1")
+    assert checks.check_config(apart).engines == 3 and not sglang.engines_sleep(apart)
+
+
+def test_without_sglang_the_package_is_named(out: str, gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pins, "missing", lambda: "sglang 0.5.22 is installed and the hooks are for 0.5.17: pip ...")
+    assert "sglang 0.5.22 is installed" in refusal(*GPUS, out)

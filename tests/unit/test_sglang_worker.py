@@ -1,0 +1,184 @@
+"""The worker around SGLang's engine, over the stand-in: start, profile, drafting, weights, migration, sleep."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import make_dataclass, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig, SGLangConfig
+from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.planning.throughput import seconds_per_token
+from rlhfspec_mega.rollout.migration.messages import MigrationOrder, Orders
+from rlhfspec_mega.rollout.protocol import SampleSnapshot
+from rlhfspec_mega.rollout.sglang_engine import pins
+from rlhfspec_mega.rollout.sglang_engine.launch import arguments, counts_up_to
+from rlhfspec_mega.rollout.sglang_engine.profile import batches_up_to
+from rlhfspec_mega.rollout.sglang_engine.seams import OPTIONS
+from rlhfspec_mega.types import EngineReport, WeightTarget
+from rlhfspec_mega.workers.sglang import SGLangEngineWorker, draft_counts
+from tests.sglang_fake import FakeEngine
+from tests.unit.test_sglang_engine import load, request, wanted
+
+SHAPE = ModelShape(
+    architecture="llama",
+    hidden_size=8,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    ffn_size=8,
+    vocab_size=23,
+    max_positions=64,
+    rope_theta=1e4,
+    norm_eps=1e-5,
+    tie_embeddings=True,
+)
+LIMITS = {"slots": 4, "max_prompt_tokens": 8, "max_new_tokens": 50}
+
+
+@pytest.fixture(autouse=True)
+def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """SGLang's modules, with the stand-in for its engine."""
+    monkeypatch.setattr(pins, "missing", lambda: None)
+    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    modules: dict[str, dict[str, Any]] = {
+        "sglang": {"Engine": FakeEngine},
+        "sglang.srt": {},
+        "sglang.srt.managers": {},
+        "sglang.srt.managers.io_struct": {"UpdateWeightsFromTensorReqInput": SimpleNamespace},
+        "sglang.srt.server_args": {"ServerArgs": make_dataclass("ServerArgs", [*OPTIONS.attributes, "page_size"])},
+    }
+    for name, content in modules.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    yield
+
+
+def make(tmp_path: Path, policy: str = "off", **options: Any) -> SGLangEngineWorker:
+    config = RolloutConfig(engine="sglang", sglang=SGLangConfig(options=options), **LIMITS)  # type: ignore[arg-type]
+    draft = None if policy == "off" else tmp_path / "draft"
+    drafting = DraftingConfig(policy=policy, max_depth=3, depth=2)
+    return SGLangEngineWorker(SHAPE, config, "float32", tmp_path / "model", 0.5, True, draft, drafting)
+
+
+def fake(worker: SGLangEngineWorker) -> FakeEngine:
+    engine = worker._engine
+    assert isinstance(engine, FakeEngine)
+    return engine
+
+
+def finish(worker: SGLangEngineWorker, count: int) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    while len(found) < count:
+        found |= {result.sample_id: result.tokens for result in worker.advance([], 0.01).finished}
+    return found
+
+
+def snapshots(count: int) -> list[SampleSnapshot]:
+    return [SampleSnapshot(request(number), [], [], []) for number in range(count)]
+
+
+@pytest.mark.parametrize("policy", ["off", "fixed", "adaptive"])
+def test_it_starts_measures_and_decodes(policy: str, tmp_path: Path) -> None:
+    worker = make(tmp_path, policy, page_size=1)
+    started = fake(worker).arguments
+    assert started["page_size"] == 1 and started["context_length"] > 58 and started["load_format"] == "dummy"
+    assert started.keys() - {"page_size"} <= set(OPTIONS.attributes)
+    table = worker._profile.table
+    assert table.counts == {"off": (0,), "fixed": (2,), "adaptive": (0, 1, 2, 3)}[policy]
+    assert table.batches == batches_up_to(4) == (1, 2, 4)
+    assert all(0.0005 < seconds < 0.2 for row in table.seconds for seconds in row), "an output takes a millisecond"
+    load(worker, 0)
+    worker.advance(snapshots(6), 0.0)
+    assert finish(worker, 6) == {f"s{number}": wanted(request(number)) for number in range(6)}
+    tally = worker.take_tally()
+    if policy == "off":
+        assert tally is None and "speculative_algorithm" not in started
+    else:
+        assert tally is not None and 0 < tally.accepted <= tally.verified
+        assert worker.take_tally() != tally, "every figure counts once"
+    assert (seconds_per_token(worker.pace(1.0), torch.arange(1, 9).numpy()) > 0).all()
+
+
+def test_what_was_accepted_makes_it_quicker(tmp_path: Path) -> None:
+    worker = make(tmp_path, "fixed")
+    before = worker.pace(1.0)
+    load(worker, 0)
+    load(worker, 1, WeightTarget.DRAFT)
+    worker.advance(snapshots(4), 0.0)
+    finish(worker, 4)
+    worker.take_tally()
+    assert all(now < then for now, then in zip(worker.pace(1.0).seconds, before.seconds, strict=True))
+
+
+def test_an_option_that_sglang_does_not_know_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"rollout\.sglang\.options has nonsense, which sglang"):
+        make(tmp_path, nonsense=1)
+
+
+def test_samples_move_as_tokens(tmp_path: Path) -> None:
+    """To and fro, while they decode; every sample comes back once with its own tokens."""
+    workers = [make(tmp_path), make(tmp_path)]
+    for worker in workers:
+        fake(worker)._pace = 1
+        load(worker, 0)
+    meetings = [worker.meet(1.0) for worker in workers]
+    assert all(0 < meeting.copy_seconds < meeting.prefill_seconds < 1 for meeting in meetings)
+    requests = [replace(request(number), stop_tokens=()) for number in range(12)]
+    samples = [SampleSnapshot(one, [], [], []) for one in requests]
+    reports: list[EngineReport] = [workers[0].advance(samples, 0.0, Orders())]
+    for turn in range(2000):
+        source = turn // 3 % 2
+        moving = [name for name in workers[source]._held if turn % 3 == 0][:3]
+        for rank, worker in enumerate(workers):
+            orders = Orders(expects=True)
+            if rank == source:
+                orders.moves = [MigrationOrder(name, meetings[1 - source].address) for name in moving]
+            reports.append(worker.advance([], 0.004, orders))
+        finished = [result for report in reports for result in report.finished]
+        if len(finished) == 12:
+            break
+    assert sorted((result.sample_id, result.tokens) for result in finished) == sorted(
+        (one.sample_id, wanted(one)) for one in requests
+    )
+    assert sum(len(report.migration.arrived) for report in reports) >= 4
+    landings = [landing for report in reports for landing in report.migration.landings]
+    assert landings and all(landing.settled_bytes == landing.delta_bytes == 0 for landing in landings)
+    for worker in workers:
+        worker.clear()
+        worker.leave()
+
+
+def test_it_sleeps_and_is_woken_by_weights(tmp_path: Path) -> None:
+    worker = make(tmp_path)
+    load(worker, 0)
+    worker.sleep()
+    assert fake(worker).tokenizer_manager.asleep
+    load(worker, 1)
+    worker.advance(snapshots(2), 0.0)
+    assert len(finish(worker, 2)) == 2
+
+
+def test_numbers_of_draft_tokens() -> None:
+    assert counts_up_to(1) == (0, 1) and counts_up_to(4) == (0, 1, 2, 3, 4)
+    assert counts_up_to(8) == (0, 1, 2, 3, 5, 8)
+    assert draft_counts(DraftingConfig(policy="fixed", depth=5)) == (5,)
+
+
+def test_the_table_and_the_tally_are_files_of_its_own(tmp_path: Path) -> None:
+    one, other = make(tmp_path, "adaptive"), make(tmp_path, "adaptive")
+    first, second = Path(one._files.name), Path(other._files.name)
+    assert first != second
+    assert json.loads((first / "table.json").read_text())["counts"] == [0, 1, 2, 3]
+    assert str(first) in fake(one).arguments["speculative_adaptive_config"]
+    assert arguments.__module__
