@@ -3,8 +3,10 @@
     python -m benchmarks.freshness [--steps 60] [--seeds 1]
 
 The policy moves away from what the draft imitates, and a refresh follows it. Every variant is a whole run of train.py
-(the demo's configuration, `trainer.eval_every=0`), one after the other; tokens per step are those of each fifth of the
-run. Prints a table; the last line is one JSON object: last fifth over first fifth, with the refresh and without.
+(the demo's configuration, `trainer.eval_every=0`), one after the other, under drafting=fixed: the same number of draft
+tokens in every step, so that nothing but the draft changes what a step yields. The samples of both are the same, as no
+draft changes a token. Prints tokens per step of each fifth of the run; the last line is one JSON object: last fifth
+over first fifth, with the refresh and without, and in the last fifth the one over the other.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from rlhfspec_mega.observe.drafting import drafting_figures
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
 PARTS = 5
-VARIANTS: Mapping[str, tuple[str, ...]] = {"refreshed": (), "left alone": ("drafting.refresh_every=0",)}
+FIXED = "drafting=fixed"
+VARIANTS: Mapping[str, tuple[str, ...]] = {"refreshed": (FIXED,), "left alone": (FIXED, "drafting.refresh_every=0")}
 
 
 def run(output: Path, name: str, steps: int, seed: int, options: Sequence[str]) -> list[dict[str, Any]]:
@@ -73,6 +76,9 @@ def main() -> None:
     for variant in VARIANTS:
         shares = [e["tokens_per_step"][-1] / e["tokens_per_step"][0] for e in found if e["variant"] == variant]
         summary[f"last_over_first_{variant.replace(' ', '_')}"] = round(sum(shares) / len(shares), 4)
+    last = {variant: [e["tokens_per_step"][-1] for e in found if e["variant"] == variant] for variant in VARIANTS}
+    gains = [new / old for new, old in zip(last["refreshed"], last["left alone"], strict=True)]
+    summary["last_fifth_refreshed_over_left_alone"] = round(sum(gains) / len(gains), 4)
     conditions = {"steps": arguments.steps, "cores": os.cpu_count(), "model": "the default of train.py"}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps({"runs": found, "conditions": conditions, "summary": summary}) + "\n", "utf-8")
