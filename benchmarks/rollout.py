@@ -36,7 +36,7 @@ from rlhfspec_mega.simulate.workload import LENGTH_LAWS, draw_workload
 from rlhfspec_mega.types import GenerationRequest
 
 RESULTS = Path(__file__).parent / "results"
-SAMPLES, MEMBERS, LONGEST, PROMPT = 48, 4, 150, 120
+SAMPLES, MEMBERS, LONGEST, PROMPT = 96, 4, 150, 120  # six samples a slot, as a run of many has
 SCALES = {"chat": 0.26, "reasoning": 0.023}
 STARTS = ("even", "skewed")
 FIRST_SEED = 5000  # of the lengths: others than those that anything was tried on
