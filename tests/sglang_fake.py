@@ -6,16 +6,22 @@ tests/contract/test_sglang_seams.py holds the names that it has against those of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from types import SimpleNamespace
+import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import make_dataclass
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from rlhfspec_mega.rollout.sglang_engine import control
+from rlhfspec_mega.rollout.sglang_engine import control, kv, pins
+from rlhfspec_mega.rollout.sglang_engine.seams import OPTIONS
 from rlhfspec_mega.rollout.sglang_engine.steps import ProfiledSteps
 
 STOP = 0
+SLOTS, REQUESTS, POSITIONS, LAYERS, SIZE = 1 << 15, 200, 1024, 2, 4
+KNOWN = ("attention_backend", "grammar_backend")  # further arguments that the real one takes
 
 
 def token_at(seed: int, index: int) -> int:
@@ -46,6 +52,132 @@ class FakeManager:
         return (False, "no memory") if self.refuses else (True, "")
 
 
+class FakePool:
+    """KV by slot: k and v of every layer, [slots, heads, size]."""
+
+    def __init__(self, layers: int, heads: int, size: int) -> None:
+        self.k_buffer = [torch.zeros(SLOTS, heads, size) for _ in range(layers)]
+        self.v_buffer = [torch.zeros(SLOTS, heads, size) for _ in range(layers)]
+
+    def fill(self, slots: torch.Tensor, tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """What a pass over these tokens would write."""
+        for layer, buffers in enumerate(zip(self.k_buffer, self.v_buffer, strict=True)):
+            for kind, buffer in enumerate(buffers):
+                buffer[slots] = self._values(tokens, positions, layer, kind)
+
+    def holds(self, slots: torch.Tensor, tokens: Sequence[int]) -> bool:
+        """Whether that is what is there, for tokens from the first on."""
+        return all(
+            torch.equal(buffer[slots], self._values(tokens, range(len(tokens)), layer, kind))
+            for layer, buffers in enumerate(zip(self.k_buffer, self.v_buffer, strict=True))
+            for kind, buffer in enumerate(buffers)
+        )
+
+    def _values(self, tokens: Sequence[int], positions: Sequence[int], layer: int, kind: int) -> torch.Tensor:
+        heads, size = self.k_buffer[0].shape[1:]
+        own = torch.arange(heads * size).view(heads, size) + 1000.0 * (2 * layer + kind)
+        return own + 0.001 * (torch.tensor(tokens) + 100.0 * torch.tensor(positions))[:, None, None]
+
+
+class FakeTree:
+    """SGLang's radix cache, with pages of one token; keys are tokens, or pairs of neighbours beside a draft."""
+
+    def __init__(self, is_eagle: bool) -> None:
+        self.is_eagle, self.known = is_eagle, dict[tuple[int, ...], int]()
+
+    def insert(self, params: Any) -> Any:
+        tokens, bigram = list(params.key.token_ids), params.key.is_bigram
+        assert bigram == self.is_eagle and len(tokens) - bigram == len(params.value)
+        ends = range(1 + bigram, len(tokens) + 1)
+        known = sum(tuple(tokens[:end]) in self.known for end in ends)
+        for end, slot in zip(ends, params.value.tolist(), strict=True):
+            self.known.setdefault(tuple(tokens[:end]), slot)
+        return SimpleNamespace(prefix_len=known)
+
+    def match(self, tokens: Sequence[int]) -> list[int]:
+        """Slots of the longest known prefix."""
+        found: list[int] = []
+        while (slot := self.known.get(tuple(tokens[: len(found) + 1 + self.is_eagle]))) is not None:
+            found.append(slot)
+            if len(found) + self.is_eagle == len(tokens):
+                break
+        return found
+
+
+class FakeAllocator:
+    """SGLang's allocator of slots."""
+
+    def __init__(self) -> None:
+        self._free, self._taken = list(range(SLOTS)), set[int]()
+
+    def available_size(self) -> int:
+        return len(self._free)
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        if need_size > len(self._free):
+            return None
+        taken = [self._free.pop() for _ in range(need_size)]
+        self._taken |= set(taken)
+        return torch.tensor(taken, dtype=torch.int64)
+
+    def free(self, free_index: torch.Tensor) -> None:
+        for slot in free_index.tolist():
+            self._taken.remove(slot)  # KeyError: freed twice
+            self._free.append(slot)
+
+
+class FakeScheduler:
+    """One rank's scheduler, as far as the plug-in's methods look into it."""
+
+    def __init__(self, rank: int = 0, drafts: bool = False, heads: int = 1) -> None:
+        self.ps = SimpleNamespace(tp_rank=rank)
+        pool = SimpleNamespace(token_to_kv_pool=FakePool(LAYERS, heads, SIZE))
+        self.tp_worker = SimpleNamespace(model_runner=pool)
+        self.draft_worker = None
+        if drafts:
+            runner = SimpleNamespace(token_to_kv_pool=FakePool(1, heads, SIZE))
+            self.draft_worker = SimpleNamespace(draft_worker=SimpleNamespace(draft_runner=runner))
+        self.running_batch = SimpleNamespace(reqs=list[Any]())
+        self.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros(REQUESTS, POSITIONS, dtype=torch.int32))
+        self.token_to_kv_pool_allocator, self.tree_cache = FakeAllocator(), FakeTree(drafts)
+        self.prefilled = 0
+        control.attach(self)
+        kv.attach(self)
+
+    def begin(self, rid: str, tokens: Sequence[int]) -> Any:
+        """A request is prefilled but for what is known; that must be what a pass would have written."""
+        known = self.tree_cache.match(tokens)[: len(tokens) - 1]
+        for pool in kv.pools(self).values():
+            assert pool.holds(torch.tensor(known, dtype=torch.int64), tokens[: len(known)])
+        self.prefilled += len(tokens) - len(known)
+        taken = {request.req_pool_idx for request in self.running_batch.reqs}
+        place = next(place for place in range(REQUESTS) if place not in taken)
+        self.req_to_token_pool.req_to_token[place, : len(known)] = torch.tensor(known)
+        request = SimpleNamespace(
+            rid=rid, req_pool_idx=place, kv_committed_len=len(known), known=len(known), ended=False
+        )
+        request.finished = lambda: request.ended
+        self.running_batch.reqs.append(request)
+        self.commit(request, tokens)
+        return request
+
+    def commit(self, request: Any, tokens: Sequence[int]) -> None:
+        """The KV of these tokens, all that the request has, is there."""
+        first, last = request.kv_committed_len, len(tokens)
+        slots = self.token_to_kv_pool_allocator.alloc(last - first)
+        assert slots is not None
+        self.req_to_token_pool.req_to_token[request.req_pool_idx, first:last] = slots
+        for pool in kv.pools(self).values():
+            pool.fill(slots, tokens[first:last], range(first, last))
+        request.kv_committed_len = last
+
+    def end(self, request: Any) -> None:
+        request.ended = True
+        self.running_batch.reqs.remove(request)
+        row = self.req_to_token_pool.req_to_token[request.req_pool_idx]
+        self.token_to_kv_pool_allocator.free(row[request.known : request.kv_committed_len].long())
+
+
 class FakeEngine:
     """Requests that gain up to `pace` tokens per output; one that drafts gains what its number of draft tokens allows.
 
@@ -62,16 +194,15 @@ class FakeEngine:
         self.arguments = arguments
         self._pace = pace
         self._steps: ProfiledSteps | None = None
-        if arguments.get("speculative_adaptive"):
+        if "speculative_adaptive_config" in arguments:
             self._steps = ProfiledSteps(arguments["speculative_num_steps"], arguments["speculative_adaptive_config"])
-        self._scheduler = SimpleNamespace(ps=SimpleNamespace(tp_rank=0))
-        control.attach(self._scheduler)
+        self.scheduler = FakeScheduler(drafts="speculative_algorithm" in arguments)
 
     def __del__(self) -> None:
         self.loop.close()
 
     def collective_rpc(self, method: str, **parameters: Any) -> None:
-        getattr(self._scheduler, method)(**parameters)
+        getattr(self.scheduler, method)(**parameters)
 
     def release_memory_occupation(self, tags: list[str]) -> None:
         assert self.tokenizer_manager.running == 0, "the real one ends the scheduler"
@@ -81,26 +212,32 @@ class FakeEngine:
         for tag in tags:
             self.tokenizer_manager.asleep.remove(tag)
 
-    async def async_generate(self, **given: Any) -> AsyncIterator[dict[str, Any]]:
-        assert given["stream"] and not self.tokenizer_manager.asleep
+    def shutdown(self) -> None: ...
+
+    async def async_generate(self, **given: Any) -> Any:
+        """An iterator of outputs, or without `stream` the last one."""
+        assert not self.tokenizer_manager.asleep
         self.requests.append(given)
-        return self._outputs(given["input_ids"], given["sampling_params"], given["rid"])
+        outputs = self._outputs(given["input_ids"], given["sampling_params"], given["rid"])
+        return outputs if given.get("stream") else [output async for output in outputs][-1]
 
     async def _outputs(self, prompt: list[int], params: dict[str, Any], rid: str) -> AsyncIterator[dict[str, Any]]:
         tokens: list[int] = []
         self.tokenizer_manager.running += 1
+        request = self.scheduler.begin(rid, prompt)
         try:
             while True:
                 reason = None
                 await asyncio.sleep(0.001)
                 for _ in range(self._gain()):
-                    tokens.append(token_at(params["sampling_seed"], len(prompt) + len(tokens)))
+                    tokens.append(token_at(params.get("sampling_seed", 0), len(prompt) + len(tokens)))
                     if tokens[-1] in params.get("stop_token_ids", ()):
                         reason = {"type": "stop", "matched": tokens[-1]}
                     elif len(tokens) == params["max_new_tokens"]:
                         reason = {"type": "length", "length": len(tokens)}
                     if reason:
                         break
+                self.scheduler.commit(request, [*prompt, *tokens][:-1])
                 reason = self.reason or reason
                 pairs = [(-0.01 * token, token, None) for token in tokens]
                 meta = {"output_token_logprobs": pairs[self.loses_logprobs :], "finish_reason": reason}
@@ -108,6 +245,7 @@ class FakeEngine:
                 if reason:
                     return
         finally:
+            self.scheduler.end(request)
             self.loop.call_later(0.005, self._left)  # an aborted request runs a few more steps
 
     def _gain(self) -> int:
@@ -123,3 +261,28 @@ class FakeEngine:
 
     def _serialize_tensors_per_rank(self, tensors: list[tuple[str, torch.Tensor]], load_format: str | None) -> Any:
         return [{name: tensor.clone() for name, tensor in tensors}]
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's modules as far as this package imports them, with the stand-in for its engine."""
+    monkeypatch.setattr(pins, "missing", lambda: None)
+    monkeypatch.setenv("SGLANG_PLUGINS", "")  # so that what is set meanwhile is undone
+    modules: dict[str, dict[str, Any]] = {
+        "sglang": {"Engine": FakeEngine},
+        "sglang.srt": {},
+        "sglang.srt.managers": {},
+        "sglang.srt.managers.io_struct": {"UpdateWeightsFromTensorReqInput": SimpleNamespace},
+        "sglang.srt.mem_cache": {},
+        "sglang.srt.mem_cache.base_prefix_cache": {"InsertParams": SimpleNamespace},
+        "sglang.srt.mem_cache.radix_cache": {"RadixKey": _key},
+        "sglang.srt.server_args": {"ServerArgs": make_dataclass("ServerArgs", [*OPTIONS.attributes, *KNOWN])},
+    }
+    for name, content in modules.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def _key(token_ids: Any, extra_key: str | None = None, is_bigram: bool = False) -> Any:
+    assert extra_key is None
+    return SimpleNamespace(token_ids=token_ids, is_bigram=is_bigram)

@@ -183,7 +183,7 @@ def write_directory(
             for file in _TOKENIZER_FILES:
                 if (Path(source) / file).exists():
                     shutil.copy(Path(source) / file, partial / file)
-        write_json(partial / CONFIG, _config_of(shape, dtype, source_config))
+        write_json(partial / CONFIG, config_of(shape, dtype, source_config))
 
 
 def _write_weights(partial: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> str:
@@ -232,7 +232,7 @@ def _checked(shape: ModelShape, tensors: Iterable[tuple[str, Tensor]]) -> Iterat
         raise RunError(f"Export did not get {listed(list(wanted))}.")
 
 
-def _config_of(shape: ModelShape, dtype: str, source_config: dict[str, Any]) -> dict[str, Any]:
+def config_of(shape: ModelShape, dtype: str, source_config: dict[str, Any]) -> dict[str, Any]:
     """config.json of a shape."""
     config = {
         "architectures": [_CLASSES[shape.architecture]],

@@ -52,7 +52,13 @@ class SampleSnapshot:
 
 
 class RolloutEngine(Protocol):
-    """One generation engine. Calls come from one thread; decoding happens only inside `poll`."""
+    """One generation engine. Calls come from one thread; decoding happens only inside `poll`.
+
+    Attributes:
+        least_copy: bytes of KV to ask for at once: of fewer the call costs more than the copy.
+    """
+
+    least_copy: int
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue samples. Raises UserError for a sample that can never fit (prompt + response over the KV length)."""
@@ -108,7 +114,10 @@ class RolloutEngine(Protocol):
         """Of the KV of a sample of so many tokens."""
 
     def settled_kv(self, sample_id: str, part: str, first: int, last: int) -> torch.Tensor:
-        """View [layers, 2, kv_heads, last - first, head_dim] of a decoding sample's KV, valid until the next step."""
+        """[layers, 2, kv_heads, last - first, head_dim] of a decoding sample's KV, valid until the next step.
+
+        Fewer positions of one that has just ended, in an engine that decodes between two polls.
+        """
 
     def export_sample(self, sample_id: str, with_kv: bool = True) -> SampleSnapshot:
         """State of an unfinished sample; it is removed from this engine.

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig
+from rlhfspec_mega.models.draft_directory import read_draft_shape
+from rlhfspec_mega.models.draft_shape import DraftShape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.rollout_state import Throughput
 from rlhfspec_mega.rollout.migration.messages import Meeting
 from rlhfspec_mega.rollout.sglang_engine.control import DraftingControl
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
+from rlhfspec_mega.rollout.sglang_engine.kv import DRAFT, TARGET, KvAccess
 from rlhfspec_mega.rollout.sglang_engine.launch import EngineSettings, counts_up_to, start
 from rlhfspec_mega.rollout.sglang_engine.profile import measure
 from rlhfspec_mega.rollout.sglang_engine.steps import FREE
 from rlhfspec_mega.types import DraftingTally
 from rlhfspec_mega.workers.scoring import ReferenceSettings
 from rlhfspec_mega.workers.serving import ServingEngine
+
+MEMORY = Path("/dev/shm")  # a file system in memory, on Linux
 
 
 class SGLangEngineWorker(SGLangEngine, ServingEngine):
@@ -66,7 +72,14 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
             options=config.sglang.options,
         )
         engine = start(settings, directory)
-        super().__init__(engine, config.slots, positions)
+        shapes = kv_shapes(shape, read_draft_shape(draft, shape) if draft else None)
+        kv = None
+        if divides(config.sglang.tensor_parallel, shapes):
+            self._shared = tempfile.TemporaryDirectory(
+                prefix="rlhfspec_mega.kv.", dir=MEMORY if MEMORY.is_dir() else None
+            )
+            kv = KvAccess(engine, Path(self._shared.name), shapes, dtype, config.sglang.tensor_parallel)
+        super().__init__(engine, config.slots, positions, kv)
         self._control = DraftingControl(engine, directory) if draft else None
         self._profile = measure(
             engine,
@@ -91,9 +104,10 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
         return Throughput(table.batches, tuple(best))
 
     def meet(self, temperature: float) -> Meeting:
-        """As ServingEngine's; a sample that moves is prefilled at its destination."""
+        """As ServingEngine's; where KV cannot be copied, a sample that moves is prefilled."""
         meeting, prefill = super().meet(temperature), self._profile.prefill_seconds
-        return meeting._replace(prefill_seconds=prefill, copy_seconds=prefill / 2)
+        copy = min(meeting.copy_seconds, prefill / 2) if self._kv else prefill / 2
+        return meeting._replace(prefill_seconds=prefill, copy_seconds=copy)
 
     def clear(self) -> None:
         """Forget every sample, and those on their way here and from here."""
@@ -123,6 +137,17 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
         """As SGLangEngine's; this process gives back what its scoring has left, too."""
         super().sleep()
         torch.cuda.empty_cache()
+
+
+def kv_shapes(shape: ModelShape, draft: DraftShape | None) -> dict[str, tuple[int, int, int]]:
+    """Layers, key-value heads and head size of target and draft, which has one layer."""
+    found = {TARGET: (shape.num_layers, shape.num_kv_heads, shape.head_dim)}
+    return found | ({DRAFT: (1, draft.num_kv_heads, draft.head_dim)} if draft else {})
+
+
+def divides(ranks: int, shapes: Mapping[str, tuple[int, int, int]]) -> bool:
+    """Whether each rank has heads of its own: otherwise some are kept by several ranks."""
+    return all(heads % ranks == 0 for _, heads, _ in shapes.values())
 
 
 def draft_counts(drafting: DraftingConfig) -> tuple[int, ...]:

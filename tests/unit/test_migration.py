@@ -229,7 +229,7 @@ def test_the_source_decodes_on_and_a_sample_is_whole_where_it_lands() -> None:
 
 
 def test_a_sample_that_ends_while_it_is_copied_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(departures, "LEAST_BYTES", 1)  # copying takes longer than the sample lasts
+    monkeypatch.setattr(TorchEngineWorker, "least_copy", 1)  # copying takes longer than the sample lasts
     monkeypatch.setattr(departures, "COPY_SHARE", 0.0)
     first, second, requests = begin(1, tokens=3)
     reports = [first.advance([], 0.0, order(second, requests[0]))]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +14,7 @@ from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.ledger import Ledger, Purpose
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
-from rlhfspec_mega.rollout.sglang_engine import pins, weights
+from rlhfspec_mega.rollout.sglang_engine import weights
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.types import (
     EngineReport,
@@ -29,7 +26,7 @@ from rlhfspec_mega.types import (
     WeightTarget,
 )
 from tests.engine_pool import Pool
-from tests.sglang_fake import STOP, FakeEngine, token_at
+from tests.sglang_fake import STOP, FakeEngine, install, token_at
 
 INFOS = [TensorInfo("a", (4, 3), "float32"), TensorInfo("b", (5,), "bfloat16")]
 
@@ -47,15 +44,8 @@ def wanted(one: GenerationRequest) -> list[int]:
 
 
 @pytest.fixture(autouse=True)
-def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The one class of SGLang that the engine makes itself."""
-    monkeypatch.setattr(pins, "missing", lambda: None)
-    module = ModuleType("io_struct")
-    module.UpdateWeightsFromTensorReqInput = SimpleNamespace  # type: ignore[attr-defined]
-    for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", module)
-    yield
+def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
 
 
 def load(engine: SGLangEngine, version: int, target: WeightTarget = WeightTarget.ACTOR) -> dict[str, torch.Tensor]:

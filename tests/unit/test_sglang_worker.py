@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
-from dataclasses import make_dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,23 +14,25 @@ import torch
 
 from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig, SGLangConfig
 from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.models.draft_directory import draft_tensors, write_draft
+from rlhfspec_mega.models.draft_shape import draft_shape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.throughput import seconds_per_token
 from rlhfspec_mega.rollout.migration.messages import MigrationOrder, Orders
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
-from rlhfspec_mega.rollout.sglang_engine import pins
+from rlhfspec_mega.rollout.sglang_engine.kv import KvAccess, pools
 from rlhfspec_mega.rollout.sglang_engine.launch import arguments, counts_up_to
 from rlhfspec_mega.rollout.sglang_engine.profile import batches_up_to
 from rlhfspec_mega.rollout.sglang_engine.seams import OPTIONS
 from rlhfspec_mega.types import EngineReport, WeightTarget
 from rlhfspec_mega.workers.sglang import SGLangEngineWorker, draft_counts
-from tests.sglang_fake import FakeEngine
+from tests.sglang_fake import LAYERS, SIZE, SLOTS, FakeEngine, FakeScheduler, install
 from tests.unit.test_sglang_engine import load, request, wanted
 
 SHAPE = ModelShape(
     architecture="llama",
     hidden_size=8,
-    num_layers=1,
+    num_layers=2,
     num_heads=2,
     num_kv_heads=1,
     head_dim=4,
@@ -46,27 +47,16 @@ LIMITS = {"slots": 4, "max_prompt_tokens": 8, "max_new_tokens": 50}
 
 
 @pytest.fixture(autouse=True)
-def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """SGLang's modules, with the stand-in for its engine."""
-    monkeypatch.setattr(pins, "missing", lambda: None)
-    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
-    modules: dict[str, dict[str, Any]] = {
-        "sglang": {"Engine": FakeEngine},
-        "sglang.srt": {},
-        "sglang.srt.managers": {},
-        "sglang.srt.managers.io_struct": {"UpdateWeightsFromTensorReqInput": SimpleNamespace},
-        "sglang.srt.server_args": {"ServerArgs": make_dataclass("ServerArgs", [*OPTIONS.attributes, "page_size"])},
-    }
-    for name, content in modules.items():
-        module = ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
-    yield
+def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
 
 
 def make(tmp_path: Path, policy: str = "off", **options: Any) -> SGLangEngineWorker:
     config = RolloutConfig(engine="sglang", sglang=SGLangConfig(options=options), **LIMITS)  # type: ignore[arg-type]
     draft = None if policy == "off" else tmp_path / "draft"
+    if draft and not draft.exists():
+        of_draft = draft_shape(SHAPE)
+        write_draft(draft, of_draft, {info.name: torch.zeros(info.shape) for info in draft_tensors(of_draft)})
     drafting = DraftingConfig(policy=policy, max_depth=3, depth=2)
     return SGLangEngineWorker(SHAPE, config, "float32", tmp_path / "model", 0.5, True, draft, drafting)
 
@@ -90,10 +80,14 @@ def snapshots(count: int) -> list[SampleSnapshot]:
 
 @pytest.mark.parametrize("policy", ["off", "fixed", "adaptive"])
 def test_it_starts_measures_and_decodes(policy: str, tmp_path: Path) -> None:
-    worker = make(tmp_path, policy, page_size=1)
+    worker = make(tmp_path, policy, attention_backend="triton")
     started = fake(worker).arguments
-    assert started["page_size"] == 1 and started["context_length"] > 58 and started["load_format"] == "dummy"
-    assert started.keys() - {"page_size"} <= set(OPTIONS.attributes)
+    assert (
+        started["attention_backend"] == "triton"
+        and started["context_length"] > 58
+        and started["load_format"] == "dummy"
+    )
+    assert started.keys() - {"attention_backend"} <= set(OPTIONS.attributes)
     table = worker._profile.table
     assert table.counts == {"off": (0,), "fixed": (2,), "adaptive": (0, 1, 2, 3)}[policy]
     assert table.batches == batches_up_to(4) == (1, 2, 4)
@@ -126,17 +120,22 @@ def test_an_option_that_sglang_does_not_know_is_refused(tmp_path: Path) -> None:
         make(tmp_path, nonsense=1)
 
 
-def test_samples_move_as_tokens(tmp_path: Path) -> None:
-    """To and fro, while they decode; every sample comes back once with its own tokens."""
-    workers = [make(tmp_path), make(tmp_path)]
+@pytest.mark.parametrize("policy", ["off", "adaptive"])
+@pytest.mark.parametrize("copies", [True, False])
+def test_samples_move_while_they_decode(copies: bool, policy: str, tmp_path: Path) -> None:
+    """To and fro; every sample comes back once with its own tokens, and what was copied is not prefilled."""
+    workers = [make(tmp_path, policy), make(tmp_path, policy)]
     for worker in workers:
         fake(worker)._pace = 1
         load(worker, 0)
+        if not copies:
+            worker._kv = None
     meetings = [worker.meet(1.0) for worker in workers]
     assert all(0 < meeting.copy_seconds < meeting.prefill_seconds < 1 for meeting in meetings)
-    requests = [replace(request(number), stop_tokens=()) for number in range(12)]
+    requests = [replace(request(n), stop_tokens=(), group_id=str(n % 3)) for n in range(12)]  # by prompt
     samples = [SampleSnapshot(one, [], [], []) for one in requests]
     reports: list[EngineReport] = [workers[0].advance(samples, 0.0, Orders())]
+    before = sum(fake(worker).scheduler.prefilled for worker in workers)
     for turn in range(2000):
         source = turn // 3 % 2
         moving = [name for name in workers[source]._held if turn % 3 == 0][:3]
@@ -151,12 +150,59 @@ def test_samples_move_as_tokens(tmp_path: Path) -> None:
     assert sorted((result.sample_id, result.tokens) for result in finished) == sorted(
         (one.sample_id, wanted(one)) for one in requests
     )
-    assert sum(len(report.migration.arrived) for report in reports) >= 4
+    arrived = [sample for report in reports for sample in report.migration.arrived]
     landings = [landing for report in reports for landing in report.migration.landings]
-    assert landings and all(landing.settled_bytes == landing.delta_bytes == 0 for landing in landings)
+    assert len(arrived) >= 4 and landings
+    moved = sum(len(sample.tokens) + 5 for sample in arrived)
+    prefilled = sum(fake(worker).scheduler.prefilled for worker in workers) - before
+    if copies:
+        assert any(landing.settled_bytes > 0 for landing in landings)
+        assert prefilled < 0.5 * moved
+    else:
+        assert all(landing.settled_bytes == 0 for landing in landings)
     for worker in workers:
         worker.clear()
         worker.leave()
+        assert not fake(worker).scheduler.running_batch.reqs
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_kv_goes_from_engine_to_engine_whatever_their_ranks(drafts: bool, tmp_path: Path) -> None:
+    """From two ranks with a head each to one with both, and back."""
+    two, one = [FakeScheduler(rank, drafts) for rank in range(2)], [FakeScheduler(0, drafts, heads=2)]
+    parts = {"target": (LAYERS, 2, SIZE)} | ({"draft": (1, 2, SIZE)} if drafts else {})
+    tokens, access = list(range(40, 60)), []
+    for number, schedulers in enumerate((two, one)):
+        (tmp_path / str(number)).mkdir()
+        engine = SimpleNamespace(collective_rpc=partial(_on_all, schedulers))
+        access.append(KvAccess(engine, tmp_path / str(number), parts, "float32", len(schedulers)))
+    requests = [scheduler.begin("s/1/", tokens) for scheduler in two]
+    whole = {part: access[0].read("s/1/", part, 0, 18) for part in parts}
+    assert all(
+        tensor.shape[:4] == (shape[0], 2, 2, 18) for tensor, shape in zip(whole.values(), parts.values(), strict=True)
+    )
+    assert access[0].read("s/2/", "target", 0, 18).shape[3] == 0
+    assert access[0].read("s/1/", "target", 18, 30).shape[3] == 2, "no more than is committed"
+    access[1].write(tokens, whole)
+    access[1].write(tokens, whole)
+    slots = one[0].tree_cache.match(tokens)
+    assert len(slots) == 18 and one[0].token_to_kv_pool_allocator.available_size() == SLOTS - 18
+    for part, pool in pools(one[0]).items():
+        kept = torch.stack(
+            [torch.stack((k[slots], v[slots])) for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)]
+        )
+        assert torch.equal(kept.transpose(2, 3), whole[part])
+    for scheduler, decoding in zip(two, requests, strict=True):
+        scheduler.end(decoding)
+    access[0].write(tokens[:3], {part: tensor[:, :, :, :2] for part, tensor in whole.items()})
+    for scheduler in two:
+        assert len(scheduler.tree_cache.match(tokens)) == 2
+        scheduler.begin("s/3/", tokens)
+
+
+def _on_all(schedulers: list[FakeScheduler], method: str, **parameters: Any) -> None:
+    for scheduler in schedulers:
+        getattr(scheduler, method)(**parameters)
 
 
 def test_it_sleeps_and_is_woken_by_weights(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from rlhfspec_mega.rollout.protocol import RolloutEngine, SampleSnapshot
 
 COPY_SHARE = 0.05  # of the time of decoding may go into copying
 FIRST_RATE = 1e9  # bytes per second of copying, until it is measured
-LEAST_BYTES = 1 << 16  # of one turn: less is all call and no copy
 
 
 @dataclass
@@ -119,7 +118,7 @@ class Departures:
         self.collect()
         for sample_id, one in list(self._leaving.items()):
             self._look_at(sample_id, one)
-        budget = max(LEAST_BYTES, int(COPY_SHARE * step_seconds * self._rate))
+        budget = max(self._engine.least_copy, int(COPY_SHARE * step_seconds * self._rate))
         for sample_id, one in list(self._leaving.items()):
             if budget <= 0:
                 return
@@ -203,7 +202,7 @@ class Departures:
         except OSError:
             self._lose(one.link)
             return 0
-        if copied >= LEAST_BYTES:
+        if copied >= self._engine.least_copy:
             rate = copied / (time.perf_counter() - started)
             self._rate += 0.2 * (rate - self._rate)
         return copied
@@ -222,17 +221,17 @@ class Departures:
 
     def _advance(self, sample_id: str, copy: _Copy, until: dict[str, int], budget: int) -> int:
         """Copy positions up to `until`, for about so many bytes; bytes copied."""
-        total = 0
+        total, one = 0, self._engine.kv_layout(1)
         for part, last in until.items():
             first = copy.copied[part]
             if first >= last or total >= budget:
                 continue
-            kv = self._engine.settled_kv(sample_id, part, first, last)
-            row = kv[:, :, :, :1].nbytes
-            rows = min(last - first, max(1, (budget - total) // row))
-            copy.shipment.write(part, first, kv[:, :, :, :rows])
-            copy.copied[part] = first + rows
-            total += rows * row
+            rows = min(last - first, max(1, (budget - total) // one.bytes_of(part)))
+            kv = self._engine.settled_kv(sample_id, part, first, first + rows)
+            if kv.shape[3]:
+                copy.shipment.write(part, first, kv)
+                copy.copied[part] = first + kv.shape[3]
+                total += kv.nbytes
         return total
 
     # Stage two
@@ -259,7 +258,7 @@ class Departures:
         elif snapshot.draft is not None:
             delta += snapshot.draft.features.nbytes
         try:
-            link.outlet.send(self._arrival(transfer, order, snapshot, one, settled or {}, departed, delta))
+            link.outlet.send(self._arrival(transfer, order, snapshot, one, departed, delta))
         except OSError:
             self._lose(link)
 
@@ -269,7 +268,6 @@ class Departures:
         order: MigrationOrder,
         snapshot: SampleSnapshot,
         one: _Leaving | None,
-        rows: dict[str, int],
         departed: float,
         delta: int,
     ) -> Arrival:
@@ -280,7 +278,7 @@ class Departures:
             rollout=order.destination.rollout,
             snapshot=snapshot,
             staging=one.own.shipment.number if one else None,
-            rows=rows,
+            rows=dict(one.own.copied) if one else {},
             prompt=one.prompt.shipment.number if one and one.prompt else None,
             prompt_rows=one.prompt_rows if one and one.prompt else {},
             handles=handles,

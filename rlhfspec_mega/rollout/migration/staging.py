@@ -23,7 +23,10 @@ class Layout(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return sum(math.prod(shape) for shape in self.parts.values()) * getattr(torch, self.dtype).itemsize
+        return sum(map(self.bytes_of, self.parts))
+
+    def bytes_of(self, part: str) -> int:
+        return math.prod(self.parts[part]) * getattr(torch, self.dtype).itemsize
 
     def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         """The parts in flat uint8 memory."""

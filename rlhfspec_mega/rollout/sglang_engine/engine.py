@@ -1,7 +1,7 @@
 """SGLang's engine behind the `RolloutEngine` protocol. Not run on a GPU yet.
 
-SGLang decodes in processes of its own, also between two polls. Samples move as tokens: `settled` says that there is no
-KV to copy, so that migration hands over what was decoded and the destination prefills it, mostly from its radix cache.
+SGLang decodes in processes of its own, also between two polls. A sample that moves is stopped here and asked for anew
+there, with its tokens as prompt: its KV, copied before into the radix cache there, spares all but the end of a prefill.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.observe.spans import SpanRecorder
 from rlhfspec_mega.rollout.migration.staging import Layout
-from rlhfspec_mega.rollout.protocol import SampleSnapshot
+from rlhfspec_mega.rollout.protocol import DraftPast, SampleSnapshot
 from rlhfspec_mega.rollout.sglang_engine import pins
+from rlhfspec_mega.rollout.sglang_engine.kv import DRAFT, TARGET, KvAccess
 from rlhfspec_mega.rollout.sglang_engine.loaders import INTO_DRAFT
 from rlhfspec_mega.rollout.sglang_engine.samples import Held, sampling_params
 from rlhfspec_mega.rollout.sglang_engine.weights import BucketedUpdate
@@ -43,6 +44,7 @@ class SGLangEngine:
         engine: a started `sglang.Engine`, see `launch`.
         slots: requests that it decodes at once (max_running_requests).
         max_positions: tokens of prompt and response.
+        kv: access to the KV of samples; None: they are prefilled where they go.
 
     Attributes:
         last_decode: when the last poll began, in seconds since the epoch, and what a decode step took in it.
@@ -51,10 +53,12 @@ class SGLangEngine:
     Raises UserError where SGLang is not there in the version that the plug-in is for.
     """
 
-    def __init__(self, engine: Any, slots: int, max_positions: int) -> None:
+    least_copy = 32 << 20
+
+    def __init__(self, engine: Any, slots: int, max_positions: int, kv: KvAccess | None = None) -> None:
         if (wrong := pins.missing()) is not None:
             raise UserError(f"rollout=sglang cannot be used: {wrong}; or use rollout=torch.")
-        self._engine, self._slots, self.max_positions = engine, slots, max_positions
+        self._engine, self._slots, self.max_positions, self._kv = engine, slots, max_positions, kv
         self._held: dict[str, Held] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._attempts = 0
@@ -69,8 +73,8 @@ class SGLangEngine:
 
     @property
     def idle(self) -> bool:
-        """Whether the engine holds no sample."""
-        return not self._held
+        """Whether the engine holds no sample, and none has ended since the last poll."""
+        return not self._held and not self._finished
 
     # Samples
 
@@ -91,6 +95,7 @@ class SGLangEngine:
                 "rollout.max_prompt_tokens or rollout.max_new_tokens."
             )
         sampling_params(request, len(snapshot.tokens))
+        self._take_kv(snapshot)
         self._attempts += 1
         held = self._held[request.sample_id] = Held.of(snapshot, self._attempts)
         if self._update is None and self._version >= 0:
@@ -160,31 +165,47 @@ class SGLangEngine:
         return self._held[sample_id].request
 
     def export_sample(self, sample_id: str, with_kv: bool = True) -> SampleSnapshot:
-        """State of an unfinished sample, which is removed; its KV stays behind whatever `with_kv` says.
+        """State of an unfinished sample, which is removed; its KV stays behind, whatever `with_kv` says.
 
         Raises RunError for a sample that is not here, or that ends in this moment and is returned by the next poll.
         """
         held = self._withdraw(sample_id)
         if held is None:
             raise RunError(f"Sample {sample_id} is not on this engine any more and cannot leave it.")
-        return held.snapshot()
+        snapshot = held.snapshot()
+        if self._kv and DRAFT in self._kv.parts:  # its KV may have been copied; the rest of its past is prefilled
+            layers, _, heads, _, size = self._kv.layout(0).parts[DRAFT]
+            snapshot.draft = DraftPast(torch.empty(layers, 2, heads, 0, size), torch.empty(0, 0))
+        return snapshot
 
-    # KV, of which nothing is copied
+    # KV
 
     def settled(self, sample_id: str) -> dict[str, int] | None:
-        """None: there is no KV to copy."""
-        return None
+        """Positions whose KV is committed, in each part; None for a sample without a token, or without access to KV."""
+        held = self._held.get(sample_id)
+        if self._kv is None or held is None or not held.started:
+            return None
+        return dict.fromkeys(self._kv.parts, held.length - 1)
 
     def read_ahead(self, sample_ids: Sequence[str]) -> None:
         """Nothing to do: SGLang's draft reads in every step."""
 
     def kv_layout(self, positions: int) -> Layout:
-        """Without parts."""
-        return Layout("float32", {})
+        """Of the KV of a sample of so many tokens; without parts where there is no access to it."""
+        return self._kv.layout(positions) if self._kv else Layout("float32", {})
 
     def settled_kv(self, sample_id: str, part: str, first: int, last: int) -> torch.Tensor:
-        """Raises RunError: no KV is copied."""
-        raise RunError("SGLang's KV is not copied between engines.")
+        """[layers, 2, kv_heads, rows, head_dim] on the host; fewer rows of a sample that has just ended."""
+        assert self._kv is not None, "only settled KV is asked for"
+        return self._kv.read(self._held[sample_id].rid, part, first, last)
+
+    def _take_kv(self, snapshot: SampleSnapshot) -> None:
+        """Have SGLang know the KV that came with a sample, if it came for all that has some here."""
+        kv = {TARGET: snapshot.kv, DRAFT: snapshot.draft.kv if snapshot.draft else None}
+        own = {part: kv[part] for part in self._kv.parts} if self._kv else {}
+        whole = {part: tensor for part, tensor in own.items() if tensor is not None and tensor.shape[3]}
+        if self._kv and len(whole) == len(own):
+            self._kv.write([*snapshot.request.prompt_tokens, *snapshot.tokens], whole)
 
     # Weights
 

@@ -72,6 +72,7 @@ def arguments(settings: EngineSettings, directory: Path) -> dict[str, Any]:
         "chunked_prefill_size": settings.prefill_chunk,
         "tp_size": settings.tensor_parallel,
         "enable_memory_saver": settings.sleeps,
+        "page_size": 1,  # samples move by tokens, not by pages
         "sampling_backend": "pytorch",  # the sampler that is hooked
         "log_level": "warning",
     }

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.rollout.sglang_engine import control, pins, seams, shared_noise
+from rlhfspec_mega.rollout.sglang_engine import control, kv, pins, seams, shared_noise
 from rlhfspec_mega.rollout.sglang_engine.loaders import DRAFTS
 from rlhfspec_mega.rollout.sglang_engine.shared_noise import DraftNoise, last_positions
 from rlhfspec_mega.rollout.sglang_engine.steps import ProfiledSteps
@@ -88,6 +88,7 @@ def install() -> None:
         refuse(server_args, [target for target, _, _ in registered if target not in HookRegistry._patched])
         original(scheduler, server_args, *given, **named)
         control.attach(scheduler)
+        kv.attach(scheduler)
 
     HookRegistry.register(seams.SCHEDULER.target, check, HookType.AROUND)  # first: what follows may fail
     if pins.missing() is None:

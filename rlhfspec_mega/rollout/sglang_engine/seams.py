@@ -99,7 +99,15 @@ CALLS = (
     Seam("sglang.srt.entrypoints.engine", "Engine", (), ("loop", "tokenizer_manager", "shutdown")),
     Seam("sglang.srt.entrypoints.engine", "Engine.collective_rpc", ("self", "method"), ("parameters",)),
     Seam("sglang.srt.managers.scheduler", "Scheduler.handle_rpc_request", ("self", "recv_req"), ("getattr", "method")),
-    Seam("sglang.srt.managers.scheduler", "Scheduler", (), ("ps", "tp_rank")),
+    Seam(
+        "sglang.srt.managers.scheduler",
+        "Scheduler",
+        (),
+        (
+            *("ps", "tp_rank", "tp_worker", "draft_worker", "running_batch", "req_to_token_pool"),
+            *("token_to_kv_pool_allocator", "tree_cache"),
+        ),
+    ),
     Seam("sglang.srt.entrypoints.engine", "Engine.release_memory_occupation", ("self", "tags")),
     Seam("sglang.srt.entrypoints.engine", "Engine.resume_memory_occupation", ("self", "tags")),
     Seam("sglang.srt.entrypoints.engine", "Engine._serialize_tensors_per_rank", ("self", "tensors", "load_format")),
@@ -133,6 +141,23 @@ CALLS = (
     ),
 )
 
+# The KV of a request, and the cache that keeps it.
+_MEM = "sglang.srt.mem_cache"
+KV = (
+    Seam("sglang.srt.managers.schedule_batch", "Req", (), ("rid", "req_pool_idx", "kv_committed_len", "finished")),
+    Seam(f"{_MEM}.memory_pool", "ReqToTokenPool", (), ("req_to_token",)),
+    Seam(f"{_MEM}.memory_pool", "MHATokenToKVPool", (), ("k_buffer", "v_buffer")),
+    Seam(f"{_MEM}.allocator.base", "BaseTokenToKVPoolAllocator.alloc", ("self", "need_size")),
+    Seam(f"{_MEM}.allocator.base", "BaseTokenToKVPoolAllocator.free", ("self", "free_index")),
+    Seam(f"{_MEM}.allocator.base", "BaseTokenToKVPoolAllocator.available_size", ("self",)),
+    Seam(f"{_MEM}.radix_cache", "RadixCache.insert", ("self", "params"), ("is_eagle", "prefix_len", "key", "value")),
+    Seam(f"{_MEM}.radix_cache", "RadixKey.__init__", ("self", "token_ids", "extra_key", "is_bigram")),
+    Seam(f"{_MEM}.base_prefix_cache", "InsertParams", (), ("key", "value")),
+    Seam("sglang.srt.managers.tp_worker", "TpModelWorker", (), ("model_runner",)),
+    Seam("sglang.srt.model_executor.model_runner", "ModelRunner", (), ("token_to_kv_pool",)),
+    Seam(f"{_SPEC}.eagle_worker_v2", "EAGLEWorkerV2", (), ("draft_worker", "draft_runner")),
+)
+
 # Arguments that the engine is started with.
 OPTIONS = Seam(
     "sglang.srt.server_args",
@@ -140,7 +165,7 @@ OPTIONS = Seam(
     (),
     (
         *("model_path", "load_format", "skip_tokenizer_init", "dtype", "context_length", "max_running_requests"),
-        *("chunked_prefill_size", "tp_size", "enable_memory_saver", "sampling_backend", "log_level"),
+        *("chunked_prefill_size", "tp_size", "enable_memory_saver", "page_size", "sampling_backend", "log_level"),
         *("mem_fraction_static", "speculative_algorithm", "speculative_draft_model_path"),
         *("speculative_draft_load_format", "speculative_num_steps", "speculative_eagle_topk"),
         *("speculative_num_draft_tokens", "speculative_adaptive", "speculative_adaptive_config"),
@@ -168,5 +193,5 @@ RECORDS = (
 
 SEAMS = (
     *(SEEDS, BATCH_INFO, PLAIN, VERIFY, DRAFT_LOGITS, FORWARD, *DRAFTING),
-    *(STEPS, CONTROLLER, SCHEDULER, REGISTRY, *CALLS, OPTIONS, *RECORDS),
+    *(STEPS, CONTROLLER, SCHEDULER, REGISTRY, *CALLS, OPTIONS, *KV, *RECORDS),
 )

@@ -16,7 +16,9 @@ Send = Callable[[list[tuple[str, Tensor]]], None]
 
 
 class BucketedUpdate:
-    """Gathers an update and hands it on as it becomes whole, so that host memory never holds all of a model.
+    """Gathers an update and hands it on as it becomes whole, so that memory never holds all of a model twice.
+
+    Tensors are put together on the device that their first piece lies on.
 
     Args:
         send: loads full tensors by Hugging Face name.
@@ -37,7 +39,7 @@ class BucketedUpdate:
                 raise RunError(f"Update {self.version} brings {name}, which was not announced.")
             if name in self._done:
                 raise RunError(f"Update {self.version} brings {name} twice.")
-            update, tensor, left = self._opened(name)
+            update, tensor, left = self._opened(name, values.device)
             update.write([(name, first, values)])
             left -= values.numel()
             self._open[name] = update, tensor, left
@@ -50,10 +52,10 @@ class BucketedUpdate:
             raise RunError(f"Update {self.version} lacks {len(missing)} tensors or parts of them: {missing[0]}, ...")
         self._flush()
 
-    def _opened(self, name: str) -> tuple[WeightUpdate, Tensor, int]:
+    def _opened(self, name: str, device: torch.device) -> tuple[WeightUpdate, Tensor, int]:
         if name not in self._open:
             info = self._announced[name]
-            tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
+            tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype), device=device)
             self._open[name] = WeightUpdate(self.version, [info], {name: tensor}), tensor, tensor.numel()
         return self._open[name]
 

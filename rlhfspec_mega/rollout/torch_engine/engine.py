@@ -54,6 +54,8 @@ class TorchEngine:
         spans: what the time goes into.
     """
 
+    least_copy = 1 << 16
+
     def __init__(
         self,
         shape: ModelShape,
@@ -70,8 +72,7 @@ class TorchEngine:
         for name, value in (("slots", slots), ("max_positions", max_positions), ("prefill_chunk", prefill_chunk)):
             if value < 1:
                 raise UserError(f"The engine's {name} is {value}; it must be at least 1.")
-        self.max_positions = max_positions
-        self._prefill_chunk = prefill_chunk
+        self.max_positions, self._prefill_chunk = max_positions, prefill_chunk
         self._model = Transformer(shape, max_positions=max_positions, dtype=dtype, device=device)
         drafter = None
         if draft and policy:
@@ -257,8 +258,7 @@ class TorchEngine:
 
     def reset_stats(self) -> None:
         """Start counting anew."""
-        self._counts = dict.fromkeys(self._counts, 0)
-        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        self._counts, self._seconds = dict.fromkeys(self._counts, 0), dict.fromkeys(self._seconds, 0.0)
 
     # Weights
 

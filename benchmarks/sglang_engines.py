@@ -1,0 +1,147 @@
+"""SGLang engines for checks and benchmarks on a GPU: several at once on one, with weights from a directory."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhfspec_mega.models.hf_directory import HfWeights
+from rlhfspec_mega.rollout.sglang_engine import launch
+from rlhfspec_mega.rollout.sglang_engine.control import DraftingControl
+from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
+from rlhfspec_mega.rollout.sglang_engine.profile import measure
+from rlhfspec_mega.rollout.sglang_engine.steps import FREE
+from rlhfspec_mega.types import GenerationRequest, GenerationResult, WeightTarget
+
+# Kernels that need no package beside SGLang's own.
+PORTABLE: dict[str, Any] = {"attention_backend": "triton", "grammar_backend": "none"}
+NOBODY = "nobody"  # a plug-in that is not there: SGLang loads none
+_numbers = itertools.count()
+
+
+def settings(model: Path, draft: Path | None, **given: Any) -> launch.EngineSettings:
+    """Of a small engine; `given` wins."""
+    usual: dict[str, Any] = {
+        "counts": launch.counts_up_to(8) if draft else (0,),
+        "collapse_ratio": 0.5,
+        "slots": 64,
+        "max_positions": 1024,
+        "prefill_chunk": 8192,
+        "dtype": "bfloat16",
+        "tensor_parallel": 1,
+        "memory": 0.1,
+        "sleeps": False,
+        "options": PORTABLE,
+    }
+    return launch.EngineSettings(model=model, draft=draft, **(usual | given))
+
+
+@contextmanager
+def ours(chosen: launch.EngineSettings, directory: Path) -> Iterator[tuple[SGLangEngine, DraftingControl | None]]:
+    """An engine with this package's plug-in and the model's weights; one with a draft knows its costs."""
+    directory.mkdir(parents=True)
+    engine = launch.start(chosen, directory)
+    try:
+        made = SGLangEngine(engine, chosen.slots, chosen.max_positions)
+        control = DraftingControl(engine, directory) if chosen.draft else None
+        if control:
+            sizes = {"slots": chosen.slots, "length": chosen.max_positions // 2, "vocabulary": 250}
+            control.learn_costs(measure(engine, chosen.counts, control.force, **sizes).table)
+            control.force(FREE)
+        send(made, chosen.model, 0)
+        yield made, control
+    finally:
+        engine.shutdown()
+
+
+@contextmanager
+def stock(arguments: dict[str, Any]) -> Iterator[Any]:
+    """An `sglang.Engine` as SGLang ships it."""
+    import sglang
+
+    os.environ["SGLANG_PLUGINS"] = NOBODY
+    engine = sglang.Engine(**(PORTABLE | {"skip_tokenizer_init": True, "log_level": "warning"} | arguments))
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+def send(engine: SGLangEngine, directory: Path, number: int, target: WeightTarget = WeightTarget.ACTOR) -> float:
+    """Make the weights of a directory live; seconds that it took."""
+    weights = HfWeights(directory)
+    names = [name for name in weights.names() if name not in ("d2t", "t2d")]  # a draft's vocabulary does not change
+    started = time.perf_counter()
+    engine.begin_update(number, [weights.info(name) for name in names], target)
+    for name in names:
+        engine.update_weights([(name, 0, weights.get(name).flatten())])
+    engine.end_update(number)
+    return time.perf_counter() - started
+
+
+def finish(engine: Any, requests: Sequence[GenerationRequest]) -> dict[str, GenerationResult]:
+    """Decode these to their end, by any RolloutEngine."""
+    engine.submit(requests)
+    found: dict[str, GenerationResult] = {}
+    while len(found) < len(requests):
+        found |= {result.sample_id: result for result in engine.poll(1.0)}
+    return found
+
+
+def decode(engine: Any, prompts: Sequence[Sequence[int]], lengths: Sequence[int], seeds: Sequence[int] | None) -> float:
+    """Seconds in which an `sglang.Engine` decodes responses of exactly these lengths at temperature 1.
+
+    Args:
+        seeds: of the noise; None: SGLang draws as it likes.
+    """
+
+    async def one(at: int) -> None:
+        params: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": lengths[at], "ignore_eos": True}
+        if seeds is not None:
+            params["sampling_seed"] = seeds[at]
+        await engine.async_generate(
+            input_ids=list(prompts[at]), sampling_params=params, rid=f"benchmark/{next(_numbers)}/"
+        )
+
+    async def together() -> None:
+        await asyncio.gather(*(one(at) for at in range(len(prompts))))
+
+    started = time.perf_counter()
+    engine.loop.run_until_complete(together())
+    return time.perf_counter() - started
+
+
+def conditions() -> dict[str, Any]:
+    """GPU, driver and versions, for a results file."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        gpu = "none"
+    packages = {}
+    for name in ("sglang", "torch", "transformers", "triton"):
+        try:
+            packages[name] = version(name)
+        except ModuleNotFoundError:
+            packages[name] = "not installed"
+    return {"gpu": gpu, "cuda": torch.version.cuda, "python": platform.python_version()} | packages
+
+
+def save(path: Path, figures: dict[str, Any]) -> None:
+    """Write figures and their conditions; the file appears when complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(figures | {"conditions": conditions()}, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,137 @@
+"""KV of single samples, read from SGLang's pools while they decode and put into its radix cache elsewhere.
+
+What is put there is like the KV of a request that has ended: it is evicted where room is needed, and a sample whose
+tokens begin with it is prefilled only from its end on. So nothing depends on it but time. Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhfspec_mega.rollout.migration.staging import Layout
+
+METHOD = "rlhfspec_mega_kv"  # of schedulers, from `attach` on
+READ, WRITE = "read", "write"
+TARGET, DRAFT = "target", "draft"
+
+
+class KvAccess:
+    """The engine's side, over its `collective_rpc`: each tensor-parallel rank has a file with its heads.
+
+    Args:
+        engine: a started `sglang.Engine` with pages of one token.
+        directory: an empty one, in memory where there is such a file system.
+        shapes: by part (TARGET, DRAFT) the layers, key-value heads and head size.
+        dtype: of the KV, e.g. "bfloat16".
+        ranks: tensor-parallel ranks, which divide the heads of every part.
+    """
+
+    def __init__(
+        self, engine: Any, directory: Path, shapes: Mapping[str, tuple[int, int, int]], dtype: str, ranks: int
+    ) -> None:
+        self._engine, self._directory, self._shapes = engine, directory, dict(shapes)
+        self._dtype, self._ranks = dtype, ranks
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Whose KV there is."""
+        return tuple(self._shapes)
+
+    def layout(self, positions: int) -> Layout:
+        """Of a sample of so many tokens."""
+        shapes = {part: (layers, 2, heads, positions, size) for part, (layers, heads, size) in self._shapes.items()}
+        return Layout(self._dtype, shapes)
+
+    def read(self, rid: str, part: str, first: int, last: int) -> Tensor:
+        """[layers, 2, kv_heads, rows, head_dim] of a request's positions; fewer rows where it does not have them."""
+        path = self._directory / "read"
+        self._engine.collective_rpc(METHOD, action=READ, path=str(path), rid=rid, part=part, first=first, last=last)
+        layers, heads, size = self._shapes[part]
+        dtype, own = getattr(torch, self._dtype), [_file(path, rank, part).read_bytes() for rank in range(self._ranks)]
+        if not own[0]:
+            return torch.empty(layers, 2, heads, 0, size, dtype=dtype)
+        shape = layers, 2, heads // self._ranks, -1, size
+        return torch.cat([torch.frombuffer(bytearray(data), dtype=dtype).view(shape) for data in own], dim=2)
+
+    def write(self, tokens: Sequence[int], kv: Mapping[str, Tensor]) -> None:
+        """Keep the KV of the first of these tokens: of all parts, as `read` returns it, equally many rows."""
+        path, rows = self._directory / "write", min(part.shape[3] for part in kv.values())
+        _tokens(path).write_bytes(array("q", tokens).tobytes())
+        for part, tensor in kv.items():
+            for rank, own in enumerate(tensor[:, :, :, :rows].chunk(self._ranks, dim=2)):
+                _write(_file(path, rank, part), own)
+        self._engine.collective_rpc(METHOD, action=WRITE, path=str(path), rows=rows)
+
+
+def attach(scheduler: Any) -> None:
+    """Give a scheduler the method that KvAccess calls."""
+
+    def act(action: str, path: str, part: str = "", rows: int = 0, **request: Any) -> None:
+        rank = scheduler.ps.tp_rank
+        if action == READ:
+            _write(_file(Path(path), rank, part), gather(scheduler, part, **request))
+            return
+        tokens = array("q")
+        tokens.frombytes(_tokens(Path(path)).read_bytes())
+        keep(scheduler, tokens, rows, {part: _file(Path(path), rank, part) for part in pools(scheduler)})
+
+    setattr(scheduler, METHOD, act)
+
+
+def pools(scheduler: Any) -> dict[str, Any]:
+    """KV pools by part; both have a token's KV in the same slot."""
+    found = {TARGET: scheduler.tp_worker.model_runner.token_to_kv_pool}
+    if scheduler.draft_worker is not None:
+        found[DRAFT] = scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool
+    return found
+
+
+def gather(scheduler: Any, part: str, rid: str, first: int, last: int) -> Tensor:
+    """[layers, 2, heads, rows, size] of a decoding request's committed positions from `first` to `last`."""
+    pool, slots = pools(scheduler)[part], torch.zeros(0, dtype=torch.int64)
+    for request in scheduler.running_batch.reqs:
+        if request.rid == rid and not request.finished():
+            row = scheduler.req_to_token_pool.req_to_token[request.req_pool_idx]
+            slots = row[first : min(last, request.kv_committed_len)].long()
+    slots = slots.to(pool.k_buffer[0].device)
+    layers = [torch.stack((k[slots], v[slots])) for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)]
+    return torch.stack(layers).transpose(2, 3).cpu()
+
+
+def keep(scheduler: Any, tokens: array[int], rows: int, files: Mapping[str, Path]) -> None:
+    """Put KV of the first `rows` tokens into the radix cache; nothing where there is no room without evicting."""
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
+    # With a draft, keys are pairs of neighbours: one token more than there are slots.
+    named = rows + 1 if tree.is_eagle else rows
+    if len(tokens) < named or allocator.available_size() < rows or (slots := allocator.alloc(rows)) is None:
+        return
+    for part, pool in pools(scheduler).items():
+        data = torch.frombuffer(bytearray(files[part].read_bytes()), dtype=pool.k_buffer[0].dtype)
+        heads, size = pool.k_buffer[0].shape[1:]
+        kv = data.view(len(pool.k_buffer), 2, heads, rows, size).to(pool.k_buffer[0].device).transpose(2, 3)
+        for layer, (k, v) in enumerate(zip(pool.k_buffer, pool.v_buffer, strict=True)):
+            k[slots], v[slots] = kv[layer, 0], kv[layer, 1]
+    key = RadixKey(tokens[:named], None, is_bigram=tree.is_eagle)
+    known = tree.insert(InsertParams(key=key, value=slots.to(torch.int64))).prefix_len
+    allocator.free(slots[:known])
+
+
+def _file(path: Path, rank: int, part: str) -> Path:
+    return path.with_suffix(f".{part}.{rank}")
+
+
+def _tokens(path: Path) -> Path:
+    return path.with_suffix(".tokens")
+
+
+def _write(path: Path, tensor: Tensor) -> None:
+    path.write_bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")

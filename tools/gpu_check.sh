@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# Checks and measures everything that needs a GPU, in stages of a few minutes; run it again to go on where it stopped.
+#
+#     tools/gpu_check.sh [STAGE...]      default: all stages, in this order
+#
+#   torch      the torch engine and Megatron on CUDA: tests/gpu/test_cuda.py, test_scoring.py
+#   identity   SGLang's tokens are the torch engine's, whatever is drafted
+#   chi_square SGLang's samples have the model's probabilities
+#   migration  samples move between two engines on one GPU
+#   weights    updates of target and draft; sleep
+#   train      train.py rollout=sglang
+#   updates    seconds of a weight update, 8 billion weights
+#   curve      seconds of a step by batch, length and draft tokens, 8 billion weights
+#   speed      tokens per second beside SGLang's own settings (SPEED_MODEL=tiny or small)
+#   generation the torch engine's drafting policies on CUDA: benchmarks.generation
+#
+# Needs an NVIDIA GPU, this package's [gpu] and [test] extras (or their sources on PYTHONPATH). Each stage writes
+# $GPU_OUT/gpu_STAGE.json (default: benchmarks/results) with GPU, driver and versions when it has passed; a stage whose
+# file exists is skipped: delete it to run the stage again. The first stage that fails ends the script.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=${GPU_OUT:-benchmarks/results}
+python=${PYTHON:-python3}
+mkdir -p "$out"
+export OMP_NUM_THREADS=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+# SGLang finds the plug-in by this package's metadata, which sources alone do not have.
+"$python" -c 'import importlib.metadata as m; m.distribution("rlhfspec-mega")' 2>/dev/null || "$python" setup.py -q egg_info
+
+tests() { # STAGE FILE... -- [pytest options]
+    local stage=$1
+    shift
+    "$python" -m pytest -p no:cacheprovider -x -rA --junitxml "$out/gpu_$stage.xml" "$@"
+    "$python" -m benchmarks.gpu_report "$out/gpu_$stage.xml" "$out/gpu_$stage.json"
+    rm "$out/gpu_$stage.xml"
+}
+
+run() {
+    case $1 in
+    torch) tests torch tests/gpu/test_cuda.py tests/gpu/test_scoring.py ;;
+    identity | chi_square | migration | train) tests "$1" tests/gpu/test_sglang.py -k "test_$1" ;;
+    weights) tests weights tests/gpu/test_sglang.py -k "test_weights or test_sleep" ;;
+    updates | curve) "$python" -m benchmarks.gpu_generation "$1" --out "$out" ;;
+    speed) "$python" -m benchmarks.gpu_generation speed --out "$out" --model "${SPEED_MODEL:-tiny}" ;;
+    generation)
+        "$python" -m benchmarks.generation --quick --device cuda --dtype bfloat16 --out "$out/gpu_generation.json"
+        ;;
+    *)
+        echo "gpu_check: there is no stage '$1'; see the head of tools/gpu_check.sh" >&2
+        exit 2
+        ;;
+    esac
+}
+
+stages=("$@")
+[ ${#stages[@]} -gt 0 ] || stages=(torch identity chi_square migration weights train updates curve speed generation)
+for stage in "${stages[@]}"; do
+    if [ -e "$out/gpu_$stage.json" ]; then
+        echo "gpu_check: $stage is done, see $out/gpu_$stage.json"
+    else
+        echo "gpu_check: $stage"
+        run "$stage"
+    fi
+done
