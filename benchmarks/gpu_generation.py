@@ -18,7 +18,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ import torch
 
 from benchmarks.paired import Interval, ratio_interval
 from benchmarks.samples import load_target, word_prompts, words_target
-from benchmarks.sglang_engines import PORTABLE, decode, ours, save, settings, stock
+from benchmarks.sglang_engines import PORTABLE, decode, ours, save, settings, started, stock
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.data.tokenizer import make_byte_tokenizer
@@ -40,20 +39,24 @@ from rlhfspec_mega.models.hf_directory import config_of, write_json
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.observe.console import Console
+from rlhfspec_mega.planning.chain import StepTable
 from rlhfspec_mega.rollout.sglang_engine.control import DraftingControl
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
-from rlhfspec_mega.rollout.sglang_engine.launch import counts_up_to, start
+from rlhfspec_mega.rollout.sglang_engine.launch import start
+from rlhfspec_mega.rollout.sglang_engine.pins import SPARE_POSITIONS
 from rlhfspec_mega.rollout.sglang_engine.profile import measure
 from rlhfspec_mega.sampling.noise import sample_seed
 from rlhfspec_mega.simulate.curves import CostCurves, DecodeCurve, MigrationTimes
 from rlhfspec_mega.simulate.workload import LENGTH_LAWS, draw_workload
 
 BATCHES = (1, 4, 16, 64, 256)
-TOKENS, PROMPT = 128, 120  # of a response in a batch that stays whole, and of a prompt
+TOKENS, PROMPT, WARM_UP = 128, 120, 16  # of a response in a batch that stays whole, of a prompt, and to warm up
 DECAY, SCALE, LONGEST = 256, 2.0, 800  # samples of the decay, its lengths over chat's
 UNSEEDED, OFF, OURS = "stock plain", "ours, plain", "ours, adaptive"
 FIXED = {3: "stock fixed n=3", 7: "stock fixed n=7"}
 REJECTING, ADAPTIVE = "stock fixed n=3, rejection sampling", "stock adaptive"
+POSITIONS, ROOM = 1000, 300_000  # of a sample, and tokens of all samples of an engine
+COUNTS = (0, 1, 3, 7)  # draft tokens to choose from: those of SGLang's own adaptive rule
 LENGTHS = (512, 2048, 8192)  # tokens of samples that the curve is measured at
 SLOTS, KV_TOKENS = 128, 400_000  # of the engine that the curve is measured on
 Run = Callable[[Sequence[Sequence[int]], Sequence[int], Sequence[int]], float]
@@ -71,27 +74,26 @@ def eagle(draft: Path, count: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def engines(stack: ExitStack, model: Path, draft: Path, work: Path) -> dict[str, Run]:
-    """Started engines, by name; each takes a tenth of the GPU's memory."""
+def engines(model: Path, draft: Path, work: Path) -> dict[str, Run]:
+    """Started engines, by name; each has room for as many tokens."""
     usual = {
         "model_path": str(model),
         "dtype": "bfloat16",
-        "context_length": 1032,
+        "context_length": POSITIONS + SPARE_POSITIONS,
         "max_running_requests": max(BATCHES),
         "mem_fraction_static": 0.1,
+        "max_total_tokens": ROOM,
     }
     shipped: dict[str, dict[str, Any]] = {UNSEEDED: {}}
     shipped |= {name: eagle(draft, count) for count, name in FIXED.items()}
     shipped[REJECTING] = eagle(draft, 3, speculative_use_rejection_sampling=True)
     shipped[ADAPTIVE] = eagle(draft, 3, speculative_adaptive=True)
-    found: dict[str, Run] = {}
-    for name, arguments in shipped.items():
-        engine = stack.enter_context(stock(usual | arguments))
-        found[name] = partial(_unseeded, engine)
+    found: dict[str, Run] = {name: partial(_unseeded, stock(usual | given)) for name, given in shipped.items()}
+    options = PORTABLE | {"max_total_tokens": ROOM}
     for name, drafts in ((OFF, None), (OURS, draft)):
-        chosen = settings(model, drafts, slots=max(BATCHES), max_positions=1024)
-        made, _ = stack.enter_context(ours(chosen, work / name.replace(", ", "_")))
-        found[name] = partial(decode, made._engine)
+        chosen = settings(model, drafts, slots=max(BATCHES), max_positions=POSITIONS, options=options)
+        chosen = replace(chosen, counts=COUNTS if drafts else (0,))
+        found[name] = partial(decode, ours(chosen, work / name.replace(", ", "_"))[0]._engine)
     return found
 
 
@@ -113,22 +115,24 @@ def speed(model: str, repeats: int, seconds: float, out: Path) -> dict[str, Any]
     prompts = [prompt[-PROMPT:] for prompt in word_prompts(512, load_target(target).tokenizer, "eval")]
     known = [json.loads(line) for line in log.read_text("utf-8").splitlines()] if log.exists() else []
     done = {(row["repeat"], row["scenario"], row["engine"]) for row in known}
-    with ExitStack() as stack, log.open("a", encoding="utf-8") as file:
-        running = engines(stack, target, draft, out / f"files.{time.time_ns()}")
-        for repeat in range(-1, repeats):  # the first warms up
+    running = engines(target, draft, out / f"files.{time.time_ns()}")
+    for run in running.values():  # kernels that are compiled on first use
+        run(prompts[: max(BATCHES)], [WARM_UP] * min(max(BATCHES), len(prompts)), range(max(BATCHES)))
+    measured = 0
+    with log.open("a", encoding="utf-8") as file:
+        for repeat in range(repeats):
             for scenario, lengths in scenarios().items():
                 for name in np.roll(list(running), repeat).tolist():
-                    if repeat >= 0 and (repeat, scenario, name) in done:
+                    if (repeat, scenario, name) in done:
                         continue
-                    if time.monotonic() > end:
+                    if time.monotonic() > end and measured:  # every call goes on by one at least
                         return None
-                    order = np.random.default_rng(repeat + 1).permutation(len(prompts))[: len(lengths)]
-                    seeds = [sample_seed(41, repeat + 1, at, 0) for at in range(len(lengths))]
+                    order = np.random.default_rng(repeat).permutation(len(prompts))[: len(lengths)]
+                    seeds = [sample_seed(41, repeat, at, 0) for at in range(len(lengths))]
                     took = running[name]([prompts[at] for at in order], lengths, seeds)
-                    row = {"repeat": repeat, "scenario": scenario, "engine": name, "seconds": took}
-                    if repeat >= 0:
-                        known.append(row)
-                        print(json.dumps(row), file=file, flush=True)
+                    known.append({"repeat": repeat, "scenario": scenario, "engine": name, "seconds": took})
+                    print(json.dumps(known[-1]), file=file, flush=True)
+                    measured += 1
     return {"times": known, "summary": summary(known), "model": model, "repeats": repeats}
 
 
@@ -147,7 +151,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "decay_vs_stock_adaptive": over("decay", ADAPTIVE).value,
         "decay_vs_best_stock_fixed": min(fixed),
         "decay_vs_stock_plain": over("decay", UNSEEDED).value,
-        "worst_vs_off": min(over(scenario, OFF).high for scenario in found),
+        "worst_vs_off": min(over(scenario, OFF).value for scenario in found),
         "batch1_vs_off": over("batch 1", OFF).value,
     }
 
@@ -187,48 +191,47 @@ def shapes_of_8b(directory: Path) -> tuple[Path, Path, ModelShape]:
 
 
 def curve(out: Path) -> dict[str, Any]:
-    """Step times by length, batch and draft tokens, and curves for the simulator."""
+    """Step times by length, batch and draft tokens, and curves for the simulator; lengths done before are kept."""
     model, draft, shape = shapes_of_8b(out / "8b")
-    work = out / f"files.{time.time_ns()}"
-    work.mkdir(parents=True)
-    chosen = settings(model, draft, slots=SLOTS, max_positions=max(LENGTHS) + 64, memory=0.85)
-    chosen = replace(chosen, counts=counts_up_to(5))
-    engine = start(chosen, work)
-    try:
-        control, tables = DraftingControl(engine, work), {}
-        for length in LENGTHS:
-            fitting = max(1, min(SLOTS, KV_TOKENS // length))
-            tables[length] = measure(
-                engine, chosen.counts, control.force, slots=fitting, length=length, vocabulary=shape.vocab_size
-            )
-    finally:
-        engine.shutdown()
-    found = {str(length): profile.table.as_json() for length, profile in tables.items()}
-    plain = _plain_curve({length: profile.table.seconds for length, profile in tables.items()}, tables)
-    prefill = tables[LENGTHS[0]].prefill_seconds
+    found: dict[int, dict[str, Any]] = {}
+    for length in LENGTHS:
+        file = out / f"gpu_curve.{length}.json"
+        if file.exists():
+            found[length] = json.loads(file.read_text("utf-8"))
+    if missing := [length for length in LENGTHS if length not in found]:
+        work = out / f"files.{time.time_ns()}"
+        work.mkdir(parents=True)
+        chosen = settings(model, draft, slots=SLOTS, max_positions=max(LENGTHS) + 64, memory=0.85, counts=COUNTS)
+        engine = started(lambda: start(chosen, work))
+        control = DraftingControl(engine, work)
+        for length in missing:
+            fitting, vocabulary = max(1, min(SLOTS, KV_TOKENS // length)), shape.vocab_size
+            profile = measure(engine, COUNTS, control.force, slots=fitting, length=length, vocabulary=vocabulary)
+            found[length] = {"table": profile.table.as_json(), "prefill_seconds": profile.prefill_seconds}
+            save(out / f"gpu_curve.{length}.json", found[length])
+    prefill = found[LENGTHS[0]]["prefill_seconds"]
     curves = CostCurves(
         name="8b",
         source={"measured": "sglang, random weights", "lengths": list(LENGTHS)},
         slots=SLOTS,
         kv_tokens=KV_TOKENS,
-        plain=plain,
+        plain=_plain_curve({length: StepTable.from_json(entry["table"]) for length, entry in found.items()}),
         drafting=None,
         prefill_seconds=prefill,
         scoring_seconds=prefill,  # a forward pass over the sample, as prefilling is
         scoring_start=1.0,
         migration=MigrationTimes(downtime=0.1, copy_seconds=prefill / 2, copy_share=0.05),
     )
-    return {"tables": found, "curves": curves.as_json()}
+    return {"tables": {str(length): entry["table"] for length, entry in found.items()}, "curves": curves.as_json()}
 
 
-def _plain_curve(seconds: Mapping[int, Any], tables: Mapping[int, Any]) -> DecodeCurve:
+def _plain_curve(tables: Mapping[int, StepTable]) -> DecodeCurve:
     """Steps without draft tokens: a time by batch, and one more for each token in the cache."""
-    batches = tables[LENGTHS[-1]].table.batches  # the fewest
-    rows = {length: [tables[length].table.of(batch)[0] for batch in batches] for length in seconds}
+    batches = tables[LENGTHS[-1]].batches  # the fewest
     slopes, bases = [], []
-    for place, batch in enumerate(batches):
-        xs = [batch * length for length in LENGTHS]
-        slope, base = np.polyfit(xs, [rows[length][place] for length in LENGTHS], 1)
+    for batch in batches:
+        seconds = [tables[length].of(batch)[0] for length in LENGTHS]
+        slope, base = np.polyfit([batch * length for length in LENGTHS], seconds, 1)
         slopes.append(max(float(slope), 0.0))
         bases.append(max(float(base), 1e-6))
     return DecodeCurve(batches, tuple(bases), tuple(slopes))
@@ -239,22 +242,18 @@ def updates(out: Path, repeats: int) -> dict[str, Any]:
     model, _, shape = shapes_of_8b(out / "8b")
     work = out / f"files.{time.time_ns()}"
     work.mkdir(parents=True)
-    chosen = settings(model, None, memory=0.4)
-    engine = start(chosen, work)
-    try:
-        made, found = SGLangEngine(engine, chosen.slots, chosen.max_positions), []
-        infos = [replace(info, dtype="bfloat16") for info in mapping_for(shape.architecture).hf_tensors(shape)]
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        weights = {info.name: 0.02 * torch.randn(info.shape, dtype=torch.bfloat16, device=device) for info in infos}
-        for number in range(repeats + 1):
-            started = time.perf_counter()
-            made.begin_update(number, infos)
-            for name, tensor in weights.items():
-                made.update_weights([(name, 0, tensor.flatten())])
-            made.end_update(number)
-            found.append(time.perf_counter() - started)
-    finally:
-        engine.shutdown()
+    chosen = settings(model, None, memory=0.4, max_positions=POSITIONS)
+    made, found = SGLangEngine(started(lambda: start(chosen, work)), chosen.slots, chosen.max_positions), []
+    infos = [replace(info, dtype="bfloat16") for info in mapping_for(shape.architecture).hf_tensors(shape)]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    weights = {info.name: 0.02 * torch.randn(info.shape, dtype=torch.bfloat16, device=device) for info in infos}
+    for number in range(repeats + 1):
+        begun = time.perf_counter()
+        made.begin_update(number, infos)
+        for name, tensor in weights.items():
+            made.update_weights([(name, 0, tensor.flatten())])
+        made.end_update(number)
+        found.append(time.perf_counter() - begun)
     return {"seconds": found[1:], "first": found[0], "parameters": shape.parameters, "options": PORTABLE}
 
 

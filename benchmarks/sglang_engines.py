@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import json
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from rlhfspec_mega.types import GenerationRequest, GenerationResult, WeightTarge
 PORTABLE: dict[str, Any] = {"attention_backend": "triton", "grammar_backend": "none"}
 NOBODY = "nobody"  # a plug-in that is not there: SGLang loads none
 _numbers = itertools.count()
+_engines: list[Any] = []
 
 
 def settings(model: Path, draft: Path | None, **given: Any) -> launch.EngineSettings:
@@ -37,7 +38,7 @@ def settings(model: Path, draft: Path | None, **given: Any) -> launch.EngineSett
         "counts": launch.counts_up_to(8) if draft else (0,),
         "collapse_ratio": 0.5,
         "slots": 64,
-        "max_positions": 1024,
+        "max_positions": 1000,
         "prefill_chunk": 8192,
         "dtype": "bfloat16",
         "tensor_parallel": 1,
@@ -48,35 +49,43 @@ def settings(model: Path, draft: Path | None, **given: Any) -> launch.EngineSett
     return launch.EngineSettings(model=model, draft=draft, **(usual | given))
 
 
-@contextmanager
-def ours(chosen: launch.EngineSettings, directory: Path) -> Iterator[tuple[SGLangEngine, DraftingControl | None]]:
-    """An engine with this package's plug-in and the model's weights; one with a draft knows its costs."""
+def ours(chosen: launch.EngineSettings, directory: Path) -> tuple[SGLangEngine, DraftingControl | None]:
+    """An engine with this package's plug-in and the model's weights; one with a draft knows its costs.
+
+    Engines end with the process: SGLang's own end of one kills all that this process has started.
+    """
     directory.mkdir(parents=True)
-    engine = launch.start(chosen, directory)
-    try:
-        made = SGLangEngine(engine, chosen.slots, chosen.max_positions)
-        control = DraftingControl(engine, directory) if chosen.draft else None
-        if control:
-            sizes = {"slots": chosen.slots, "length": chosen.max_positions // 2, "vocabulary": 250}
-            control.learn_costs(measure(engine, chosen.counts, control.force, **sizes).table)
-            control.force(FREE)
-        send(made, chosen.model, 0)
-        yield made, control
-    finally:
-        engine.shutdown()
+    engine = started(lambda: launch.start(chosen, directory))
+    made = SGLangEngine(engine, chosen.slots, chosen.max_positions)
+    control = DraftingControl(engine, directory) if chosen.draft else None
+    if control:
+        sizes = {"slots": chosen.slots, "length": chosen.max_positions // 2, "vocabulary": 250}
+        control.learn_costs(measure(engine, chosen.counts, control.force, **sizes).table)
+        control.force(FREE)
+    send(made, chosen.model, 0)
+    return made, control
 
 
-@contextmanager
-def stock(arguments: dict[str, Any]) -> Iterator[Any]:
+def stock(arguments: dict[str, Any]) -> Any:
     """An `sglang.Engine` as SGLang ships it."""
     import sglang
 
     os.environ["SGLANG_PLUGINS"] = NOBODY
-    engine = sglang.Engine(**(PORTABLE | {"skip_tokenizer_init": True, "log_level": "warning"} | arguments))
-    try:
-        yield engine
-    finally:
-        engine.shutdown()
+    given = PORTABLE | {"skip_tokenizer_init": True, "log_level": "warning"} | arguments
+    return started(lambda: sglang.Engine(**given))
+
+
+def started(start: Callable[[], Any]) -> Any:
+    """A started engine, whose watchdog ends before any engine does: it would take that for a crash, and kill us."""
+    engine = start()
+    _engines.append(engine)
+    atexit.register(_call_watchdogs_off)
+    return engine
+
+
+def _call_watchdogs_off() -> None:
+    while _engines:
+        _engines.pop().tokenizer_manager._subprocess_watchdog.stop()
 
 
 def send(engine: SGLangEngine, directory: Path, number: int, target: WeightTarget = WeightTarget.ACTOR) -> float:

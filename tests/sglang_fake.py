@@ -6,9 +6,11 @@ tests/contract/test_sglang_seams.py holds the names that it has against those of
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import make_dataclass
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -21,7 +23,7 @@ from rlhfspec_mega.rollout.sglang_engine.steps import ProfiledSteps
 
 STOP = 0
 SLOTS, REQUESTS, POSITIONS, LAYERS, SIZE = 1 << 15, 200, 1024, 2, 4
-KNOWN = ("attention_backend", "grammar_backend")  # further arguments that the real one takes
+KNOWN = ("attention_backend", "grammar_backend", "max_total_tokens")  # further arguments that the real one takes
 
 
 def token_at(seed: int, index: int) -> int:
@@ -37,6 +39,7 @@ class FakeManager:
         self.running = 0
         self.asleep: set[str] = set()
         self.refuses = self.busy = False
+        self._subprocess_watchdog = SimpleNamespace(stop=lambda: None)
 
     async def flush_cache(self, timeout_s: float | None = None) -> Any:
         """Waits for the steps under way, as the real one does with a time."""
@@ -82,8 +85,8 @@ class FakePool:
 class FakeTree:
     """SGLang's radix cache, with pages of one token; keys are tokens, or pairs of neighbours beside a draft."""
 
-    def __init__(self, is_eagle: bool) -> None:
-        self.is_eagle, self.known = is_eagle, dict[tuple[int, ...], int]()
+    def __init__(self, is_eagle: bool, allocator: FakeAllocator) -> None:
+        self.is_eagle, self.allocator, self.known = is_eagle, allocator, dict[tuple[int, ...], int]()
 
     def insert(self, params: Any) -> Any:
         tokens, bigram = list(params.key.token_ids), params.key.is_bigram
@@ -93,6 +96,12 @@ class FakeTree:
         for end, slot in zip(ends, params.value.tolist(), strict=True):
             self.known.setdefault(tuple(tokens[:end]), slot)
         return SimpleNamespace(prefix_len=known)
+
+    def evict(self, params: Any) -> None:
+        """All that is known, to keep it short."""
+        assert params.num_tokens > 0
+        self.allocator.free(torch.tensor(list(self.known.values())))
+        self.known.clear()
 
     def match(self, tokens: Sequence[int]) -> list[int]:
         """Slots of the longest known prefix."""
@@ -139,7 +148,8 @@ class FakeScheduler:
             self.draft_worker = SimpleNamespace(draft_worker=SimpleNamespace(draft_runner=runner))
         self.running_batch = SimpleNamespace(reqs=list[Any]())
         self.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros(REQUESTS, POSITIONS, dtype=torch.int32))
-        self.token_to_kv_pool_allocator, self.tree_cache = FakeAllocator(), FakeTree(drafts)
+        self.token_to_kv_pool_allocator = FakeAllocator()
+        self.tree_cache = FakeTree(drafts, self.token_to_kv_pool_allocator)
         self.prefilled = 0
         control.attach(self)
         kv.attach(self)
@@ -192,6 +202,9 @@ class FakeEngine:
         self.loses_logprobs = False
         self.reason: dict[str, Any] | None = None  # with which the next output ends
         self.arguments = arguments
+        if "model_path" in arguments:
+            config = json.loads((Path(arguments["model_path"]) / "config.json").read_text())
+            assert arguments["context_length"] <= config["max_position_embeddings"], "the real one does not start"
         self._pace = pace
         self._steps: ProfiledSteps | None = None
         if "speculative_adaptive_config" in arguments:
@@ -202,6 +215,7 @@ class FakeEngine:
         self.loop.close()
 
     def collective_rpc(self, method: str, **parameters: Any) -> None:
+        assert method != kv.METHOD or not self.tokenizer_manager.asleep, "the real one writes to memory given back"
         getattr(self.scheduler, method)(**parameters)
 
     def release_memory_occupation(self, tags: list[str]) -> None:
@@ -241,6 +255,7 @@ class FakeEngine:
                 reason = self.reason or reason
                 pairs = [(-0.01 * token, token, None) for token in tokens]
                 meta = {"output_token_logprobs": pairs[self.loses_logprobs :], "finish_reason": reason}
+                meta["cached_tokens"] = request.known
                 yield {"output_ids": list(tokens), "meta_info": meta}
                 if reason:
                     return
@@ -273,7 +288,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "sglang.srt.managers": {},
         "sglang.srt.managers.io_struct": {"UpdateWeightsFromTensorReqInput": SimpleNamespace},
         "sglang.srt.mem_cache": {},
-        "sglang.srt.mem_cache.base_prefix_cache": {"InsertParams": SimpleNamespace},
+        "sglang.srt.mem_cache.base_prefix_cache": {"InsertParams": SimpleNamespace, "EvictParams": SimpleNamespace},
         "sglang.srt.mem_cache.radix_cache": {"RadixKey": _key},
         "sglang.srt.server_args": {"ServerArgs": make_dataclass("ServerArgs", [*OPTIONS.attributes, *KNOWN])},
     }

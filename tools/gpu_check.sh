@@ -23,6 +23,7 @@ out=${GPU_OUT:-benchmarks/results}
 python=${PYTHON:-python3}
 mkdir -p "$out"
 export OMP_NUM_THREADS=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export TRITON_F32_DEFAULT=ieee # tests compare in float32; Triton would round products to TF32
 # SGLang finds the plug-in by this package's metadata, which sources alone do not have.
 "$python" -c 'import importlib.metadata as m; m.distribution("rlhfspec-mega")' 2>/dev/null || "$python" setup.py -q egg_info
 

@@ -16,6 +16,7 @@ from rlhfspec_mega.config.reach import ray_address
 from rlhfspec_mega.config.reallocation import idle_reallocation
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.config.sglang import (
+    check_positions,
     check_sglang,
     engine_gpus,
     engines_sleep,
@@ -269,6 +270,7 @@ def _check_lengths(config: RunConfig, shape: ModelShape) -> None:
             f"{parts} is more than the {shape.max_positions} positions of model "
             f"{config.model.path or config.model.name}: lower one of them."
         )
+    check_positions(config, longest, shape.max_positions)
     budget = config.trainer.max_tokens_per_microbatch
     if longest > budget:
         raise UserError(

@@ -65,6 +65,16 @@ def check_sglang(config: RunConfig) -> None:
         )
 
 
+def check_positions(config: RunConfig, longest: int, positions: int) -> None:
+    """Raise UserError where SGLang would not start: it keeps some of the model's positions to itself."""
+    lacking = longest + pins.SPARE_POSITIONS - positions
+    if uses_sglang(config) and lacking > 0:
+        raise UserError(
+            f"rollout.max_prompt_tokens plus max_new_tokens is {longest} of the model's {positions} positions, and "
+            f"SGLang keeps {pins.SPARE_POSITIONS} to itself: lower one of the two by {lacking}."
+        )
+
+
 def _check_there(config: RunConfig) -> None:
     if ray_address(config.cluster):
         return  # GPUs and packages are elsewhere: the workers look

@@ -134,7 +134,8 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
         return None
 
     def sleep(self) -> None:
-        """As SGLangEngine's; this process gives back what its scoring has left, too."""
+        """As SGLangEngine's; copies of samples that belong to others, and what scoring has left, go with it."""
+        self.clear()
         super().sleep()
         torch.cuda.empty_cache()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import transformers
 
 from benchmarks.gpu_generation import pair
 from benchmarks.samples import load_target, plain_engine, word_prompts
-from benchmarks.sglang_engines import PORTABLE, finish, ours, send, settings
+from benchmarks.sglang_engines import PORTABLE, finish, ours, send, settings, started
 from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig, SGLangConfig
 from rlhfspec_mega.models.draft_directory import draft_tensors, load_target_ids, read_draft_shape, write_draft
 from rlhfspec_mega.models.hf_directory import read_shape
@@ -28,7 +28,7 @@ from rlhfspec_mega.rollout.sglang_engine.control import DraftingControl
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.rollout.sglang_engine.steps import FREE
 from rlhfspec_mega.sampling.noise import sample_seed
-from rlhfspec_mega.types import GenerationRequest, GenerationResult, WeightTarget
+from rlhfspec_mega.types import GenerationRequest, GenerationResult, Landing, WeightTarget
 from rlhfspec_mega.workers.sglang import SGLangEngineWorker
 from tests.e2e.conftest import SHAPE, make_model, small_run, train
 from tests.near_tie import assert_same
@@ -50,15 +50,13 @@ def made() -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def engines(
     made: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[SGLangEngine, SGLangEngine, DraftingControl]]:
+) -> tuple[SGLangEngine, SGLangEngine, DraftingControl]:
     """One that decodes plainly, and one that drafts."""
     root = tmp_path_factory.mktemp("sglang")
-    with (
-        ours(settings(made[0], None, **FP32), root / "plain") as (plain, _),
-        ours(settings(*made, **FP32), root / "drafting") as (drafting, control),
-    ):
-        assert control is not None
-        yield plain, drafting, control
+    plain, _ = ours(settings(made[0], None, **FP32), root / "plain")
+    drafting, control = ours(settings(*made, **FP32), root / "drafting")
+    assert control is not None
+    return plain, drafting, control
 
 
 @pytest.fixture(scope="module")
@@ -118,11 +116,11 @@ def test_identity(
 
 def test_chi_square(tmp_path: Path) -> None:
     """Sampled frequencies of first and second tokens equal the model's probabilities."""
-    count, shape = 20_000, replace(SHAPE, vocab_size=259)
+    count, shape = 20_000, replace(SHAPE, hidden_size=128, head_dim=32, max_positions=512)
     model, prompt = make_model(tmp_path / "model", shape), (7, 30, 11)
     asked = [GenerationRequest(str(i), str(i), prompt, sample_seed(9, 0, i, 0), 2) for i in range(count)]
-    with ours(settings(model, None, **FP32), tmp_path / "engine") as (engine, _):
-        found = finish(engine, asked)
+    engine, _ = ours(settings(model, None, **FP32), tmp_path / "engine")
+    found = finish(engine, asked)
     net = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     firsts = Counter(found[one.sample_id].tokens[0] for one in asked)
     top = firsts.most_common(1)[0][0]
@@ -159,14 +157,13 @@ def worker(made: tuple[Path, Path], drafts: bool = True) -> SGLangEngineWorker:
 
 
 @pytest.fixture(scope="module")
-def workers(made: tuple[Path, Path]) -> Iterator[list[SGLangEngineWorker]]:
+def workers(made: tuple[Path, Path]) -> list[SGLangEngineWorker]:
     """Two on one GPU."""
-    pair_of_them = [worker(made), worker(made)]
-    for one in pair_of_them:
+    both = [worker(made), worker(made)]
+    for one in both:
+        started(lambda one=one: one._engine)  # type: ignore[misc]
         send(one, made[0], 0)
-    yield pair_of_them
-    for one in pair_of_them:
-        one._engine.shutdown()
+    return both
 
 
 def test_migration(
@@ -179,7 +176,7 @@ def test_migration(
     meetings = [one.meet(1.0) for one in workers]
     given: list[Sequence[SampleSnapshot]] = [[SampleSnapshot(one, [], [], []) for one in requests], []]
     found: dict[str, GenerationResult] = {}
-    downtimes, turn = list[float](), 0
+    landings, turn = list[Landing](), 0
     while len(found) < len(requests):
         for rank, one in enumerate(workers):
             orders = Orders(expects=True)
@@ -187,11 +184,16 @@ def test_migration(
                 orders.moves = [MigrationOrder(name, meetings[1 - rank].address) for name in list(one._held)[:8]]
             report = one.advance(given[rank], 0.05, orders)
             found |= {result.sample_id: result for result in report.finished}
-            downtimes += [(x.arrived - x.departed) / x.step_seconds for x in report.migration.landings]
+            landings += report.migration.landings
         given, turn = [[], []], turn + 1
     assert_same(wanted, found, requests, judge)
-    assert downtimes
-    print(json.dumps({"migrations": len(downtimes), "downtime_steps_median": sorted(downtimes)[len(downtimes) // 2]}))
+    copied = [one for one in landings if one.settled_bytes > 0]
+    assert len(copied) > 0.5 * len(landings) > 0
+    resumed, spared = (sum(one.stats()[name] for one in workers) for name in ("resumed_tokens", "spared_tokens"))
+    assert spared > 0.7 * resumed, "copied KV is not found"
+    steps = workers[0]._profile.table.of(len(requests) // 2)[0]
+    downtimes = sorted((one.arrived - one.departed) / steps for one in copied)
+    print(json.dumps({"migrations": len(landings), "downtime_steps_median": downtimes[len(downtimes) // 2]}))
     for one in workers:
         one.leave()
 

@@ -37,6 +37,9 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "SCALE": 0.1,
         "LENGTHS": (8, 16, 24),
         "SLOTS": 4,
+        "POSITIONS": 100,
+        "PROMPT": 20,
+        "LONGEST": 20,
     }.items():
         monkeypatch.setattr(gpu_generation, name, value)
 

@@ -20,12 +20,13 @@ from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.throughput import seconds_per_token
 from rlhfspec_mega.rollout.migration.messages import MigrationOrder, Orders
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
-from rlhfspec_mega.rollout.sglang_engine.kv import KvAccess, pools
+from rlhfspec_mega.rollout.sglang_engine.kv import KvAccess, gather, pools
 from rlhfspec_mega.rollout.sglang_engine.launch import arguments, counts_up_to
 from rlhfspec_mega.rollout.sglang_engine.profile import batches_up_to
 from rlhfspec_mega.rollout.sglang_engine.seams import OPTIONS
 from rlhfspec_mega.types import EngineReport, WeightTarget
 from rlhfspec_mega.workers.sglang import SGLangEngineWorker, draft_counts
+from tests.e2e.conftest import make_model
 from tests.sglang_fake import LAYERS, SIZE, SLOTS, FakeEngine, FakeScheduler, install
 from tests.unit.test_sglang_engine import load, request, wanted
 
@@ -38,7 +39,7 @@ SHAPE = ModelShape(
     head_dim=4,
     ffn_size=8,
     vocab_size=23,
-    max_positions=64,
+    max_positions=128,
     rope_theta=1e4,
     norm_eps=1e-5,
     tie_embeddings=True,
@@ -52,6 +53,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(tmp_path: Path, policy: str = "off", **options: Any) -> SGLangEngineWorker:
+    make_model(tmp_path / "model", SHAPE)
     config = RolloutConfig(engine="sglang", sglang=SGLangConfig(options=options), **LIMITS)  # type: ignore[arg-type]
     draft = None if policy == "off" else tmp_path / "draft"
     if draft and not draft.exists():
@@ -153,11 +155,12 @@ def test_samples_move_while_they_decode(copies: bool, policy: str, tmp_path: Pat
     arrived = [sample for report in reports for sample in report.migration.arrived]
     landings = [landing for report in reports for landing in report.migration.landings]
     assert len(arrived) >= 4 and landings
-    moved = sum(len(sample.tokens) + 5 for sample in arrived)
+    resumed, spared = (sum(worker.stats()[name] for worker in workers) for name in ("resumed_tokens", "spared_tokens"))
     prefilled = sum(fake(worker).scheduler.prefilled for worker in workers) - before
+    assert prefilled == resumed - spared > 0
     if copies:
         assert any(landing.settled_bytes > 0 for landing in landings)
-        assert prefilled < 0.5 * moved
+        assert spared > 0.5 * resumed
     else:
         assert all(landing.settled_bytes == 0 for landing in landings)
     for worker in workers:
@@ -198,6 +201,31 @@ def test_kv_goes_from_engine_to_engine_whatever_their_ranks(drafts: bool, tmp_pa
     for scheduler in two:
         assert len(scheduler.tree_cache.match(tokens)) == 2
         scheduler.begin("s/3/", tokens)
+    assert not list((tmp_path / "0").iterdir()), "files in memory last no longer than their use"
+
+
+def test_kv_takes_the_place_of_what_is_used_no_more(tmp_path: Path) -> None:
+    scheduler = FakeScheduler()
+    access = KvAccess(
+        SimpleNamespace(collective_rpc=partial(_on_all, [scheduler])),
+        tmp_path,
+        {"target": (LAYERS, 1, SIZE)},
+        "float32",
+        1,
+    )
+    allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
+    ended = scheduler.begin("s/1/", list(range(20)))
+    kv = {"target": access.read("s/1/", "target", 0, 20)}
+    access.write(list(range(20)), kv)
+    scheduler.end(ended)
+    others = allocator.alloc(allocator.available_size())
+    assert others is not None and len(others) == SLOTS - 20
+    access.write(list(range(21)), {"target": kv["target"][:, :, :, :15]})
+    assert len(tree.match(range(20))) == 15
+    scheduler.begin("s/2/", list(range(16)))
+    tree.known.clear()
+    access.write(list(range(20)), kv)
+    assert not tree.known, "all is in use: it is prefilled"
 
 
 def _on_all(schedulers: list[FakeScheduler], method: str, **parameters: Any) -> None:
@@ -206,12 +234,23 @@ def _on_all(schedulers: list[FakeScheduler], method: str, **parameters: Any) -> 
 
 
 def test_it_sleeps_and_is_woken_by_weights(tmp_path: Path) -> None:
+    """Also where the first sample afterwards comes with KV."""
     worker = make(tmp_path)
     load(worker, 0)
+    worker.import_sample(snapshots(1)[0])
     worker.sleep()
-    assert fake(worker).tokenizer_manager.asleep
+    assert fake(worker).tokenizer_manager.asleep and worker.idle
     load(worker, 1)
-    worker.advance(snapshots(2), 0.0)
+    layers, _, heads, _, size = worker.kv_layout(1).parts["target"]
+    known = [*request(0).prompt_tokens, *wanted(request(0))][:6]
+    scheduler = FakeScheduler()
+    scheduler.begin("x", known)
+    kv = gather(scheduler, "target", "x", 0, 5)
+    assert kv.shape == (layers, 2, heads, 5, size)
+    tokens = wanted(request(0))[: 6 - len(request(0).prompt_tokens)]
+    worker.import_sample(SampleSnapshot(request(0), tokens, [-0.01 * t for t in tokens], [0] * len(tokens), kv))
+    worker.advance([snapshots(2)[1]], 0.0)
+    assert worker.stats()["spared_tokens"] == 5
     assert len(finish(worker, 2)) == 2
 
 

@@ -202,7 +202,7 @@ class Departures:
         except OSError:
             self._lose(one.link)
             return 0
-        if copied >= self._engine.least_copy:
+        if copied >= self._engine.least_copy // 2:
             rate = copied / (time.perf_counter() - started)
             self._rate += 0.2 * (rate - self._rate)
         return copied

@@ -53,7 +53,7 @@ class SGLangEngine:
     Raises UserError where SGLang is not there in the version that the plug-in is for.
     """
 
-    least_copy = 32 << 20
+    least_copy = 2 << 20
 
     def __init__(self, engine: Any, slots: int, max_positions: int, kv: KvAccess | None = None) -> None:
         if (wrong := pins.missing()) is not None:
@@ -63,7 +63,7 @@ class SGLangEngine:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._attempts = 0
         self._finished: list[GenerationResult] = []
-        self._steps = self._generated = 0
+        self._steps = self._generated = self._resumed = self._spared = 0
         self._version = -1
         self._update: BucketedUpdate | None = None
         self._updating = WeightTarget.ACTOR
@@ -121,7 +121,7 @@ class SGLangEngine:
         running = [one for one in held if one.outputs]
         steps = max((one.outputs for one in running), default=0)
         self._steps += steps
-        self.last_decode = started, (ended - started) / max(steps, 1)
+        self.last_decode = started, (ended - started) / steps if steps else self.last_decode[1]
         if steps:
             tokens, kv = self._generated - generated, sum(one.outputs * one.length for one in running)
             self.spans.add(
@@ -200,11 +200,17 @@ class SGLangEngine:
         return self._kv.read(self._held[sample_id].rid, part, first, last)
 
     def _take_kv(self, snapshot: SampleSnapshot) -> None:
-        """Have SGLang know the KV that came with a sample, if it came for all that has some here."""
+        """Have SGLang know the KV that came with a sample, if it came for all that has some here.
+
+        Not while it would be void again at once, or while there are no weights.
+        """
+        if self._update is not None or self._version < 0:
+            return
         kv = {TARGET: snapshot.kv, DRAFT: snapshot.draft.kv if snapshot.draft else None}
         own = {part: kv[part] for part in self._kv.parts} if self._kv else {}
         whole = {part: tensor for part, tensor in own.items() if tensor is not None and tensor.shape[3]}
         if self._kv and len(whole) == len(own):
+            self._wake(ALL_MEMORY)
             self._kv.write([*snapshot.request.prompt_tokens, *snapshot.tokens], whole)
 
     # Weights
@@ -283,6 +289,8 @@ class SGLangEngine:
         return {
             "generated_tokens": self._generated,
             "decode_steps": self._steps,
+            "resumed_tokens": self._resumed,  # of samples that came from elsewhere
+            "spared_tokens": self._spared,  # those that did not have to be prefilled
             "prefill_tokens": 0,  # SGLang does not tell what it prefills
             "prefill_seconds": 0.0,
         }
@@ -300,10 +308,15 @@ class SGLangEngine:
             stream=True,
             rid=held.rid,
         )
+        resumed = bool(held.tokens)
         async for output in outputs:
             before = len(held.tokens)
             held.take(output, self._version)
             self._generated += len(held.tokens) - before
+            if resumed:
+                self._resumed += len(held.request.prompt_tokens) + before
+                self._spared += output["meta_info"].get("cached_tokens", 0)
+                resumed = False
 
     def _withdraw(self, sample_id: str) -> Held | None:
         """The sample, stopped and removed; None where there is none or it has ended."""

@@ -6,6 +6,7 @@ tokens begin with it is prefilled only from its end on. So nothing depends on it
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from rlhfspec_mega.rollout.migration.staging import Layout
+
+logger = logging.getLogger(__name__)
 
 METHOD = "rlhfspec_mega_kv"  # of schedulers, from `attach` on
 READ, WRITE = "read", "write"
@@ -53,20 +56,29 @@ class KvAccess:
         path = self._directory / "read"
         self._engine.collective_rpc(METHOD, action=READ, path=str(path), rid=rid, part=part, first=first, last=last)
         layers, heads, size = self._shapes[part]
-        dtype, own = getattr(torch, self._dtype), [_file(path, rank, part).read_bytes() for rank in range(self._ranks)]
+        dtype, own = getattr(torch, self._dtype), [_taken(_file(path, rank, part)) for rank in range(self._ranks)]
         if not own[0]:
             return torch.empty(layers, 2, heads, 0, size, dtype=dtype)
         shape = layers, 2, heads // self._ranks, -1, size
         return torch.cat([torch.frombuffer(bytearray(data), dtype=dtype).view(shape) for data in own], dim=2)
 
     def write(self, tokens: Sequence[int], kv: Mapping[str, Tensor]) -> None:
-        """Keep the KV of the first of these tokens: of all parts, as `read` returns it, equally many rows."""
+        """Keep the KV of the first of these tokens: of all parts, as `read` returns it, equally many rows.
+
+        Where SGLang cannot, the tokens are prefilled: its log says why.
+        """
         path, rows = self._directory / "write", min(part.shape[3] for part in kv.values())
         _tokens(path).write_bytes(array("q", tokens).tobytes())
         for part, tensor in kv.items():
             for rank, own in enumerate(tensor[:, :, :, :rows].chunk(self._ranks, dim=2)):
                 _write(_file(path, rank, part), own)
-        self._engine.collective_rpc(METHOD, action=WRITE, path=str(path), rows=rows)
+        try:
+            self._engine.collective_rpc(METHOD, action=WRITE, path=str(path), rows=rows)
+        except AssertionError:  # how it tells of an error
+            logger.warning("SGLang did not take %d tokens of KV; they are prefilled.", rows)
+        finally:
+            for file in self._directory.glob("write.*"):
+                file.unlink()
 
 
 def attach(scheduler: Any) -> None:
@@ -105,28 +117,47 @@ def gather(scheduler: Any, part: str, rid: str, first: int, last: int) -> Tensor
 
 
 def keep(scheduler: Any, tokens: array[int], rows: int, files: Mapping[str, Path]) -> None:
-    """Put KV of the first `rows` tokens into the radix cache; nothing where there is no room without evicting."""
-    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+    """Put KV of the first `rows` tokens into the radix cache, in the place of what was used longest ago.
+
+    Nothing where all the rest is in use.
+    """
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
     # With a draft, keys are pairs of neighbours: one token more than there are slots.
     named = rows + 1 if tree.is_eagle else rows
-    if len(tokens) < named or allocator.available_size() < rows or (slots := allocator.alloc(rows)) is None:
+    parts = {part: _rows(files[part], pool, rows) for part, pool in pools(scheduler).items()}
+    if (lacking := rows - allocator.available_size()) > 0:
+        tree.evict(EvictParams(num_tokens=lacking))
+    if len(tokens) < named or (slots := allocator.alloc(rows)) is None:
         return
+    if torch.cuda.is_available():  # the pass under way may still write slots of a sample that has just ended
+        torch.cuda.current_stream().wait_stream(scheduler.forward_stream)
     for part, pool in pools(scheduler).items():
-        data = torch.frombuffer(bytearray(files[part].read_bytes()), dtype=pool.k_buffer[0].dtype)
-        heads, size = pool.k_buffer[0].shape[1:]
-        kv = data.view(len(pool.k_buffer), 2, heads, rows, size).to(pool.k_buffer[0].device).transpose(2, 3)
         for layer, (k, v) in enumerate(zip(pool.k_buffer, pool.v_buffer, strict=True)):
-            k[slots], v[slots] = kv[layer, 0], kv[layer, 1]
+            k[slots], v[slots] = parts[part][layer, 0], parts[part][layer, 1]
     key = RadixKey(tokens[:named], None, is_bigram=tree.is_eagle)
     known = tree.insert(InsertParams(key=key, value=slots.to(torch.int64))).prefix_len
     allocator.free(slots[:known])
 
 
+def _rows(file: Path, pool: Any, rows: int) -> Tensor:
+    """[layers, 2, rows, heads, size] on the pool's device."""
+    like = pool.k_buffer[0]
+    data = torch.frombuffer(bytearray(file.read_bytes()), dtype=like.dtype).to(like.device)
+    return data.view(len(pool.k_buffer), 2, like.shape[1], rows, like.shape[2]).transpose(2, 3)
+
+
 def _file(path: Path, rank: int, part: str) -> Path:
     return path.with_suffix(f".{part}.{rank}")
+
+
+def _taken(file: Path) -> bytes:
+    """What is in a file, which lies in memory, and was its only use."""
+    data = file.read_bytes()
+    file.unlink()
+    return data
 
 
 def _tokens(path: Path) -> Path:

@@ -13,7 +13,6 @@ from rlhfspec_mega.rollout.sglang_engine.loaders import INTO_DRAFT
 from rlhfspec_mega.rollout.sglang_engine.plugin import NAME
 from rlhfspec_mega.rollout.sglang_engine.steps import write_config
 
-SPARE_POSITIONS = 8  # that SGLang keeps free of prompt and response together
 MOST_STEPS = (0, 1, 2, 3, 5, 8, 12, 16)  # numbers of draft tokens that graphs are captured for, up to the largest asked
 CONFIG_FILE = "sglang_steps.json"
 
@@ -28,7 +27,7 @@ class EngineSettings:
         counts: numbers of draft tokens to choose from; 0 decodes plainly.
         collapse_ratio: see CollapseWatch.
         slots: requests decoded at once.
-        max_positions: tokens of prompt and response.
+        max_positions: tokens of prompt and response; the model has SPARE_POSITIONS more.
         prefill_chunk: prompt tokens per pass.
         dtype: e.g. "bfloat16".
         tensor_parallel: GPUs of this engine.
@@ -67,7 +66,7 @@ def arguments(settings: EngineSettings, directory: Path) -> dict[str, Any]:
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": settings.dtype,
-        "context_length": settings.max_positions + SPARE_POSITIONS,
+        "context_length": settings.max_positions + pins.SPARE_POSITIONS,
         "max_running_requests": settings.slots,
         "chunked_prefill_size": settings.prefill_chunk,
         "tp_size": settings.tensor_parallel,

@@ -105,7 +105,7 @@ CALLS = (
         (),
         (
             *("ps", "tp_rank", "tp_worker", "draft_worker", "running_batch", "req_to_token_pool"),
-            *("token_to_kv_pool_allocator", "tree_cache"),
+            *("token_to_kv_pool_allocator", "tree_cache", "forward_stream"),
         ),
     ),
     Seam("sglang.srt.entrypoints.engine", "Engine.release_memory_occupation", ("self", "tags")),
@@ -118,7 +118,7 @@ CALLS = (
         "sglang.srt.managers.tokenizer_manager",
         "TokenizerManager",
         (),
-        ("output_ids", "meta_info", "finish_reason", "output_token_logprobs"),
+        ("output_ids", "meta_info", "finish_reason", "output_token_logprobs", "cached_tokens"),
     ),
     Seam(
         "sglang.srt.managers.tokenizer_control_mixin",
@@ -152,7 +152,9 @@ KV = (
     Seam(f"{_MEM}.allocator.base", "BaseTokenToKVPoolAllocator.available_size", ("self",)),
     Seam(f"{_MEM}.radix_cache", "RadixCache.insert", ("self", "params"), ("is_eagle", "prefix_len", "key", "value")),
     Seam(f"{_MEM}.radix_cache", "RadixKey.__init__", ("self", "token_ids", "extra_key", "is_bigram")),
+    Seam(f"{_MEM}.radix_cache", "RadixCache.evict", ("self", "params"), ("num_tokens",)),
     Seam(f"{_MEM}.base_prefix_cache", "InsertParams", (), ("key", "value")),
+    Seam(f"{_MEM}.base_prefix_cache", "EvictParams", (), ("num_tokens",)),
     Seam("sglang.srt.managers.tp_worker", "TpModelWorker", (), ("model_runner",)),
     Seam("sglang.srt.model_executor.model_runner", "ModelRunner", (), ("token_to_kv_pool",)),
     Seam(f"{_SPEC}.eagle_worker_v2", "EAGLEWorkerV2", (), ("draft_worker", "draft_runner")),
