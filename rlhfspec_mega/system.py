@@ -154,7 +154,7 @@ class System:
         drafting = self._config.drafting
         if self._draft is None or not drafting.refresh_every:
             return None
-        device = self._places[ACTOR][self.actor.draft_rank]
+        (device,) = self._places[ACTOR][self.actor.draft_rank]
         return FreedRefresh(
             lambda seconds: self.actor.start_refresh(seconds), device, self._places[ENGINE], drafting.refresh_seconds
         )
@@ -207,9 +207,9 @@ class System:
                     "total_updates": self._total_updates,
                     "deterministic": self._config.trainer.deterministic,
                 },
-                devices=(device,),
+                devices,
             )
-            for rank, device in enumerate(self._places[ACTOR])
+            for rank, devices in enumerate(self._places[ACTOR])
         ]
 
     def _engine_specs(self) -> list[WorkerSpec]:
@@ -239,10 +239,7 @@ class System:
                 "seed": self._config.seed,
                 "drafting_state": self._load_learnt("drafting"),
             }
-        gpus = engine_gpus(self._config)
-        return [
-            WorkerSpec(kind, arguments, devices=tuple(range(device, device + gpus))) for device in self._places[ENGINE]
-        ]
+        return [WorkerSpec(kind, arguments, devices) for devices in self._places[ENGINE]]
 
     @property
     def _engine_dtype(self) -> str:

@@ -15,12 +15,12 @@ from rlhfspec_mega.resharding.transport import Host, OpenHost
 
 
 def make_cluster(
-    config: ClusterConfig, log_dir: Path, places: Mapping[str, Sequence[int]], *, use_gpus: bool
+    config: ClusterConfig, log_dir: Path, places: Mapping[str, Sequence[tuple[int, ...]]], *, use_gpus: bool
 ) -> SupervisedCluster:
     """The cluster of `config.launcher`.
 
     Args:
-        places: device index of every rank of every role (planning.placement.place).
+        places: device indices of every rank of every role (planning.placement.place).
 
     Raises:
         UserError: Ray is not installed, its cluster cannot be reached or has too little.

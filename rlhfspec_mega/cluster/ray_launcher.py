@@ -24,7 +24,7 @@ from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhfspec_mega.cluster.ray_attendant import Attendants
-from rlhfspec_mega.cluster.ray_placement import Reservation
+from rlhfspec_mega.cluster.ray_placement import Reservation, devices_of_bundle
 from rlhfspec_mega.cluster.ray_worker import CONTROL, Identity, RayWorker
 
 PING_SECONDS = 1.0  # between two pings of a worker that answers them
@@ -115,8 +115,8 @@ class RayCluster(SupervisedCluster):
 
     Args:
         threads: CPUs of a worker, and threads of its computation.
-        use_gpus: one GPU per device, shared by the workers on it; Ray sets CUDA_VISIBLE_DEVICES.
-        places: device index of every rank of every role that will be launched (planning.placement.place).
+        use_gpus: one GPU per device, shared by the workers on it, which see theirs by CUDA_VISIBLE_DEVICES.
+        places: device indices of every rank of every role that will be launched, see Reservation.
         address: of a running Ray cluster; None: RAY_ADDRESS, else an own instance on this machine.
         supervision: log_dir, deadlines and limits; see SupervisedCluster.
 
@@ -133,13 +133,15 @@ class RayCluster(SupervisedCluster):
         *,
         threads: int,
         use_gpus: bool,
-        places: Mapping[str, Sequence[int]],
+        places: Mapping[str, Sequence[tuple[int, ...]]],
         address: str | None,
         **supervision: Any,
     ) -> None:
         self._threads, self._use_gpus = threads, use_gpus
-        workers = Counter(device for devices in places.values() for device in devices)
-        self._instance = RayInstance(address, cpus=threads * workers.total(), gpus=len(workers) if use_gpus else 0)
+        each = devices_of_bundle(places)
+        workers = Counter(devices[0] // each for ranks in places.values() for devices in ranks)
+        gpus = len(workers) * each if use_gpus else 0
+        self._instance = RayInstance(address, cpus=threads * workers.total(), gpus=gpus)
         self.host_address = self._instance.host_address
         try:
             self._reservation = Reservation(
@@ -164,6 +166,9 @@ class RayCluster(SupervisedCluster):
             environment["GLOO_SOCKET_IFNAME"] = "lo"
         if not self._use_gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""
+        elif place.visible is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(place.visible)
+            environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"  # or Ray, asked for none, shows none
         actor = (
             ray.remote(concurrency_groups={CONTROL: 1})(RayWorker)  # type: ignore[call-overload]
             .options(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhfspec_mega.errors import UserError
 
@@ -17,26 +18,39 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Place:
-    """A worker's share of a bundle; `gpus` may be a fraction."""
+    """A worker's share of a bundle.
+
+    Attributes:
+        gpus: that Ray shall give it, perhaps a fraction of one.
+        visible: GPUs that it is told of instead, where a worker has several and Ray cannot share them out.
+    """
 
     group: PlacementGroup
     bundle: int
     gpus: float
+    visible: tuple[str, ...] | None = None
 
 
 class Reservation:
-    """One placement group per role, or one for all roles that share devices; one bundle per device.
+    """One placement group per role, or one for all roles that share devices; one bundle per device, or per several.
 
     Bundles are numbered by node, so that neighbouring device indices, such as a tensor-parallel group, share a node.
     """
 
     def __init__(
-        self, places: Mapping[str, Sequence[int]], *, threads: int, use_gpus: bool, seconds: float, where: str
+        self,
+        places: Mapping[str, Sequence[tuple[int, ...]]],
+        *,
+        threads: int,
+        use_gpus: bool,
+        seconds: float,
+        where: str,
     ) -> None:
         """Reserve and wait at most `seconds` for room.
 
         Args:
-            places: device index of every rank of every role.
+            places: device indices of every rank of every role: a number of neighbours, from a multiple of it on, which
+                lie on one node.
             threads: CPUs per worker.
             where: name of the cluster, for messages.
 
@@ -45,26 +59,40 @@ class Reservation:
         """
         self._groups: list[PlacementGroup] = []
         self._places: dict[str, list[Place]] = {}
-        workers = Counter(device for devices in places.values() for device in devices)
-        asked = {
-            device: {"CPU": float(threads * count)} | ({"GPU": 1.0} if use_gpus else {})
-            for device, count in workers.items()
-        }
+        each = devices_of_bundle(places)
+        bundle_of = {role: [devices[0] // each for devices in ranks] for role, ranks in places.items()}
+        workers = Counter(bundle for bundles in bundle_of.values() for bundle in bundles)
+        gpus = {"GPU": float(each)} if use_gpus else {}
+        asked = {bundle: {"CPU": float(threads * count)} | gpus for bundle, count in workers.items()}
         _check_total(list(asked.values()), where)
         end = time.monotonic() + seconds
         try:
-            for roles in roles_sharing_devices(places):
-                devices = sorted({device for role in roles for device in places[role]})
-                bundles = self._reserve([asked[device] for device in devices], end, seconds, where)
-                of_device = dict(zip(devices, bundles, strict=True))
+            for roles in roles_sharing_devices(bundle_of):
+                wanted = sorted({bundle for role in roles for bundle in bundle_of[role]})
+                numbers = self._reserve([asked[bundle] for bundle in wanted], end, seconds, where)
+                number_of = dict(zip(wanted, numbers, strict=True))
+                ids = _gpus_of(self._groups[-1], numbers, each) if use_gpus and each > 1 else {}
                 for role in roles:
                     self._places[role] = [
-                        Place(self._groups[-1], of_device[device], _share(workers[device]) if use_gpus else 0.0)
-                        for device in places[role]
+                        self._share_of(number_of[devices[0] // each], devices, workers, ids, use_gpus)
+                        for devices in places[role]
                     ]
         except BaseException:
             self.close()
             raise
+
+    def _share_of(
+        self,
+        number: int,
+        devices: tuple[int, ...],
+        workers: Mapping[int, int],
+        ids: Mapping[int, list[str]],
+        use_gpus: bool,
+    ) -> Place:
+        if number in ids:
+            known = ids[number]
+            return Place(self._groups[-1], number, 0.0, tuple(known[device % len(known)] for device in devices))
+        return Place(self._groups[-1], number, _share(workers[devices[0]]) if use_gpus else 0.0)
 
     def place(self, role: str, rank: int) -> Place:
         return self._places[role][rank]
@@ -91,6 +119,28 @@ class Reservation:
                 )
         nodes = _node_of_bundle(group)
         return sorted(range(len(bundles)), key=lambda bundle: (nodes[bundle], bundle))
+
+
+def devices_of_bundle(places: Mapping[str, Sequence[tuple[int, ...]]]) -> int:
+    """Devices that are reserved together: as many as the worker with most of them has."""
+    return max(len(devices) for ranks in places.values() for devices in ranks)
+
+
+def _gpus_of(group: PlacementGroup, bundles: Sequence[int], each: int) -> dict[int, list[str]]:
+    """Ids of the GPUs of every bundle, as CUDA_VISIBLE_DEVICES takes them."""
+
+    @ray.remote(num_cpus=0, num_gpus=each)
+    def look() -> list[str]:
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+    looks = [
+        look.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote() for bundle in bundles
+    ]
+    return {bundle: sorted(ids, key=_by_number) for bundle, ids in zip(bundles, ray.get(looks), strict=True)}
+
+
+def _by_number(gpu: str) -> tuple[int, str]:
+    return (int(gpu), "") if gpu.isdigit() else (0, gpu)
 
 
 def roles_sharing_devices(places: Mapping[str, Sequence[int]]) -> list[list[str]]:

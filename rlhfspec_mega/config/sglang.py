@@ -59,10 +59,6 @@ def check_sglang(config: RunConfig) -> None:
             f"rollout.sglang.tensor_parallel={tensor} does not divide cluster.devices_per_node="
             f"{cluster.devices_per_node}, and an engine lives on one node: use a divisor."
         )
-    if tensor > 1 and cluster.launcher == "ray":
-        raise UserError(
-            f"rollout.sglang.tensor_parallel={tensor} needs cluster.launcher=local: under Ray an engine has one GPU."
-        )
 
 
 def check_positions(config: RunConfig, longest: int, positions: int) -> None:

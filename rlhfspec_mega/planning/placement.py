@@ -5,10 +5,11 @@ from __future__ import annotations
 from rlhfspec_mega.errors import UserError
 
 ACTOR, ENGINE = "actor", "engine"
+Places = dict[str, list[tuple[int, ...]]]  # by role, the devices of each rank
 
 
-def place(mode: str, devices: int, actor_ranks: int, engines: int, engine_devices: int = 1) -> dict[str, list[int]]:
-    """The first device index of every rank of every role; an engine has `engine_devices` neighbours from there on.
+def place(mode: str, devices: int, actor_ranks: int, engines: int, engine_devices: int = 1) -> Places:
+    """The device indices of every rank of every role; an engine has `engine_devices` neighbours.
 
     "colocated": actor rank i is on device i, and engine 0 begins at device 0. "separate": the actor holds the first
     devices, engines the next ones.
@@ -42,4 +43,9 @@ def place(mode: str, devices: int, actor_ranks: int, engines: int, engine_device
                 "actor's parallel sizes, or use placement=colocated."
             )
     last_engine = first_engine + engines * engine_devices
-    return {ACTOR: list(range(actor_ranks)), ENGINE: list(range(first_engine, last_engine, engine_devices))}
+    return {
+        ACTOR: [(device,) for device in range(actor_ranks)],
+        ENGINE: [
+            tuple(range(device, device + engine_devices)) for device in range(first_engine, last_engine, engine_devices)
+        ],
+    }

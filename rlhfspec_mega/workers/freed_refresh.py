@@ -25,7 +25,11 @@ class FreedRefresh:
     """
 
     def __init__(
-        self, begin: Callable[[float], list[Call]], device: int, engine_devices: Sequence[int], seconds: float
+        self,
+        begin: Callable[[float], list[Call]],
+        device: int,
+        engine_devices: Sequence[tuple[int, ...]],
+        seconds: float,
     ) -> None:
         self._begin, self._device, self._engine_devices, self._seconds = begin, device, engine_devices, seconds
         self._wanted = False
@@ -37,7 +41,7 @@ class FreedRefresh:
 
     def offer(self, busy: Collection[int], seconds_left: Callable[[], float]) -> None:
         """Begin, if this is wanted, the device is free and there is time enough."""
-        if not self._wanted or self._device in {self._engine_devices[rank] for rank in busy}:
+        if not self._wanted or self._device in {device for rank in busy for device in self._engine_devices[rank]}:
             return
         if (seconds := min(self._seconds, seconds_left())) >= LEAST_SHARE * self._seconds:
             self._wanted = False

@@ -30,7 +30,7 @@ class Refreshes:
         self.begun: list[float] = []
         self.waited = 0
         self._report = report
-        self.part = FreedRefresh(self._begin, 1, engines, 2.0)
+        self.part = FreedRefresh(self._begin, 1, [(device,) for device in engines], 2.0)
 
     def _begin(self, seconds: float) -> list[Call]:
         self.begun.append(seconds)

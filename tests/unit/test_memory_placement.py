@@ -226,22 +226,25 @@ def test_parallelism_and_recomputation_lower_the_estimate() -> None:
     assert (sharded.optimizer, sharded.gradients) == (base.optimizer // 4, base.gradients)
 
 
-@given(devices=st.integers(1, 16), actor=st.integers(1, 16), engines=st.integers(1, 16))
-def test_placements(devices: int, actor: int, engines: int) -> None:
+@given(devices=st.integers(1, 16), actor=st.integers(1, 16), engines=st.integers(1, 16), each=st.integers(1, 4))
+def test_placements(devices: int, actor: int, engines: int, each: int) -> None:
     for mode, possible in (
-        ("colocated", actor <= devices and engines <= devices),
-        ("separate", actor + engines <= devices),
+        ("colocated", actor <= devices and engines * each <= devices),
+        ("separate", -(-actor // each) * each + engines * each <= devices),
     ):
         if not possible:
             with pytest.raises(UserError):
-                place(mode, devices, actor, engines)
+                place(mode, devices, actor, engines, each)
             continue
-        placed = place(mode, devices, actor, engines)
-        assert placed["actor"] == list(range(actor)) and len(placed["engine"]) == engines
+        placed = place(mode, devices, actor, engines, each)
+        assert placed["actor"] == [(device,) for device in range(actor)]
+        assert len(placed["engine"]) == engines
+        assert all(own == tuple(range(own[0], own[0] + each)) and own[0] % each == 0 for own in placed["engine"])
         # No two engines share a device, and all lie in the cluster.
-        assert len({*placed["engine"]}) == engines and max(placed["engine"]) < devices
-        shared = {*placed["actor"]} & {*placed["engine"]}
-        assert shared == (set() if mode == "separate" else set(range(min(actor, engines))))
+        held = [device for own in placed["engine"] for device in own]
+        assert len({*held}) == engines * each and max(held) < devices
+        shared = set(range(actor)) & {*held}
+        assert shared == (set() if mode == "separate" else set(range(min(actor, engines * each))))
 
 
 def test_separate_without_room_for_an_engine_says_how_many_devices() -> None:
