@@ -38,6 +38,7 @@ class FakeManager:
         self.buckets: list[Any] = []
         self.running = 0
         self.asleep: set[str] = set()
+        self.load: dict[str, int] = {}  # none before the first step
         self.refuses = self.busy = False
         self._subprocess_watchdog = SimpleNamespace(stop=lambda: None)
 
@@ -47,6 +48,9 @@ class FakeManager:
         while self.running:
             await asyncio.sleep(0.001)
         return SimpleNamespace(success=not self.busy)
+
+    async def get_loads(self) -> list[Any]:
+        return [SimpleNamespace(**self.load)] if self.load else []
 
     async def update_weights_from_tensor(self, obj: Any, request: Any = None) -> tuple[bool, str]:
         assert self.running == 0 and not obj.flush_cache, "the real one ends the scheduler"
@@ -150,7 +154,7 @@ class FakeScheduler:
         self.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros(REQUESTS, POSITIONS, dtype=torch.int32))
         self.token_to_kv_pool_allocator = FakeAllocator()
         self.tree_cache = FakeTree(drafts, self.token_to_kv_pool_allocator)
-        self.prefilled = 0
+        self.prefilled, self.loads = 0, dict[str, int]()
         control.attach(self)
         kv.attach(self)
 
@@ -160,6 +164,12 @@ class FakeScheduler:
         for pool in kv.pools(self).values():
             assert pool.holds(torch.tensor(known, dtype=torch.int64), tokens[: len(known)])
         self.prefilled += len(tokens) - len(known)
+        self.loads |= {
+            "num_used_tokens": SLOTS - self.token_to_kv_pool_allocator.available_size(),
+            "max_total_num_tokens": SLOTS,
+            "total_prefill_uncached_tokens": self.prefilled,
+            "total_prefill_busy_us": 10 * self.prefilled,
+        }
         taken = {request.req_pool_idx for request in self.running_batch.reqs}
         place = next(place for place in range(REQUESTS) if place not in taken)
         self.req_to_token_pool.req_to_token[place, : len(known)] = torch.tensor(known)
@@ -210,6 +220,7 @@ class FakeEngine:
         if "speculative_adaptive_config" in arguments:
             self._steps = ProfiledSteps(arguments["speculative_num_steps"], arguments["speculative_adaptive_config"])
         self.scheduler = FakeScheduler(drafts="speculative_algorithm" in arguments)
+        self.tokenizer_manager.load = self.scheduler.loads
 
     def __del__(self) -> None:
         self.loop.close()

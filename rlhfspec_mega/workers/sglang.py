@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -105,9 +106,11 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
 
     def meet(self, temperature: float) -> Meeting:
         """As ServingEngine's; where KV cannot be copied, a sample that moves is prefilled."""
-        meeting, prefill = super().meet(temperature), self._profile.prefill_seconds
+        meeting = super().meet(temperature)
+        prefill = meeting.prefill_seconds if math.isfinite(meeting.prefill_seconds) else self._profile.prefill_seconds
         copy = min(meeting.copy_seconds, prefill / 2) if self._kv else prefill / 2
-        return meeting._replace(prefill_seconds=prefill, copy_seconds=copy)
+        room = min(meeting.kv_tokens, self.kv_room or meeting.kv_tokens)
+        return meeting._replace(prefill_seconds=prefill, copy_seconds=copy, kv_tokens=room)
 
     def clear(self) -> None:
         """Forget every sample, and those on their way here and from here."""

@@ -272,12 +272,13 @@ class SGLangEngine:
     # Figures
 
     def load(self) -> EngineLoad:
-        """Load figures, as far as they are known here: a sample runs from its first token on."""
+        """Load figures: of samples as they are known here (one runs from its first token on), of KV SGLang's own."""
         running = sum(held.started for held in self._held.values())
+        metrics = self._metrics()
         return EngineLoad(
             running=running,
             waiting=len(self._held) - running,
-            kv_tokens=sum(held.length - 1 for held in self._held.values() if held.started),
+            kv_tokens=metrics.num_used_tokens if metrics else 0,
             slots=self._slots,
             decode_steps=self._steps,
             generated_tokens=self._generated,
@@ -285,15 +286,27 @@ class SGLangEngine:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Counters since start."""
+        """Counters since start; SGLang's own of prefilling, 0 before it has written them."""
+        metrics = self._metrics()
         return {
             "generated_tokens": self._generated,
             "decode_steps": self._steps,
             "resumed_tokens": self._resumed,  # of samples that came from elsewhere
             "spared_tokens": self._spared,  # those that did not have to be prefilled
-            "prefill_tokens": 0,  # SGLang does not tell what it prefills
-            "prefill_seconds": 0.0,
+            "prefill_tokens": metrics.total_prefill_uncached_tokens if metrics else 0,
+            "prefill_seconds": metrics.total_prefill_busy_us / 1e6 if metrics else 0.0,
         }
+
+    @property
+    def kv_room(self) -> int | None:
+        """Tokens of KV that SGLang has room for; None before it has said so."""
+        metrics = self._metrics()
+        return metrics.max_total_num_tokens if metrics else None
+
+    def _metrics(self) -> Any:
+        """SGLang's latest record of its load, which lies in memory shared with it; None before the first."""
+        found = self._engine.loop.run_until_complete(self._engine.tokenizer_manager.get_loads())
+        return found[0] if found else None
 
     def _start(self, held: Held) -> None:
         self._wake(ALL_MEMORY)

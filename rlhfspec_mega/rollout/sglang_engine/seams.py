@@ -126,6 +126,13 @@ CALLS = (
         ("self", "obj", "request"),
     ),
     Seam("sglang.srt.managers.tokenizer_control_mixin", "TokenizerControlMixin.flush_cache", ("self", "timeout_s")),
+    Seam("sglang.srt.managers.tokenizer_control_mixin", "TokenizerControlMixin.get_loads", ("self",)),
+    Seam(
+        "sglang.srt.managers.load_snapshot",
+        "LoadSnapshot",
+        (),
+        ("num_used_tokens", "max_total_num_tokens", "total_prefill_uncached_tokens", "total_prefill_busy_us"),
+    ),
     Seam(_IO, "FlushCacheReqOutput", (), ("success",)),
     Seam(
         _IO,
