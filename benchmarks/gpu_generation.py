@@ -59,6 +59,9 @@ POSITIONS, ROOM = 1000, 300_000  # of a sample, and tokens of all samples of an 
 COUNTS = (0, 1, 3, 7)  # draft tokens to choose from: those of SGLang's own adaptive rule
 LENGTHS = (512, 2048, 8192)  # tokens of samples that the curve is measured at
 SLOTS, KV_TOKENS = 128, 400_000  # of the engine that the curve is measured on
+ASSUMED = (
+    "scoring takes a prefill's time and begins after 1 s; a move stops a sample for 0.1 s and copies at half of it"
+)
 Run = Callable[[Sequence[Sequence[int]], Sequence[int], Sequence[int]], float]
 
 
@@ -212,7 +215,7 @@ def curve(out: Path) -> dict[str, Any]:
     prefill = found[LENGTHS[0]]["prefill_seconds"]
     curves = CostCurves(
         name="8b",
-        source={"measured": "sglang, random weights", "lengths": list(LENGTHS)},
+        source={"kind": "measured", "engine": "sglang, random weights", "lengths": list(LENGTHS), "assumed": ASSUMED},
         slots=SLOTS,
         kv_tokens=KV_TOKENS,
         plain=_plain_curve({length: StepTable.from_json(entry["table"]) for length, entry in found.items()}),

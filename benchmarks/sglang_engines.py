@@ -36,6 +36,7 @@ def settings(model: Path, draft: Path | None, **given: Any) -> launch.EngineSett
     """Of a small engine; `given` wins."""
     usual: dict[str, Any] = {
         "counts": launch.counts_up_to(8) if draft else (0,),
+        "fixed": None,
         "collapse_ratio": 0.5,
         "slots": 64,
         "max_positions": 1000,

@@ -62,6 +62,7 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
             model=model,
             draft=draft,
             counts=draft_counts(drafting) if draft and drafting else (0,),
+            fixed=drafting.depth if drafting and drafting.policy == "fixed" else None,
             collapse_ratio=drafting.collapse_ratio if drafting else 0.0,
             slots=config.slots,
             max_positions=positions,
@@ -155,8 +156,8 @@ def divides(ranks: int, shapes: Mapping[str, tuple[int, int, int]]) -> bool:
 
 
 def draft_counts(drafting: DraftingConfig) -> tuple[int, ...]:
-    """Numbers of draft tokens that a policy lets SGLang choose from."""
-    return (drafting.depth,) if drafting.policy == "fixed" else counts_up_to(drafting.max_depth)
+    """Numbers of draft tokens that a policy lets SGLang choose from; without any where the draft has collapsed."""
+    return (0, drafting.depth) if drafting.policy == "fixed" else counts_up_to(drafting.max_depth)
 
 
 def _nothing_to_force(steps: int) -> None:

@@ -76,6 +76,7 @@ def test_the_curve_is_one_that_the_simulator_reads(monkeypatch: pytest.MonkeyPat
     assert found["tables"].keys() == {"8", "16", "24"}
     (tmp_path / "curves.json").write_text(json.dumps(found["curves"]))
     curves = read_curves(tmp_path / "curves.json")
+    assert curves.source["kind"] == "measured"
     assert curves.plain.batches[0] == 1 and all(seconds > 0 for seconds in curves.plain.seconds)
 
 

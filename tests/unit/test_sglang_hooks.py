@@ -206,6 +206,18 @@ def test_before_a_table_comes_the_number_is_that_of_the_start_or_the_one_that_is
         params.learn_costs(StepTable((1,), (0, 1), ((0.1, 0.2),)))
 
 
+def test_a_fixed_number_is_left_only_for_a_collapse(tmp_path: Path) -> None:
+    write_config(tmp_path / "steps.json", [0, 2], collapse_ratio=0.5, fixed=2)
+    steps = Steps.__new__(Steps)
+    steps.params = ProfiledSteps(2, str(tmp_path / "steps.json"))
+    steps.params.force(2)
+    for _ in range(300):  # measured on random weights, of which nothing is learnt
+        steps.step(1, 0.0)
+    steps.params.force(-1)
+    assert {steps.step(1, 1.0) for _ in range(300)} == {2}
+    assert 0 in [steps.step(1, 0.0) for _ in range(500)]
+
+
 def test_steps_are_counted_where_their_number_is_known(config: Path) -> None:
     params = ProfiledSteps(2, str(config))
     for steps, accepted in ((2, [2, 0]), (2, [1, 1])):

@@ -11,7 +11,7 @@ from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.rollout.sglang_engine import pins
 from rlhfspec_mega.rollout.sglang_engine.loaders import INTO_DRAFT
 from rlhfspec_mega.rollout.sglang_engine.plugin import NAME
-from rlhfspec_mega.rollout.sglang_engine.steps import write_config
+from rlhfspec_mega.rollout.sglang_engine.steps import FREE, write_config
 
 MOST_STEPS = (0, 1, 2, 3, 5, 8, 12, 16)  # numbers of draft tokens that graphs are captured for, up to the largest asked
 CONFIG_FILE = "sglang_steps.json"
@@ -25,6 +25,7 @@ class EngineSettings:
         model: Hugging Face directory; only its config.json is read, the weights come with the first update.
         draft: directory of an EAGLE-3 draft, whose weights are read; None: plain decoding.
         counts: numbers of draft tokens to choose from; 0 decodes plainly.
+        fixed: the one of these to use; None: the one that pays best.
         collapse_ratio: see CollapseWatch.
         slots: requests decoded at once.
         max_positions: tokens of prompt and response; the model has SPARE_POSITIONS more.
@@ -39,6 +40,7 @@ class EngineSettings:
     model: Path
     draft: Path | None
     counts: tuple[int, ...]
+    fixed: int | None
     collapse_ratio: float
     slots: int
     max_positions: int
@@ -109,7 +111,8 @@ def start(settings: EngineSettings, directory: Path) -> Any:
     from sglang.srt.server_args import ServerArgs
 
     if settings.draft is not None:
-        write_config(directory / CONFIG_FILE, settings.counts, settings.collapse_ratio)
+        fixed = FREE if settings.fixed is None else settings.fixed
+        write_config(directory / CONFIG_FILE, settings.counts, settings.collapse_ratio, fixed)
     os.environ["SGLANG_PLUGINS"] = NAME
     given = arguments(settings, directory)
     if unknown := sorted(given.keys() - {field.name for field in fields(ServerArgs)}):

@@ -18,7 +18,7 @@ SECTION = "rlhfspec_mega"  # of SGLang's adaptive config; it skips keys that are
 FREE = -1  # in place of a number of draft tokens
 
 
-def write_config(path: Path, candidates: Sequence[int], collapse_ratio: float) -> None:
+def write_config(path: Path, candidates: Sequence[int], collapse_ratio: float, fixed: int = FREE) -> None:
     """Write what --speculative-adaptive-config names, for every rank to read.
 
     SGLang itself sizes its buffers and captures its graphs by the candidates under "1".
@@ -26,8 +26,9 @@ def write_config(path: Path, candidates: Sequence[int], collapse_ratio: float) -
     Args:
         candidates: numbers of draft tokens; 0 decodes plainly.
         collapse_ratio: see CollapseWatch; the least candidate then is used.
+        fixed: the number to use otherwise; FREE: the one that pays best.
     """
-    ours = {"collapse_ratio": collapse_ratio}
+    ours = {"collapse_ratio": collapse_ratio, "fixed": fixed}
     config = {"1": {"candidate_steps": sorted(set(candidates))}, SECTION: ours}
     path.write_text(json.dumps(config) + "\n", encoding="utf-8")
 
@@ -57,7 +58,7 @@ class ProfiledSteps:
         if SECTION not in config:
             raise UserError(f"{cfg_path} has no section {SECTION!r}; let the engine worker write it.")
         self._candidates = sorted({*config["1"]["candidate_steps"], initial_steps})
-        self._initial, self._forced = initial_steps, FREE
+        self._initial, self._fixed, self._forced = initial_steps, int(config[SECTION]["fixed"]), FREE
         self._chain: ChainLength | None = None
         self._chosen = [initial_steps] * 2  # for the batch before the last, and for the last
         self._graph_batches: list[int] | None = None
@@ -73,7 +74,10 @@ class ProfiledSteps:
     # What the engine tells all ranks
 
     def force(self, steps: int) -> None:
-        """Draft so many tokens from now on, or as many as pay (FREE). Raises RunError for no candidate."""
+        """Draft so many tokens from now on, unwatched, or as many as the policy wants (FREE).
+
+        Raises RunError for no candidate.
+        """
         if steps not in (FREE, *self._candidates):
             raise RunError(f"{steps} draft tokens were asked for; graphs were captured for {self._candidates}.")
         self._forced = steps
@@ -117,6 +121,8 @@ class ProfiledSteps:
             return self._forced
         if not self._watch.may_draft:
             return self._candidates[0]
+        if self._fixed != FREE:
+            return self._fixed
         return self._chain.choose(batch) if self._chain else self._initial
 
     def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> int | None:
@@ -137,6 +143,7 @@ class ProfiledSteps:
         if steps:
             self._tally.drafted_sample_steps += batch
             self._tally.verified += steps * batch
-            self._watch.count(batch, sum(count > 0 for count in accepted))
+            if self._forced == FREE:  # while steps are measured the weights are random
+                self._watch.count(batch, sum(count > 0 for count in accepted))
         if self._chain:
             self._chain.observe(steps, accepted)
