@@ -19,6 +19,7 @@ MOST_COMPARED, MOST_COMPARED_EACH = 24_000, 96
 ROUND = 700  # comparisons that take as long as the rest of a round
 SPARE = 8  # samples that an engine may come to hold above the fullest one
 SMALL_EFFORT = 0.01  # of the makespan: moves that cost less than this are told apart by their gain alone
+PARTIAL = 0.5  # of the time beyond what is enough that a plan cut short may leave
 LEAST_SHARE = 1e-9  # of the makespan: gains below are rounding
 
 
@@ -188,7 +189,8 @@ class Reallocator:
     `cool_down` seconds, and as long no such sample moves between the two engines the other way. An engine takes no more
     of them than it has slots free; samples that have not begun wait as well at one place as at another, and are bound
     by neither. An engine takes no more than the KV that all its samples will have in the end leaves room for. The time
-    of a plan is bounded: of very many moves the next plan makes the rest.
+    of a plan is bounded: of very many moves the next plan makes the rest, and one that was cut short is kept if it has
+    taken away half of what late engines have too much.
 
     Args:
         cost: of a move; may be replaced when it is known better.
@@ -225,7 +227,9 @@ class Reallocator:
             else:
                 break
         last = float(draft.finish.max())
-        if last > enough:
+        # A plan that was cut short has not come to all late engines: it is kept for what it has done for the others.
+        allowed = PARTIAL * _excess(at_first, enough) if left <= 0 else 0.0
+        if _excess(draft.finish, enough) > allowed:
             return ()
         moves = _needed(draft, state.at, at_first, last)
         self._remember(state, moves)
@@ -280,6 +284,11 @@ class Reallocator:
             source, destination = state.engines[state.at[move.sample]], state.engines[move.destination]
             self._moved[state.ids[move.sample]] = state.now
             self._flows[source.rank, destination.rank] = state.now
+
+
+def _excess(finish: Floats, enough: float) -> float:
+    """Seconds by which engines end later than that, together."""
+    return float(np.maximum(finish - enough, 0.0).sum())
 
 
 def _needed(draft: _Draft, at: Ints, at_first: Floats, last: float) -> tuple[Move, ...]:

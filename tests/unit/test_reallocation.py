@@ -9,8 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.planning import COST as LARGE_COST
+from benchmarks.planning import rollout as large_rollout
 from rlhfspec_mega.planning.reallocation import Reallocator
 from rlhfspec_mega.planning.rollout_state import EngineState, MigrationCost, Move, RolloutState, Throughput
+from rlhfspec_mega.planning.throughput import Decay
 from tests.exact_makespan import makespan, shortest
 
 LEAST_GAIN, COOL_DOWN = 0.05, 5.0
@@ -211,3 +214,21 @@ def test_many_engines_that_share_one_start() -> None:
         state = replace(state, at=np.array(after(state, policy.plan(state))), now=state.now + 1.0)
     assert before > 1.4 * even
     assert makespan(state, cost, state.at.tolist()) < 1.1 * even
+
+
+def test_a_plan_that_is_cut_short_begins_what_the_next_ones_end() -> None:
+    """Half of the engines are empty, and there are more moves to compare than one plan may."""
+    state = large_rollout("half empty", engines=64, per_engine=64, seed=0)
+    reallocator, at_first = Reallocator(LARGE_COST, cool_down=0.0), _end(state)
+    plans = 0
+    while moves := reallocator.plan(state):
+        for move in moves:
+            state.at[move.sample] = move.destination
+        plans += 1
+        assert plans < 20
+    assert plans >= 1 and _end(state) < 0.9 * at_first
+
+
+def _end(state: RolloutState) -> float:
+    """Seconds until the last engine is done."""
+    return float(Decay(state.engines, state.at, state.remaining, np.arange(len(state.ids)), spare=1).finish.max())
