@@ -159,7 +159,7 @@ def run(model: str, pairs: int, rounds: int, long: int) -> dict[str, Any]:
             print_scenario(found[-1])
         meeting, _ = fleet.engines.call("meet", 1.0, phase="meet")
         migrations = described(measure_migrations(fleet, _long(target, prompts, 4, long), rounds))
-        rates = source_rate(fleet, _long(target, prompts, 6, long), steps=60, repeats=5)
+        rates = source_rate(fleet, _long(target, prompts, 6, long), steps=60, repeats=pairs)
     first, *others = realities
     rate = statistics.median(rates)
     curves = curves_of(first.recorder, PROMPT + positions, meeting.copy_seconds, rate)
