@@ -4,8 +4,9 @@
 
 speed: tokens per second of a pair of model and draft made here (acceptance is real) at temperature 1, by engines that
 live side by side on one GPU and take turns: SGLang plain and unseeded, its fixed EAGLE-3 setting with target-only
-verification and with rejection sampling, its adaptive rule, and ours plain and adaptive; at batches of 1 to 256 and
-over a long-tail decay. Repeats that were measured before are kept: a run that was cut off goes on.
+verification and with rejection sampling, its adaptive rule, and ours plain, adaptive and adaptive with trees; at
+batches of 1 to 256 and over a long-tail decay. Repeats that were measured before are kept: a run that was cut off goes
+on.
 curve: seconds of a step by batch, length and draft tokens, of shapes of 8 billion random weights, as the simulator
 reads them. updates: seconds of a weight update of these shapes.
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -43,8 +45,8 @@ from rlhfspec_mega.planning.chain import StepTable
 from rlhfspec_mega.rollout.sglang_engine.control import DraftingControl
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.rollout.sglang_engine.launch import start
-from rlhfspec_mega.rollout.sglang_engine.pins import SPARE_POSITIONS
 from rlhfspec_mega.rollout.sglang_engine.profile import measure
+from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, trees
 from rlhfspec_mega.sampling.noise import sample_seed
 from rlhfspec_mega.simulate.curves import CostCurves, DecodeCurve, MigrationTimes
 from rlhfspec_mega.simulate.workload import LENGTH_LAWS, draw_workload
@@ -52,11 +54,13 @@ from rlhfspec_mega.simulate.workload import LENGTH_LAWS, draw_workload
 BATCHES = (1, 4, 16, 64, 256)
 TOKENS, PROMPT, WARM_UP = 128, 120, 16  # of a response in a batch that stays whole, of a prompt, and to warm up
 DECAY, SCALE, LONGEST = 256, 2.0, 800  # samples of the decay, its lengths over chat's
-UNSEEDED, OFF, OURS = "stock plain", "ours, plain", "ours, adaptive"
+UNSEEDED, OFF, OURS, OURS_TREES = "stock plain", "ours, plain", "ours, adaptive", "ours, adaptive trees"
 FIXED = {3: "stock fixed n=3", 7: "stock fixed n=7"}
 REJECTING, ADAPTIVE = "stock fixed n=3, rejection sampling", "stock adaptive"
-POSITIONS, ROOM = 1000, 300_000  # of a sample, and tokens of all samples of an engine
-COUNTS = (0, 1, 3, 7)  # draft tokens to choose from: those of SGLang's own adaptive rule
+POSITIONS, ROOM = 960, 300_000  # of a sample, and tokens of all samples of an engine
+CHAINS = DraftShapes((0, 1, 3, 7), 7)  # to choose from: those of SGLang's own adaptive rule
+TREES = trees(16, 5, 4)
+OURS_BY_SHAPES = {OFF: DraftShapes(), OURS: CHAINS, OURS_TREES: TREES}
 LENGTHS = (512, 2048, 8192)  # tokens of samples that the curve is measured at
 SLOTS, KV_TOKENS = 128, 400_000  # of the engine that the curve is measured on
 ASSUMED = (
@@ -82,7 +86,7 @@ def engines(model: Path, draft: Path, work: Path) -> dict[str, Run]:
     usual = {
         "model_path": str(model),
         "dtype": "bfloat16",
-        "context_length": POSITIONS + SPARE_POSITIONS,
+        "context_length": POSITIONS + CHAINS.spare_positions,
         "max_running_requests": max(BATCHES),
         "mem_fraction_static": 0.1,
         "max_total_tokens": ROOM,
@@ -93,10 +97,10 @@ def engines(model: Path, draft: Path, work: Path) -> dict[str, Run]:
     shipped[ADAPTIVE] = eagle(draft, 3, speculative_adaptive=True)
     found: dict[str, Run] = {name: partial(_unseeded, stock(usual | given)) for name, given in shipped.items()}
     options = PORTABLE | {"max_total_tokens": ROOM}
-    for name, drafts in ((OFF, None), (OURS, draft)):
-        chosen = settings(model, drafts, slots=max(BATCHES), max_positions=POSITIONS, options=options)
-        chosen = replace(chosen, counts=COUNTS if drafts else (0,))
-        found[name] = partial(decode, ours(chosen, work / name.replace(", ", "_"))[0]._engine)
+    for name, shapes in OURS_BY_SHAPES.items():
+        own = draft if shapes.depth else None
+        chosen = settings(model, own, shapes=shapes, slots=max(BATCHES), max_positions=POSITIONS, options=options)
+        found[name] = partial(decode, ours(chosen, work / re.sub(r"\W+", "_", name))[0]._engine)
     return found
 
 
@@ -204,12 +208,12 @@ def curve(out: Path) -> dict[str, Any]:
     if missing := [length for length in LENGTHS if length not in found]:
         work = out / f"files.{time.time_ns()}"
         work.mkdir(parents=True)
-        chosen = settings(model, draft, slots=SLOTS, max_positions=max(LENGTHS) + 64, memory=0.85, counts=COUNTS)
+        chosen = settings(model, draft, slots=SLOTS, max_positions=max(LENGTHS) + 64, memory=0.85, shapes=CHAINS)
         engine = started(lambda: start(chosen, work))
         control = DraftingControl(engine, work)
         for length in missing:
             fitting, vocabulary = max(1, min(SLOTS, KV_TOKENS // length)), shape.vocab_size
-            profile = measure(engine, COUNTS, control.force, slots=fitting, length=length, vocabulary=vocabulary)
+            profile = measure(engine, CHAINS.counts, control.force, slots=fitting, length=length, vocabulary=vocabulary)
             found[length] = {"table": profile.table.as_json(), "prefill_seconds": profile.prefill_seconds}
             save(out / f"gpu_curve.{length}.json", found[length])
     prefill = found[LENGTHS[0]]["prefill_seconds"]

@@ -19,10 +19,11 @@ import torch
 
 from rlhfspec_mega.models.hf_directory import HfWeights
 from rlhfspec_mega.rollout.sglang_engine import launch
+from rlhfspec_mega.rollout.sglang_engine.choice import FREE
 from rlhfspec_mega.rollout.sglang_engine.control import DraftingControl
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.rollout.sglang_engine.profile import measure
-from rlhfspec_mega.rollout.sglang_engine.steps import FREE
+from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, chains
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, WeightTarget
 
 # Kernels that need no package beside SGLang's own.
@@ -35,11 +36,11 @@ _engines: list[Any] = []
 def settings(model: Path, draft: Path | None, **given: Any) -> launch.EngineSettings:
     """Of a small engine; `given` wins."""
     usual: dict[str, Any] = {
-        "counts": launch.counts_up_to(8) if draft else (0,),
+        "shapes": chains(8) if draft else DraftShapes(),
         "fixed": None,
         "collapse_ratio": 0.5,
         "slots": 64,
-        "max_positions": 1000,
+        "max_positions": 960,
         "prefill_chunk": 8192,
         "dtype": "bfloat16",
         "tensor_parallel": 1,
@@ -61,7 +62,7 @@ def ours(chosen: launch.EngineSettings, directory: Path) -> tuple[SGLangEngine, 
     control = DraftingControl(engine, directory) if chosen.draft else None
     if control:
         sizes = {"slots": chosen.slots, "length": chosen.max_positions // 2, "vocabulary": 250}
-        control.learn_costs(measure(engine, chosen.counts, control.force, **sizes).table)
+        control.learn_costs(measure(engine, chosen.shapes.counts, control.force, **sizes).table)
         control.force(FREE)
     send(made, chosen.model, 0)
     return made, control

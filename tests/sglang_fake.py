@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import make_dataclass
+from enum import StrEnum
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 
 from rlhfspec_mega.rollout.sglang_engine import control, kv, pins
 from rlhfspec_mega.rollout.sglang_engine.seams import OPTIONS
-from rlhfspec_mega.rollout.sglang_engine.steps import ProfiledSteps
+from rlhfspec_mega.rollout.sglang_engine.states import StateSwitch, start_with_most
 
 STOP = 0
 SLOTS, REQUESTS, POSITIONS, LAYERS, SIZE = 1 << 15, 200, 1024, 2, 4
@@ -198,6 +199,49 @@ class FakeScheduler:
         self.token_to_kv_pool_allocator.free(row[request.known : request.kv_committed_len].long())
 
 
+class FakeEagleWorker:
+    """SGLang's worker of EAGLE, as far as its controller of adaptive speculation knows it."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        config = json.loads(Path(arguments["speculative_adaptive_config"]).read_text())
+        self.candidates = config["1"]["candidate_steps"]
+        self.speculative_num_steps = arguments["speculative_num_steps"]
+        assert self.speculative_num_steps in self.candidates, "the real one does not start"
+        given = SimpleNamespace(**arguments)
+        start_with_most(_first_state, given)
+        self.tokens = given.speculative_num_draft_tokens
+        self.most = max(self.candidates) + 1
+        assert self.tokens == self.most
+        self.reserved = max(arguments["speculative_eagle_topk"] * self.speculative_num_steps, self.most)
+        self.controller = StateSwitch(self, arguments["speculative_adaptive_config"])
+        self.controller.register(self._state(self.speculative_num_steps, self.tokens))
+        self.controller.init_states(None)
+
+    def _state(self, steps: int, tokens: int) -> SimpleNamespace:
+        return SimpleNamespace(speculative_num_steps=steps, speculative_num_draft_tokens=tokens)
+
+    def build_adaptive_runtime_state(
+        self, speculative_num_steps: int, speculative_num_draft_tokens: int, cuda_graph_bs: list[int] | None
+    ) -> SimpleNamespace:
+        assert (speculative_num_steps == 0) == (speculative_num_draft_tokens == 1)
+        assert speculative_num_draft_tokens <= self.most, "the real one's buffers are those of the first state"
+        return self._state(speculative_num_steps, speculative_num_draft_tokens)
+
+    def apply_runtime_state(self, state: SimpleNamespace) -> None:
+        if state.speculative_num_steps != self.speculative_num_steps:
+            self.speculative_num_steps, self.tokens = state.speculative_num_steps, state.speculative_num_draft_tokens
+
+    def begin(self, batch: int) -> int:
+        """Draft tokens of the step that begins."""
+        self.controller.activate_step_by_batch(batch)
+        return self.tokens - 1
+
+
+def _first_state(server_args: Any) -> None:
+    """What SGLang makes of the number of draft tokens that it is started with."""
+    server_args.speculative_num_draft_tokens = server_args.speculative_num_steps + 1
+
+
 class FakeEngine:
     """Requests that gain up to `pace` tokens per output; one that drafts gains what its number of draft tokens allows.
 
@@ -216,9 +260,7 @@ class FakeEngine:
             config = json.loads((Path(arguments["model_path"]) / "config.json").read_text())
             assert arguments["context_length"] <= config["max_position_embeddings"], "the real one does not start"
         self._pace = pace
-        self._steps: ProfiledSteps | None = None
-        if "speculative_adaptive_config" in arguments:
-            self._steps = ProfiledSteps(arguments["speculative_num_steps"], arguments["speculative_adaptive_config"])
+        self._worker = FakeEagleWorker(arguments) if "speculative_adaptive_config" in arguments else None
         self.scheduler = FakeScheduler(drafts="speculative_algorithm" in arguments)
         self.tokenizer_manager.load = self.scheduler.loads
 
@@ -243,6 +285,9 @@ class FakeEngine:
         """An iterator of outputs, or without `stream` the last one."""
         assert not self.tokenizer_manager.asleep
         self.requests.append(given)
+        needed = len(given["input_ids"]) + given["sampling_params"]["max_new_tokens"]
+        needed += self._worker.reserved if self._worker else 0
+        assert needed <= self.arguments.get("context_length", needed), "the real one refuses it"
         outputs = self._outputs(given["input_ids"], given["sampling_params"], given["rid"])
         return outputs if given.get("stream") else [output async for output in outputs][-1]
 
@@ -276,10 +321,10 @@ class FakeEngine:
 
     def _gain(self) -> int:
         """Tokens of a step: as many draft tokens as it has are accepted, up to the pace."""
-        if self._steps is None:
+        if self._worker is None:
             return self._pace
-        accepted = min(self._steps.get_steps_for_batch(1), self._pace - 1)
-        self._steps.on_verify_complete([accepted], 1)
+        accepted = min(self._worker.begin(1), self._pace - 1)
+        self._worker.controller.on_verify_complete([accepted], 1)
         return 1 + accepted
 
     def _left(self) -> None:
@@ -289,6 +334,31 @@ class FakeEngine:
         return [{name: tensor.clone() for name, tensor in tensors}]
 
 
+class FakeKind(StrEnum):
+    """SGLang's HookType."""
+
+    BEFORE = "before"
+    AFTER = "after"
+    AROUND = "around"
+    REPLACE = "replace"
+
+
+class FakeRegistry:
+    """SGLang's hook registry, which applies what it can and logs the rest."""
+
+    def __init__(self, unknown: str = "") -> None:
+        self.hooks: dict[str, Any] = {}
+        self._patched: set[str] = set()
+        self.unknown = unknown
+
+    def apply_hooks(self) -> None: ...
+
+    def register(self, target: str, hook: Any, kind: str) -> None:
+        self.hooks[target] = hook
+        if target != self.unknown:
+            self._patched.add(target)
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's modules as far as this package imports them, with the stand-in for its engine."""
     monkeypatch.setattr(pins, "missing", lambda: None)
@@ -296,6 +366,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     modules: dict[str, dict[str, Any]] = {
         "sglang": {"Engine": FakeEngine},
         "sglang.srt": {},
+        "sglang.srt.plugins": {"load_plugins": lambda: None},
+        "sglang.srt.plugins.hook_registry": {"HookRegistry": FakeRegistry(), "HookType": FakeKind},
+        "sglang.srt.runtime_context": {"get_context": lambda: SimpleNamespace(_overrides_log=[])},
         "sglang.srt.managers": {},
         "sglang.srt.managers.io_struct": {"UpdateWeightsFromTensorReqInput": SimpleNamespace},
         "sglang.srt.mem_cache": {},

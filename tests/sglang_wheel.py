@@ -1,12 +1,16 @@
-"""Holds the sources in a wheel of SGLang against what the plug-in relies on; nothing of them is imported."""
+"""Holds the sources in a wheel of SGLang against what the plug-in relies on; nothing of them is imported.
+
+Functions that need no kernel can be run one by one.
+"""
 
 from __future__ import annotations
 
 import ast
 import functools
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlhfspec_mega.rollout.sglang_engine.seams import Seam
 
@@ -42,6 +46,19 @@ class Sources:
         known = set(_words(node))
         missing = [name for name in seam.attributes if name not in known]
         return f"{seam.target} does not speak of {missing}" if missing else None
+
+    def functions(self, module: str, names: Sequence[str], known: dict[str, Any]) -> dict[str, Any]:
+        """These functions of a module, without their decorators, over the names that they need."""
+        text, found = self.text(module), dict(known)
+        assert text is not None
+        for name in names:
+            node = _find(_parse(text), [name])
+            assert isinstance(node, ast.FunctionDef), name
+            bare = ast.FunctionDef(**{field: getattr(node, field, None) for field in node._fields})
+            bare.decorator_list = []
+            module_node = ast.fix_missing_locations(ast.Module([ast.copy_location(bare, node)], []))
+            exec(compile("from __future__ import annotations\n" + ast.unparse(module_node), module, "exec"), found)
+        return found
 
 
 @functools.cache

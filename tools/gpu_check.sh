@@ -9,6 +9,7 @@
 #   migration  samples move between two engines on one GPU
 #   weights    updates of target and draft; sleep
 #   train      train.py rollout=sglang
+#   trees      as identity, drafting trees
 #   updates    seconds of a weight update, 8 billion weights
 #   curve      seconds of a step by batch, length and draft tokens, 8 billion weights
 #   speed      tokens per second beside SGLang's own settings (SPEED_MODEL=tiny or small)
@@ -38,7 +39,9 @@ tests() { # STAGE FILE... -- [pytest options]
 run() {
     case $1 in
     torch) tests torch tests/gpu/test_cuda.py tests/gpu/test_scoring.py ;;
-    identity | chi_square | migration | train) tests "$1" tests/gpu/test_sglang.py -k "test_$1" ;;
+    identity) tests identity tests/gpu/test_sglang.py -k "test_identity and not trees" ;;
+    trees) tests trees tests/gpu/test_sglang.py -k test_identity_of_trees ;;
+    chi_square | migration | train) tests "$1" tests/gpu/test_sglang.py -k "test_$1" ;;
     weights) tests weights tests/gpu/test_sglang.py -k "test_weights or test_sleep" ;;
     updates | curve) "$python" -m benchmarks.gpu_generation "$1" --out "$out" ;;
     speed) "$python" -m benchmarks.gpu_generation speed --out "$out" --model "${SPEED_MODEL:-tiny}" ;;
@@ -53,7 +56,7 @@ run() {
 }
 
 stages=("$@")
-[ ${#stages[@]} -gt 0 ] || stages=(torch identity chi_square migration weights train updates curve speed generation)
+[ ${#stages[@]} -gt 0 ] || stages=(torch identity chi_square migration weights train trees updates curve speed generation)
 for stage in "${stages[@]}"; do
     if [ -e "$out/gpu_$stage.json" ]; then
         echo "gpu_check: $stage is done, see $out/gpu_$stage.json"

@@ -26,7 +26,9 @@ READ_BY = {
     "epsilon": ("bandit",),
     "max_batch": ("bandit",),
 }
-OF_CHAINS = ("max_depth", "depth")  # all that SGLang, which drafts chains, reads of them
+# What SGLang reads of them when it drafts chains, and when it drafts trees.
+OF_CHAINS = ("max_depth", "depth")
+OF_TREES = (*OF_CHAINS, "max_tokens", "width", "tokens")
 OF_ANY_DRAFT = ("path", "refresh_every", "collapse_ratio")
 OF_REFRESH = ("refresh_seconds", "refresh_steps", "buffer_tokens", "learning_rate")
 
@@ -41,7 +43,9 @@ def idle_drafting(config: RunConfig) -> dict[str, tuple[bool, str]]:
         for name, readers in READ_BY.items()
     }
     if config.rollout.engine == "sglang":
-        idle |= {name: (True, "rollout=torch") for name in READ_BY if name not in OF_CHAINS}
+        read = OF_TREES if config.rollout.sglang.trees else OF_CHAINS
+        remedy = {name: "rollout.sglang.trees=true" if name in OF_TREES else "rollout=torch" for name in READ_BY}
+        idle |= {name: (True, remedy[name]) for name in READ_BY if name not in read and not idle[name][0]}
     idle |= dict.fromkeys(OF_ANY_DRAFT, (off, start))
     refresh = (off, start) if off else (drafting.refresh_every == 0, "drafting.refresh_every=4")
     idle |= dict.fromkeys(OF_REFRESH, refresh)

@@ -96,6 +96,7 @@ class SGLangConfig:
     tensor_parallel: int = 1  # GPUs of an engine
     memory: float | None = None  # share of a GPU's memory for weights and KV; null: half if colocated, else SGLang's
     sleep: bool = True  # colocated: give GPU memory back while the actor trains
+    trees: bool = False  # draft trees of drafting.width branches rather than chains
     options: dict[str, Any] = field(default_factory=dict)  # further arguments of sglang.Engine; they win
 
 

@@ -8,6 +8,7 @@ from rlhfspec_mega.config.reach import ray_address
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.rollout.sglang_engine import pins
+from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, shapes_of
 
 POLICIES = ("off", "adaptive", "fixed")
 COLOCATED_SHARE = 0.5  # of a GPU's memory, unless another is set
@@ -63,11 +64,12 @@ def check_sglang(config: RunConfig) -> None:
 
 def check_positions(config: RunConfig, longest: int, positions: int) -> None:
     """Raise UserError where SGLang would not start: it keeps some of the model's positions to itself."""
-    lacking = longest + pins.SPARE_POSITIONS - positions
+    shapes = shapes_of(config.drafting, config.rollout.sglang.trees)[0] if drafts(config) else DraftShapes()
+    lacking = longest + shapes.spare_positions - positions
     if uses_sglang(config) and lacking > 0:
         raise UserError(
             f"rollout.max_prompt_tokens plus max_new_tokens is {longest} of the model's {positions} positions, and "
-            f"SGLang keeps {pins.SPARE_POSITIONS} to itself: lower one of the two by {lacking}."
+            f"SGLang keeps {shapes.spare_positions} to itself: lower one of the two by {lacking}."
         )
 
 
@@ -91,5 +93,7 @@ def idle_sglang(config: RunConfig) -> dict[str, tuple[bool, str]]:
     """For every option of SGLang whether nothing reads it in this run, and what would make it count."""
     unused, apart = not uses_sglang(config), config.placement.mode == "separate"
     idle = {f"rollout.sglang.{name}": (unused, "rollout=sglang") for name in ("tensor_parallel", "memory", "options")}
+    start = "drafting=adaptive" if config.drafting.policy == "off" else "drafting.path=DIR"
+    idle["rollout.sglang.trees"] = (unused or not drafts(config), "rollout=sglang" if unused else start)
     remedy = "placement=colocated" if apart and not unused else "rollout=sglang"
     return idle | {"rollout.sglang.sleep": (unused or apart, remedy)}

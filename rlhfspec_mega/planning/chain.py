@@ -1,4 +1,4 @@
-"""One number of draft tokens for a whole batch, drafted as a chain: for engines that can verify nothing else."""
+"""One number of draft tokens for a whole batch, drafted as chains: for engines whose samples all get as many."""
 
 from __future__ import annotations
 
@@ -62,12 +62,43 @@ class StepTable:
             raise UserError(f"This is not a table of step times: {error!r}.") from error
 
 
+class DepthAcceptance:
+    """How often a draft token of each depth is accepted if the one above it was, from how deep steps were accepted.
+
+    Shrunk towards that of the depth above, the first one's towards a prior.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._accepted, self._tried = np.zeros(depth), np.zeros(depth)
+
+    def expected(self) -> list[float]:
+        """Draft tokens accepted per step, by depth that is drafted to, 0 and up: chances multiply."""
+        expected, chance, survival = [0.0], PRIOR_CHANCE, 1.0
+        for accepted, tried in zip(self._accepted.tolist(), self._tried.tolist(), strict=True):
+            chance = (accepted + PRIOR_OUTCOMES * chance) / (tried + PRIOR_OUTCOMES)
+            survival *= chance
+            expected.append(expected[-1] + survival)
+        return expected
+
+    def observe(self, depth: int, accepted: Sequence[int]) -> None:
+        """After a step: layers drafted, and how many draft tokens were accepted of each sample."""
+        if not depth:
+            self._accepted *= KEPT
+            self._tried *= KEPT
+            return
+        counts, depths = np.minimum(np.asarray(accepted, np.int64), depth), np.arange(depth)
+        self._accepted[:depth] += (counts[:, None] > depths).sum(axis=0)
+        self._tried[:depth] += (counts[:, None] >= depths).sum(axis=0)
+        share = np.minimum(1.0, MOST_OUTCOMES / np.maximum(self._tried, 1.0))
+        self._accepted *= share
+        self._tried *= share
+
+
 class ChainLength:
     """Chooses n for chains of n draft tokens per sample, by the rate B (1 + E[accepted]) / seconds of a step.
 
-    E[accepted] = sum over depths of the product of conditional acceptance down to them, counted per depth and shrunk
-    towards that of the depth above, the first one's towards a prior. Deterministic in what it was shown, so that
-    tensor-parallel ranks, which see the same acceptance and hold the same cost table, decide alike.
+    Deterministic in what it was shown, so that tensor-parallel ranks, which see the same acceptance and hold the same
+    cost table, decide alike.
 
     Args:
         table: of steps with samples of typical length; its counts are the numbers to choose from, 0 (plain decoding)
@@ -76,18 +107,13 @@ class ChainLength:
 
     def __init__(self, table: StepTable) -> None:
         self.table = table
-        self._accepted = np.zeros(table.counts[-1])
-        self._tried = np.zeros(table.counts[-1])
+        self._depths = DepthAcceptance(table.counts[-1])
         self._now = table.counts[-1]
 
     def expected_accepted(self) -> list[float]:
-        """By number of draft tokens, 0 and up."""
-        expected, chance, survival = [0.0], PRIOR_CHANCE, 1.0
-        for accepted, tried in zip(self._accepted.tolist(), self._tried.tolist(), strict=True):
-            chance = (accepted + PRIOR_OUTCOMES * chance) / (tried + PRIOR_OUTCOMES)
-            survival *= chance
-            expected.append(expected[-1] + survival)
-        return expected
+        """Draft tokens accepted per step of a sample, by number of the table."""
+        expected = self._depths.expected()
+        return [expected[count] for count in self.table.counts]
 
     def choose(self, batch: int) -> int:
         """The number for a batch of so many samples; that of the last step unless another promises more."""
@@ -99,18 +125,9 @@ class ChainLength:
 
     def rates(self, batch: int) -> dict[int, float]:
         """Expected tokens per second of a batch, by number of draft tokens."""
-        accepted, seconds = self.expected_accepted(), self.table.of(batch)
-        return {n: batch * (1.0 + accepted[n]) / s for n, s in zip(self.table.counts, seconds, strict=True)}
+        rows = zip(self.table.counts, self.expected_accepted(), self.table.of(batch), strict=True)
+        return {count: batch * (1.0 + accepted) / seconds for count, accepted, seconds in rows}
 
     def observe(self, drafted: int, accepted: Sequence[int]) -> None:
         """After a step: draft tokens per sample, and how many of them were accepted of each."""
-        if not drafted:
-            self._accepted *= KEPT
-            self._tried *= KEPT
-            return
-        counts, depths = np.minimum(np.asarray(accepted, np.int64), drafted), np.arange(drafted)
-        self._accepted[:drafted] += (counts[:, None] > depths).sum(axis=0)
-        self._tried[:drafted] += (counts[:, None] >= depths).sum(axis=0)
-        share = np.minimum(1.0, MOST_OUTCOMES / np.maximum(self._tried, 1.0))
-        self._accepted *= share
-        self._tried *= share
+        self._depths.observe(drafted, accepted)

@@ -17,8 +17,12 @@ def receive_weights(
     tensors: Sequence[TensorInfo],
     buckets: Sequence[Bucket],
     target: WeightTarget,
+    device: str = "cpu",
 ) -> dict[int, int]:
     """Load all buckets into an engine; the weights go live only with its `end_update`, after the sums were compared.
+
+    Args:
+        device: where the engine's weights are; buckets are brought there whole, and summed up there.
 
     Returns:
         {bucket id: checksum of what arrived}.
@@ -26,7 +30,7 @@ def receive_weights(
     engine.begin_update(version, tensors, target)
     sums: dict[int, int] = {}
     for bucket in buckets:
-        data = receiver.receive(bucket)
+        data = receiver.receive(bucket).to(device)
         sums[bucket.id] = checksum(data)
         engine.update_weights(unpack(bucket, data))
     return sums

@@ -66,6 +66,7 @@ class TorchEngineWorker(TorchEngine, ServingEngine):
             device=device,
             **given,
         )
+        self.weights_device = device
         if reference is not None:
             self.hold_reference(reference, self.max_positions, device)
         self._plain_cost: CostModel | None = None  # of an engine without a draft

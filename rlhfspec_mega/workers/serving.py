@@ -34,12 +34,14 @@ class ServingEngine(ReferenceScoring, RolloutEngine):
         last_decode: when the last decode step began, in seconds since the epoch, and its seconds.
         spans: what the time goes into.
         turn_seconds: of decoding between two looks at migrations; 0: one step.
+        weights_device: where weights are loaded.
     """
 
     max_positions: int
     last_decode: tuple[float, float]
     spans: SpanRecorder
     turn_seconds = 0.0
+    weights_device = "cpu"
     migration: MigrationAgent | None = None
     _receiver: Receiver | None = None
 
@@ -133,4 +135,4 @@ class ServingEngine(ReferenceScoring, RolloutEngine):
         """Load an update; {bucket id: checksum}. Not live before `end_update`."""
         if self._receiver is None:
             raise RunError("An engine was asked for weights before it was connected to a transport.")
-        return receive_weights(self, self._receiver, version, tensors, buckets, target)
+        return receive_weights(self, self._receiver, version, tensors, buckets, target, self.weights_device)

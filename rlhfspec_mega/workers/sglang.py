@@ -16,12 +16,13 @@ from rlhfspec_mega.models.draft_shape import DraftShape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.rollout_state import Throughput
 from rlhfspec_mega.rollout.migration.messages import Meeting
+from rlhfspec_mega.rollout.sglang_engine.choice import FREE
 from rlhfspec_mega.rollout.sglang_engine.control import DraftingControl
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.rollout.sglang_engine.kv import DRAFT, TARGET, KvAccess
-from rlhfspec_mega.rollout.sglang_engine.launch import EngineSettings, counts_up_to, start
+from rlhfspec_mega.rollout.sglang_engine.launch import EngineSettings, start
 from rlhfspec_mega.rollout.sglang_engine.profile import measure
-from rlhfspec_mega.rollout.sglang_engine.steps import FREE
+from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, shapes_of
 from rlhfspec_mega.types import DraftingTally
 from rlhfspec_mega.workers.scoring import ReferenceSettings
 from rlhfspec_mega.workers.serving import ServingEngine
@@ -58,11 +59,12 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
     ) -> None:
         self._files = tempfile.TemporaryDirectory(prefix="rlhfspec_mega.sglang.")
         directory, positions = Path(self._files.name), config.max_prompt_tokens + config.max_new_tokens
+        shapes, fixed = shapes_of(drafting, config.sglang.trees) if draft and drafting else (DraftShapes(), None)
         settings = EngineSettings(
             model=model,
             draft=draft,
-            counts=draft_counts(drafting) if draft and drafting else (0,),
-            fixed=drafting.depth if drafting and drafting.policy == "fixed" else None,
+            shapes=shapes,
+            fixed=fixed,
             collapse_ratio=drafting.collapse_ratio if drafting else 0.0,
             slots=config.slots,
             max_positions=positions,
@@ -74,18 +76,18 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
             options=config.sglang.options,
         )
         engine = start(settings, directory)
-        shapes = kv_shapes(shape, read_draft_shape(draft, shape) if draft else None)
+        of_kv = kv_shapes(shape, read_draft_shape(draft, shape) if draft else None)
         kv = None
-        if divides(config.sglang.tensor_parallel, shapes):
+        if divides(config.sglang.tensor_parallel, of_kv):
             self._shared = tempfile.TemporaryDirectory(
                 prefix="rlhfspec_mega.kv.", dir=MEMORY if MEMORY.is_dir() else None
             )
-            kv = KvAccess(engine, Path(self._shared.name), shapes, dtype, config.sglang.tensor_parallel)
+            kv = KvAccess(engine, Path(self._shared.name), of_kv, dtype, config.sglang.tensor_parallel)
         super().__init__(engine, config.slots, positions, kv)
         self._control = DraftingControl(engine, directory) if draft else None
         self._profile = measure(
             engine,
-            settings.counts,
+            shapes.counts,
             self._control.force if self._control else _nothing_to_force,
             slots=config.slots,
             length=positions // 2,
@@ -94,6 +96,10 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
         if self._control:
             self._control.learn_costs(self._profile.table)
             self._control.force(FREE)
+        self._shapes = shapes
+        if torch.cuda.is_available():  # SGLang's processes then read a bucket where it lies (CUDA IPC)
+            torch.cuda.init()
+            self.weights_device = "cuda"
         self._accepted = 0.0  # draft tokens per step of a sample with draft tokens, lately
         if reference is not None:
             self.hold_reference(reference, positions, "cuda")
@@ -101,7 +107,8 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
     def pace(self, temperature: float) -> Throughput:
         """From the steps measured at start and the acceptance of late, taken to be alike at every depth."""
         table, chance = self._profile.table, self._accepted / (1.0 + self._accepted)
-        tokens = [1.0 + sum(chance**depth for depth in range(1, count + 1)) for count in table.counts]
+        depths = map(self._shapes.depth_of, table.counts)
+        tokens = [1.0 + sum(chance**layer for layer in range(1, depth + 1)) for depth in depths]
         best = (min(t / n for t, n in zip(row, tokens, strict=True)) for row in table.seconds)
         return Throughput(table.batches, tuple(best))
 
@@ -119,8 +126,11 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
         self.forget_moves()
 
     def end_update(self, version: int) -> None:
-        """Make weights live; the draft is watched anew."""
+        """Make weights live; the draft is watched anew, and the memory of buckets is for SGLang and the actor again."""
         super().end_update(version)
+        if self.weights_device == "cuda":
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
         if self._control:
             self._control.weights_changed()
 
@@ -155,10 +165,5 @@ def divides(ranks: int, shapes: Mapping[str, tuple[int, int, int]]) -> bool:
     return all(heads % ranks == 0 for _, heads, _ in shapes.values())
 
 
-def draft_counts(drafting: DraftingConfig) -> tuple[int, ...]:
-    """Numbers of draft tokens that a policy lets SGLang choose from; without any where the draft has collapsed."""
-    return (0, drafting.depth) if drafting.policy == "fixed" else counts_up_to(drafting.max_depth)
-
-
-def _nothing_to_force(steps: int) -> None:
+def _nothing_to_force(count: int) -> None:
     """An engine that decodes plainly."""

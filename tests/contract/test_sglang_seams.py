@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlhfspec_mega.rollout.sglang_engine import pins, plugin, seams
 from rlhfspec_mega.rollout.sglang_engine.engine import ALL_MEMORY
 from rlhfspec_mega.rollout.sglang_engine.seams import SEAMS, Seam
+from rlhfspec_mega.rollout.sglang_engine.survival import NodeScores
 from tests.sglang_wheel import Sources
 
 OF_FUNCTIONS = [(seam, name) for seam in SEAMS for name in seam.parameters if name not in ("self", "cls")]
@@ -71,3 +73,33 @@ def test_the_parts_of_memory_exist(wheel: Path) -> None:
     assert text is not None
     for part in ALL_MEMORY:
         assert re.search(rf'^GPU_MEMORY_TYPE_\w+ = "{part}"$', text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("branches", "layers", "count"), [(2, 1, 2), (2, 3, 6), (4, 3, 8), (3, 5, 20)])
+def test_what_trees_promise_is_read_as_sglang_lays_it_out(wheel: Path, branches: int, layers: int, count: int) -> None:
+    """SGLang's own functions draft a tree from random chances and take its likeliest nodes."""
+    sources, rng = Sources(wheel), torch.Generator().manual_seed(branches * layers)
+    named = sources.functions("sglang.srt.utils.common", ["fast_topk"], {"torch": torch})
+    firsts = ["_select_top_k_tokens_first", "_select_top_k_tokens_later", "select_top_k_tokens"]
+    named = sources.functions("sglang.srt.speculative.spec_utils", firsts, named)
+    named = sources.functions(
+        "sglang.srt.speculative.eagle_utils",
+        ["organize_draft_results"],
+        named | {"maybe_detect_oob": lambda *given: None, "List": list},
+    )
+    batch, scores, rows = 3, None, []
+    for layer in range(layers):
+        parents = 1 if layer == 0 else branches
+        chances, tokens = torch.rand(batch * parents, 11, generator=rng).softmax(dim=-1).topk(branches)
+        _, _, scores, row = named["select_top_k_tokens"](layer, chances, tokens, None, scores, branches)
+        rows.append(row)
+    score_list, token_list, parent_list = (list(column) for column in zip(*rows, strict=True))
+    chosen = named["organize_draft_results"](score_list, token_list, parent_list, count + 1)[1]
+    kept = NodeScores("cpu", rows=batch, nodes=32)
+    kept.keep(score_list)
+    survival, depths = kept.nodes(batch, branches).read()
+    flat = torch.cat(score_list, dim=1).flatten(1)
+    torch.testing.assert_close(torch.tensor(survival[:, :count]).sum(1), flat.gather(1, chosen).sum(1))
+    of_place = torch.cat([torch.full((part.shape[1],), layer + 1) for layer, part in enumerate(token_list)])
+    wanted = of_place[chosen].sort(dim=1).values
+    assert torch.equal(torch.tensor(depths[:, :count]).sort(dim=1).values, wanted)

@@ -24,9 +24,10 @@ from rlhfspec_mega.models.hf_directory import read_shape
 from rlhfspec_mega.rollout.migration.messages import MigrationOrder, Orders
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.sglang_engine import pins
+from rlhfspec_mega.rollout.sglang_engine.choice import FREE
 from rlhfspec_mega.rollout.sglang_engine.control import DraftingControl
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
-from rlhfspec_mega.rollout.sglang_engine.steps import FREE
+from rlhfspec_mega.rollout.sglang_engine.shapes import trees
 from rlhfspec_mega.sampling.noise import sample_seed
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, Landing, WeightTarget
 from rlhfspec_mega.workers.sglang import SGLangEngineWorker
@@ -57,6 +58,17 @@ def engines(
     drafting, control = ours(settings(*made, **FP32), root / "drafting")
     assert control is not None
     return plain, drafting, control
+
+
+@pytest.fixture(scope="module")
+def branching(
+    made: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[SGLangEngine, DraftingControl]:
+    """One that drafts trees."""
+    chosen = settings(*made, **FP32, shapes=trees(16, 5, 4))
+    engine, control = ours(chosen, tmp_path_factory.mktemp("trees") / "engine")
+    assert control is not None
+    return engine, control
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +124,26 @@ def test_identity(
     if drafted == 3:
         tally = control.take_tally()
         assert tally.accepted > 0.3 * tally.sample_steps, "the draft does not share the noise"
+
+
+@pytest.mark.parametrize("drafted", ["adaptive", 0, 2, 5, 16])
+def test_identity_of_trees(
+    drafted: str | int,
+    branching: tuple[SGLangEngine, DraftingControl],
+    requests: list[GenerationRequest],
+    wanted: dict[str, GenerationResult],
+    judge: Callable[[list[int]], torch.Tensor],
+) -> None:
+    """Trees of every size give the torch engine's tokens; larger ones have more of their nodes accepted."""
+    engine, control = branching
+    control.take_tally()
+    control.force(FREE if drafted == "adaptive" else int(drafted))
+    assert_same(wanted, finish(engine, requests), requests, judge)
+    if drafted == 16:
+        of_trees = acceptance(control)
+        control.force(5)
+        finish(engine, requests)
+        assert of_trees > acceptance(control) > 0.3, "the likeliest nodes are not the ones that are taken"
 
 
 def test_chi_square(tmp_path: Path) -> None:

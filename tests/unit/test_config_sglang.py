@@ -50,8 +50,13 @@ def test_without_a_gpu_one_sentence_says_what_is_missing_and_what_to_do(tmp_path
         ("trainer.deterministic=true", "cannot be kept by SGLang"),
         ("rollout.sglang.tensor_parallel=3", "use a divisor"),
         ("rollout.sglang.memory=1.5", "is out of range: it must be above 0 and below 1"),
-        ("drafting.width=2", "drafting.width=2 has no effect here: add rollout=torch"),
-        ("drafting=fixed drafting.tokens=4", "drafting.tokens=4 has no effect here: add rollout=torch"),
+        ("drafting.width=2", "drafting.width=2 has no effect here: add rollout.sglang.trees=true"),
+        ("drafting=fixed drafting.tokens=4", "drafting.tokens=4 has no effect here: add rollout.sglang.trees=true"),
+        ("drafting.tail_weight=1.0", "drafting.tail_weight=1.0 has no effect here: add rollout=torch"),
+        (
+            "rollout.sglang.trees=true drafting=off",
+            "rollout.sglang.trees=true has no effect here: add drafting=adaptive",
+        ),
         ("placement=separate rollout.sglang.sleep=false", "no effect here: add placement=colocated"),
         ("rollout.engines=8 rollout.sglang.tensor_parallel=2", "use at most 4"),
     ],
@@ -60,7 +65,9 @@ def test_what_sglang_cannot_do(overrides: str, words: str, out: str, gpus: None)
     assert words in refusal(*GPUS, *overrides.split(), out)
 
 
-@pytest.mark.parametrize("option", ["tensor_parallel=2", "memory=0.4", "sleep=false", "options.page_size=1"])
+@pytest.mark.parametrize(
+    "option", ["tensor_parallel=2", "memory=0.4", "sleep=false", "trees=true", "options.page_size=1"]
+)
 def test_options_of_sglang_count_with_it_only(option: str, out: str) -> None:
     plus = "+" if option.startswith("options") else ""
     assert "has no effect here: add rollout=sglang" in refusal(f"{plus}rollout.sglang.{option}", out)
@@ -72,6 +79,12 @@ def test_engines_of_several_gpus(out: str, gpus: None) -> None:
     assert (sizes.engines, sizes.devices) == (4, 8)
     apart = load(*given, "placement=separate", "actor.data_parallel=1")
     assert checks.check_config(apart).engines == 3 and not sglang.engines_sleep(apart)
+
+
+def test_trees_read_what_chains_do_not(out: str, gpus: None) -> None:
+    checks.check_config(load(*GPUS, "rollout.sglang.trees=true", "drafting.width=2", "drafting.max_tokens=12", out))
+    fixed = "drafting=fixed", "drafting.tokens=12", "drafting.width=3"
+    checks.check_config(load(*GPUS, "rollout.sglang.trees=true", *fixed, out))
 
 
 def test_without_sglang_the_package_is_named(out: str, gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "SCALE": 0.1,
         "LENGTHS": (8, 16, 24),
         "SLOTS": 4,
-        "POSITIONS": 100,
+        "POSITIONS": 80,
         "PROMPT": 20,
         "LONGEST": 20,
     }.items():
@@ -61,11 +61,11 @@ def test_speed_goes_on_where_it_was_cut_off(
     stage(monkeypatch, *given)
     rows = [json.loads(line) for line in (out / "gpu_speed.jsonl").read_text().splitlines()]
     assert (out / "gpu_speed.jsonl").read_text().startswith(begun)
-    assert len(rows) == len({(row["repeat"], row["scenario"], row["engine"]) for row in rows}) == 2 * 3 * 7
+    assert len(rows) == len({(row["repeat"], row["scenario"], row["engine"]) for row in rows}) == 2 * 3 * 8
     found = json.loads((out / "gpu_speed.json").read_text())
     assert found["times"] == rows and found["conditions"]["sglang"] == "not installed"
     printed = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith(("stock", "ours")) for line in printed) == 7
+    assert sum(line.startswith(("stock", "ours")) for line in printed) == 8
     last = json.loads(printed[-1])
     assert last.keys() == found["summary"].keys() and all(0 < value < 100 for value in last.values())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,14 +11,13 @@ import pytest
 import torch
 
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.planning.chain import StepTable
 from rlhfspec_mega.rollout.sglang_engine import control, pins, plugin, seams
+from rlhfspec_mega.rollout.sglang_engine.choice import DraftChoice, write_config
+from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes
 from rlhfspec_mega.rollout.sglang_engine.shared_noise import DraftNoise, choose, keep_seeds, last_positions, verify
-from rlhfspec_mega.rollout.sglang_engine.steps import ProfiledSteps, write_config
 from rlhfspec_mega.sampling.noise import gumbel
 from rlhfspec_mega.sampling.select import select_tokens
-from rlhfspec_mega.types import DraftingTally
-from tests.unit.test_chain_length import CANDIDATES, table_of
+from tests.sglang_fake import FakeKind, FakeRegistry
 
 VOCABULARY = 97
 SEEDS = torch.tensor([5, 2**62 + 3, 11])
@@ -144,8 +142,9 @@ def test_another_kind_of_draft_is_refused() -> None:
         plugin.DraftHooks().drafts_for(worker_of(SimpleNamespace), None)
 
 
-def test_the_drafts_hooks_share_their_noise() -> None:
+def test_the_drafts_hooks_share_their_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Called as SGLang calls them: the model with one argument by name."""
+    monkeypatch.setattr(DraftChoice, "current", None)
     hooks, info = plugin.DraftHooks(), info_of([1.0, 1.0])
     hooks.drafts_for(worker_of(LlamaForCausalLMEagle3), SimpleNamespace(sampling_info=info, reqs=[1, 2]), "result")
     logits = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(6))
@@ -161,122 +160,33 @@ def test_the_drafts_hooks_share_their_noise() -> None:
     assert hooks.perturb(idle, model, None, torch.zeros(0), batch, pp_proxy_tensors=None) is idle
 
 
-class Steps:
-    """SGLang's controller as far as it speaks with the parameters."""
+def test_scores_of_trees_reach_the_choice(tmp_path: Path) -> None:
+    """As SGLang calls the hooks; all ranks get those of the first."""
+    write_config(tmp_path / "drafting.json", DraftShapes((0, 3), 2, branches=2), collapse_ratio=0.5)
+    choice, sent = DraftChoice(str(tmp_path / "drafting.json")), list[int]()
 
-    def __init__(self, path: Path, initial: int) -> None:
-        self.params = ProfiledSteps(initial_steps=initial, cfg_path=str(path))
-        self.params.learn_costs(table_of(1e-4))
+    def broadcast(tensor: torch.Tensor, src: int) -> None:
+        sent.append(src)
+        if tensor.is_floating_point():
+            tensor.fill_(0.25)
 
-    def step(self, batch: int, share: float) -> int:
-        steps = self.params.get_steps_for_batch(batch)
-        assert self.params.on_verify_complete([round(share * steps)] * batch, batch) is None
-        return steps
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    write_config(tmp_path / "steps.json", CANDIDATES, collapse_ratio=0.5)
-    return tmp_path / "steps.json"
-
-
-def test_steps_follow_acceptance(config: Path) -> None:
-    good, bad = Steps(config, 2), Steps(config, 2)
-    assert good.params.candidate_steps == list(CANDIDATES)
-    ends = [[steps.step(1, share) for _ in range(200)][-1] for steps, share in ((good, 1.0), (bad, 0.0))]
-    assert ends[0] == 8 and ends[1] < 4
-    good.params.set_cuda_graph_bs([4, 1])
-    assert good.params.cuda_graph_bs_for_step(2) == [1, 4]
-
-
-def test_two_ranks_decide_alike(config: Path) -> None:
-    one, other = Steps(config, 4), Steps(config, 4)
-    shares = torch.rand(80, generator=torch.Generator().manual_seed(7)).tolist()
-    assert [one.step(8, share) for share in shares] == [other.step(8, share) for share in shares]
-
-
-def test_before_a_table_comes_the_number_is_that_of_the_start_or_the_one_that_is_forced(config: Path) -> None:
-    params = ProfiledSteps(2, str(config))
-    assert params.get_steps_for_batch(1) == 2
-    params.force(0)
-    assert params.get_steps_for_batch(1) == 0
-    with pytest.raises(RunError, match="3 draft tokens were asked for"):
-        params.force(3)
-    with pytest.raises(RunError, match="A table of"):
-        params.learn_costs(StepTable((1,), (0, 1), ((0.1, 0.2),)))
-
-
-def test_a_fixed_number_is_left_only_for_a_collapse(tmp_path: Path) -> None:
-    write_config(tmp_path / "steps.json", [0, 2], collapse_ratio=0.5, fixed=2)
-    steps = Steps.__new__(Steps)
-    steps.params = ProfiledSteps(2, str(tmp_path / "steps.json"))
-    steps.params.force(2)
-    for _ in range(300):  # measured on random weights, of which nothing is learnt
-        steps.step(1, 0.0)
-    steps.params.force(-1)
-    assert {steps.step(1, 1.0) for _ in range(300)} == {2}
-    assert 0 in [steps.step(1, 0.0) for _ in range(500)]
-
-
-def test_steps_are_counted_where_their_number_is_known(config: Path) -> None:
-    params = ProfiledSteps(2, str(config))
-    for steps, accepted in ((2, [2, 0]), (2, [1, 1])):
-        assert params.get_steps_for_batch(2) == steps
-        params.on_verify_complete(accepted, 2)
-    tally = params.take_tally()
-    assert (tally.sample_steps, tally.drafted_sample_steps, tally.verified, tally.accepted) == (4, 4, 8, 4)
-    assert tally.sample_steps_by_verified[2] == 4 and params.take_tally() == DraftingTally()
-
-
-def test_a_collapse_is_said_and_ends_drafting_until_weights_change(config: Path) -> None:
-    steps = Steps(config, 4)
-    for _ in range(300):
-        steps.step(1, 1.0)
-    assert steps.params.take_tally().collapsed_rate is None
-    while steps.params.take_tally().collapsed_rate is None:
-        steps.step(1, 0.0)
-    assert steps.step(1, 0.0) == 0
-    steps.params.weights_changed()
-    assert steps.params.take_tally().collapsed_rate is None
-    assert max(steps.step(1, 1.0) for _ in range(2000)) > 0
-
-
-def test_a_config_of_another_kind_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "stock.json").write_text('{"1": {"candidate_steps": [1, 3]}}')
-    with pytest.raises(UserError, match="has no section 'rlhfspec_mega'"):
-        ProfiledSteps(1, str(tmp_path / "stock.json"))
-    with pytest.raises(UserError, match="needs --speculative-adaptive-config"):
-        ProfiledSteps(1)
-
-
-class Kind(StrEnum):
-    """SGLang's HookType."""
-
-    BEFORE = "before"
-    AFTER = "after"
-    AROUND = "around"
-    REPLACE = "replace"
-
-
-class Registry:
-    """SGLang's hook registry, which applies what it can and logs the rest."""
-
-    def __init__(self, unknown: str = "") -> None:
-        self.hooks: dict[str, Any] = {}
-        self._patched: set[str] = set()
-        self._unknown = unknown
-
-    def register(self, target: str, hook: Any, kind: str) -> None:
-        self.hooks[target] = hook
-        if target != self._unknown:
-            self._patched.add(target)
+    ranks = SimpleNamespace(world_size=2, broadcast=broadcast)
+    worker = SimpleNamespace(topk=2, draft_runner=SimpleNamespace(tp_group=ranks))
+    hooks = plugin.DraftHooks()
+    hooks.keep_scores("tree", [torch.tensor([[[0.6, 0.3]]]), torch.tensor([[[0.5, 0.05], [0.2, 0.1]]])], [], [], 4)
+    assert choice.begin(1) == 3
+    hooks.hand_scores("input", worker, SimpleNamespace(reqs=["one"]))
+    nodes = choice._under_way[-1].nodes
+    assert nodes is not None and sent == [0, 0]
+    survival, depths = nodes.read()
+    assert survival.tolist() == [[0.25] * 3] and depths.tolist() == [[1, 2, 1]]
 
 
 @pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
+def registry(monkeypatch: pytest.MonkeyPatch) -> FakeRegistry:
     """Of a SGLang that is told to load the plug-in."""
-    module, found = ModuleType("hook_registry"), Registry(unknown=seams.VERIFY.target)
-    module.HookRegistry, module.HookType = found, Kind  # type: ignore[attr-defined]
+    module, found = ModuleType("hook_registry"), FakeRegistry(unknown=seams.VERIFY.target)
+    module.HookRegistry, module.HookType = found, FakeKind  # type: ignore[attr-defined]
     for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", module)
@@ -284,10 +194,10 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
     return found
 
 
-FINE = SimpleNamespace(**plugin.BYPASSES)
+FINE = SimpleNamespace(**plugin.BYPASSES, speculative_adaptive_config=None)
 
 
-def start(registry: Registry, arguments: Any) -> list[Any]:
+def start(registry: FakeRegistry, arguments: Any) -> list[Any]:
     """Start a scheduler as SGLang does, arguments by name among them."""
     started: list[Any] = []
     check = registry.hooks[seams.SCHEDULER.target]
@@ -297,7 +207,7 @@ def start(registry: Registry, arguments: Any) -> list[Any]:
     return started
 
 
-def test_a_scheduler_without_all_hooks_does_not_start(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_without_all_hooks_does_not_start(registry: FakeRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pins, "missing", lambda: None)
     plugin.install()
     with pytest.raises(RunError, match=r"has not applied the hooks of .*eagle_sample"):
@@ -308,7 +218,7 @@ def test_a_scheduler_without_all_hooks_does_not_start(registry: Registry, monkey
 
 @pytest.mark.parametrize("name", plugin.BYPASSES)
 def test_a_setting_that_goes_around_the_hooks_is_refused(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch, name: str
+    registry: FakeRegistry, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(pins, "missing", lambda: None)
     plugin.install()
@@ -316,7 +226,44 @@ def test_a_setting_that_goes_around_the_hooks_is_refused(
         start(registry, SimpleNamespace(**(plugin.BYPASSES | {name: "on"})))
 
 
-def test_a_scheduler_of_another_version_does_not_start(registry: Registry) -> None:
+@pytest.mark.parametrize(("adaptive", "tokens"), [(False, 9), (True, 6)])
+def test_arguments_that_were_resolved_without_the_hooks_are_refused(
+    adaptive: bool, tokens: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nine are what the file asks for."""
+    monkeypatch.setattr(pins, "missing", lambda: None)
+    write_config(tmp_path / "drafting.json", DraftShapes((0, 8), 5, branches=4), collapse_ratio=0.5)
+    given = {
+        "speculative_adaptive_config": str(tmp_path / "drafting.json"),
+        "speculative_adaptive": adaptive,
+        "speculative_num_draft_tokens": tokens,
+    }
+    with pytest.raises(RunError, match=f"starts with {tokens} draft tokens, adaptive={adaptive}"):
+        plugin.refuse(SimpleNamespace(**plugin.BYPASSES, **given), [])
+    plugin.refuse(
+        SimpleNamespace(
+            **plugin.BYPASSES, **(given | {"speculative_adaptive": True, "speculative_num_draft_tokens": 9})
+        ),
+        [],
+    )
+
+
+@pytest.mark.parametrize("applied", [True, False])
+def test_hooks_are_applied_in_a_process_that_has_loaded_its_plugins_before(
+    applied: bool, registry: FakeRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pins, "missing", lambda: None)
+    sys.modules["sglang.srt.plugins"].load_plugins = lambda: None  # type: ignore[attr-defined]
+    registry.unknown = seams.VERIFY.target if applied else seams.FIRST_STATE.target
+    if not applied:
+        with pytest.raises(RunError, match=r"has not applied the hooks of .*_init_adaptive_speculative_params"):
+            plugin.apply_here()
+        return
+    plugin.apply_here()
+    assert {seams.UNSUPPORTED.target, seams.FIRST_STATE.target, seams.WIDTHS.target} <= registry._patched
+
+
+def test_a_scheduler_of_another_version_does_not_start(registry: FakeRegistry) -> None:
     """Not even though SGLang passes over what a plug-in raises; of the hooks only this check is there."""
     plugin.install()
     assert list(registry.hooks) == [seams.SCHEDULER.target]
@@ -324,7 +271,7 @@ def test_a_scheduler_of_another_version_does_not_start(registry: Registry) -> No
         start(registry, FINE)
 
 
-def test_it_does_nothing_where_it_is_not_named(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_does_nothing_where_it_is_not_named(registry: FakeRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
     for others in ("", "another"):
         monkeypatch.setenv("SGLANG_PLUGINS", others)
         plugin.install()

@@ -21,11 +21,10 @@ from rlhfspec_mega.planning.throughput import seconds_per_token
 from rlhfspec_mega.rollout.migration.messages import MigrationOrder, Orders
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.sglang_engine.kv import KvAccess, gather, pools
-from rlhfspec_mega.rollout.sglang_engine.launch import counts_up_to
 from rlhfspec_mega.rollout.sglang_engine.profile import batches_up_to
 from rlhfspec_mega.rollout.sglang_engine.seams import OPTIONS
-from rlhfspec_mega.types import EngineReport, WeightTarget
-from rlhfspec_mega.workers.sglang import SGLangEngineWorker, draft_counts
+from rlhfspec_mega.types import EngineReport, GenerationRequest, WeightTarget
+from rlhfspec_mega.workers.sglang import SGLangEngineWorker
 from tests.e2e.conftest import make_model
 from tests.sglang_fake import LAYERS, SIZE, SLOTS, FakeEngine, FakeScheduler, install
 from tests.unit.test_sglang_engine import load, request, wanted
@@ -54,12 +53,14 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make(tmp_path: Path, policy: str = "off", **options: Any) -> SGLangEngineWorker:
     make_model(tmp_path / "model", SHAPE)
-    config = RolloutConfig(engine="sglang", sglang=SGLangConfig(options=options), **LIMITS)  # type: ignore[arg-type]
+    branching = SGLangConfig(options=options, trees=policy == "trees")
+    config = RolloutConfig(engine="sglang", sglang=branching, **LIMITS)  # type: ignore[arg-type]
     draft = None if policy == "off" else tmp_path / "draft"
     if draft and not draft.exists():
         of_draft = draft_shape(SHAPE)
         write_draft(draft, of_draft, {info.name: torch.zeros(info.shape) for info in draft_tensors(of_draft)})
-    drafting = DraftingConfig(policy=policy, max_depth=3, depth=2)
+    policy = "adaptive" if policy == "trees" else policy
+    drafting = DraftingConfig(policy=policy, max_depth=3, depth=2, max_tokens=8, width=2)
     return SGLangEngineWorker(SHAPE, config, "float32", tmp_path / "model", 0.5, True, draft, drafting)
 
 
@@ -80,7 +81,7 @@ def snapshots(count: int) -> list[SampleSnapshot]:
     return [SampleSnapshot(request(number), [], [], []) for number in range(count)]
 
 
-@pytest.mark.parametrize("policy", ["off", "fixed", "adaptive"])
+@pytest.mark.parametrize("policy", ["off", "fixed", "adaptive", "trees"])
 def test_it_starts_measures_and_decodes(policy: str, tmp_path: Path) -> None:
     worker = make(tmp_path, policy, attention_backend="triton")
     started = fake(worker).arguments
@@ -91,7 +92,7 @@ def test_it_starts_measures_and_decodes(policy: str, tmp_path: Path) -> None:
     )
     assert started.keys() - {"attention_backend"} <= set(OPTIONS.attributes)
     table = worker._profile.table
-    assert table.counts == {"off": (0,), "fixed": (0, 2), "adaptive": (0, 1, 2, 3)}[policy]
+    assert table.counts == {"off": (0,), "fixed": (0, 2), "adaptive": (0, 1, 2, 3), "trees": (0, 1, 2, 3, 5, 8)}[policy]
     assert table.batches == batches_up_to(4) == (1, 2, 4)
     assert all(0.0005 < seconds < 0.2 for row in table.seconds for seconds in row), "an output takes a millisecond"
     load(worker, 0)
@@ -104,6 +105,16 @@ def test_it_starts_measures_and_decodes(policy: str, tmp_path: Path) -> None:
         assert tally is not None and 0 < tally.accepted <= tally.verified
         assert worker.take_tally() != tally, "every figure counts once"
     assert (seconds_per_token(worker.pace(1.0), torch.arange(1, 9).numpy()) > 0).all()
+
+
+@pytest.mark.parametrize("policy", ["off", "fixed", "adaptive", "trees"])
+def test_a_sample_as_long_as_is_allowed(policy: str, tmp_path: Path) -> None:
+    """SGLang keeps positions for drafting to itself."""
+    worker = make(tmp_path, policy)
+    load(worker, 0)
+    longest = GenerationRequest("long", "long", tuple(range(1, 9)), 3, LIMITS["max_new_tokens"])
+    worker.advance([SampleSnapshot(longest, [], [], [])], 0.0)
+    assert len(finish(worker, 1)["long"]) == LIMITS["max_new_tokens"]
 
 
 def test_what_was_accepted_makes_it_quicker(tmp_path: Path) -> None:
@@ -252,14 +263,8 @@ def test_it_sleeps_and_is_woken_by_weights(tmp_path: Path) -> None:
     tokens = wanted(request(0))[: 6 - len(request(0).prompt_tokens)]
     worker.import_sample(SampleSnapshot(request(0), tokens, [-0.01 * t for t in tokens], [0] * len(tokens), kv))
     worker.advance([snapshots(2)[1]], 0.0)
-    assert worker.stats()["spared_tokens"] == 5
     assert len(finish(worker, 2)) == 2
-
-
-def test_numbers_of_draft_tokens() -> None:
-    assert counts_up_to(1) == (0, 1) and counts_up_to(4) == (0, 1, 2, 3, 4)
-    assert counts_up_to(8) == (0, 1, 2, 3, 5, 8)
-    assert draft_counts(DraftingConfig(policy="fixed", depth=5)) == (0, 5)
+    assert worker.stats()["spared_tokens"] == 5
 
 
 def test_the_table_and_the_tally_are_files_of_its_own(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.planning.chain import StepTable
-from rlhfspec_mega.rollout.sglang_engine.steps import ProfiledSteps
+from rlhfspec_mega.rollout.sglang_engine.choice import DraftChoice
 from rlhfspec_mega.types import DraftingTally
 
 METHOD = "rlhfspec_mega"  # of schedulers, from `attach` on
@@ -28,22 +28,22 @@ class DraftingControl:
     def __init__(self, engine: Any, directory: Path) -> None:
         self._engine, self._directory = engine, directory
 
-    def force(self, steps: int) -> None:
-        """See ProfiledSteps.force."""
-        self._engine.collective_rpc(METHOD, action="force", steps=steps)
+    def force(self, count: int) -> None:
+        """See DraftChoice.force."""
+        self._engine.collective_rpc(METHOD, action="force", count=count)
 
     def learn_costs(self, table: StepTable) -> None:
-        """See ProfiledSteps.learn_costs."""
+        """See DraftChoice.learn_costs."""
         path = self._directory / "table.json"
         path.write_text(json.dumps(table.as_json()) + "\n", encoding="utf-8")
         self._engine.collective_rpc(METHOD, action="learn_costs", path=str(path))
 
     def weights_changed(self) -> None:
-        """See ProfiledSteps.weights_changed."""
+        """See DraftChoice.weights_changed."""
         self._engine.collective_rpc(METHOD, action="weights_changed")
 
     def take_tally(self) -> DraftingTally:
-        """See ProfiledSteps.take_tally; all ranks count the same."""
+        """See DraftChoice.take_tally; all ranks count the same."""
         path = self._directory / "tally.json"
         self._engine.collective_rpc(METHOD, action="take_tally", path=str(path))
         return DraftingTally(**json.loads(path.read_text(encoding="utf-8")))
@@ -52,12 +52,12 @@ class DraftingControl:
 def attach(scheduler: Any) -> None:
     """Give a scheduler the method that DraftingControl calls; its rank 0 writes the answers."""
 
-    def act(action: str, steps: int = 0, path: str = "") -> None:
-        current = ProfiledSteps.current
+    def act(action: str, count: int = 0, path: str = "") -> None:
+        current = DraftChoice.current
         if current is None:
             raise RunError("SGLang was started without adaptive speculation: there is no number of draft tokens.")
         if action == "force":
-            current.force(steps)
+            current.force(count)
         elif action == "learn_costs":
             current.learn_costs(StepTable.from_json(json.loads(Path(path).read_text(encoding="utf-8"))))
         elif action == "weights_changed":

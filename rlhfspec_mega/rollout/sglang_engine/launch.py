@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec_mega.errors import UserError
-from rlhfspec_mega.rollout.sglang_engine import pins
+from rlhfspec_mega.rollout.sglang_engine import pins, plugin
+from rlhfspec_mega.rollout.sglang_engine.choice import write_config
 from rlhfspec_mega.rollout.sglang_engine.loaders import INTO_DRAFT
-from rlhfspec_mega.rollout.sglang_engine.plugin import NAME
-from rlhfspec_mega.rollout.sglang_engine.steps import FREE, write_config
+from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes
 
-MOST_STEPS = (0, 1, 2, 3, 5, 8, 12, 16)  # numbers of draft tokens that graphs are captured for, up to the largest asked
-CONFIG_FILE = "sglang_steps.json"
+CONFIG_FILE = "sglang_drafting.json"
 
 
 @dataclass(frozen=True)
@@ -24,11 +23,11 @@ class EngineSettings:
     Attributes:
         model: Hugging Face directory; only its config.json is read, the weights come with the first update.
         draft: directory of an EAGLE-3 draft, whose weights are read; None: plain decoding.
-        counts: numbers of draft tokens to choose from; 0 decodes plainly.
-        fixed: the one of these to use; None: the one that pays best.
+        shapes: of what is drafted, by numbers of draft tokens.
+        fixed: the number to use; None: the one that pays best.
         collapse_ratio: see CollapseWatch.
         slots: requests decoded at once.
-        max_positions: tokens of prompt and response; the model has SPARE_POSITIONS more.
+        max_positions: tokens of prompt and response; the model has `shapes.spare_positions` more.
         prefill_chunk: prompt tokens per pass.
         dtype: e.g. "bfloat16".
         tensor_parallel: GPUs of this engine.
@@ -39,7 +38,7 @@ class EngineSettings:
 
     model: Path
     draft: Path | None
-    counts: tuple[int, ...]
+    shapes: DraftShapes
     fixed: int | None
     collapse_ratio: float
     slots: int
@@ -50,11 +49,6 @@ class EngineSettings:
     memory: float | None
     sleeps: bool
     options: dict[str, Any]
-
-
-def counts_up_to(most: int) -> tuple[int, ...]:
-    """Numbers of draft tokens to choose from, plain decoding among them."""
-    return tuple(sorted({count for count in MOST_STEPS if count < most} | {0, most}))
 
 
 def arguments(settings: EngineSettings, directory: Path) -> dict[str, Any]:
@@ -68,7 +62,7 @@ def arguments(settings: EngineSettings, directory: Path) -> dict[str, Any]:
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": settings.dtype,
-        "context_length": settings.max_positions + pins.SPARE_POSITIONS,
+        "context_length": settings.max_positions + settings.shapes.spare_positions,
         "max_running_requests": settings.slots,
         "chunked_prefill_size": settings.prefill_chunk,
         "tp_size": settings.tensor_parallel,
@@ -80,14 +74,13 @@ def arguments(settings: EngineSettings, directory: Path) -> dict[str, Any]:
     if settings.memory is not None:
         found["mem_fraction_static"] = settings.memory
     if settings.draft is not None:
-        most = max(settings.counts)
         found |= {
             "speculative_algorithm": "EAGLE3",
             "speculative_draft_model_path": str(settings.draft),
             "speculative_draft_load_format": "auto",
-            "speculative_num_steps": most,
-            "speculative_eagle_topk": 1,
-            "speculative_num_draft_tokens": most + 1,
+            "speculative_num_steps": settings.shapes.depth,
+            "speculative_eagle_topk": settings.shapes.branches,
+            "speculative_num_draft_tokens": settings.shapes.counts[-1] + 1,
             "speculative_adaptive": True,
             "speculative_adaptive_config": str(directory / CONFIG_FILE),
             "custom_weight_loader": [INTO_DRAFT],
@@ -104,6 +97,7 @@ def start(settings: EngineSettings, directory: Path) -> Any:
 
     Raises:
         UserError: SGLang is not there in the version that the plug-in is for, or an option does not exist.
+        RunError: a hook could not be applied in this process.
     """
     if (wrong := pins.missing()) is not None:
         raise UserError(f"rollout=sglang cannot be used: {wrong}; or use rollout=torch.")
@@ -111,9 +105,9 @@ def start(settings: EngineSettings, directory: Path) -> Any:
     from sglang.srt.server_args import ServerArgs
 
     if settings.draft is not None:
-        fixed = FREE if settings.fixed is None else settings.fixed
-        write_config(directory / CONFIG_FILE, settings.counts, settings.collapse_ratio, fixed)
-    os.environ["SGLANG_PLUGINS"] = NAME
+        write_config(directory / CONFIG_FILE, settings.shapes, settings.collapse_ratio, settings.fixed)
+    os.environ["SGLANG_PLUGINS"] = plugin.NAME
+    plugin.apply_here()
     given = arguments(settings, directory)
     if unknown := sorted(given.keys() - {field.name for field in fields(ServerArgs)}):
         raise UserError(f"rollout.sglang.options has {', '.join(unknown)}, which sglang {pins.VERSION} does not know.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 VERSION = "0.5.17"
-SPARE_POSITIONS = 8  # that it keeps free of prompt and response together
 INSTALL = f"pip install 'rlhfspec-mega[gpu]' (it brings sglang=={VERSION})"
 
 

@@ -14,9 +14,11 @@ from typing import Any
 
 from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.rollout.sglang_engine import control, kv, pins, seams, shared_noise
+from rlhfspec_mega.rollout.sglang_engine.choice import DraftChoice, read_shapes
 from rlhfspec_mega.rollout.sglang_engine.loaders import DRAFTS
-from rlhfspec_mega.rollout.sglang_engine.shared_noise import DraftNoise, last_positions
-from rlhfspec_mega.rollout.sglang_engine.steps import ProfiledSteps
+from rlhfspec_mega.rollout.sglang_engine.shared_noise import MOST_ROWS, DraftNoise, last_positions
+from rlhfspec_mega.rollout.sglang_engine.states import StateSwitch, allow_trees, start_with_most, width_of_state
+from rlhfspec_mega.rollout.sglang_engine.survival import NodeScores
 
 NAME = "rlhfspec_mega"  # of the entry point
 # Settings under which something else samples, and the value that does not.
@@ -28,10 +30,11 @@ BYPASSES = {
 
 
 class DraftHooks:
-    """The draft's hooks share the buffers of its noise, made on first use, before any graph is captured."""
+    """The draft's hooks share buffers, made on first use, before any graph is captured."""
 
     def __init__(self) -> None:
         self._noise: DraftNoise | None = None
+        self._scores: NodeScores | None = None
 
     def drafts_for(self, worker: Any, batch: Any, *rest: Any, **named: Any) -> None:
         """Before a method of EagleDraftWorker: these requests' seeds count.
@@ -42,7 +45,8 @@ class DraftHooks:
             raise RunError(f"A draft of class {model} does not get the shared noise; use an EAGLE-3 draft of {DRAFTS}.")
         info = batch.sampling_info
         if info is not None and info.sampling_seed is not None and len(batch.reqs):
-            self._of(info.sampling_seed.device).fill(info)
+            choice = DraftChoice.current
+            self._of(info.sampling_seed.device).fill(info, choice.sharpness if choice else 1.0)
 
     def perturb(
         self, result: Any, model: Any, input_ids: Any, positions: Any, batch: Any, *rest: Any, **named: Any
@@ -56,6 +60,21 @@ class DraftHooks:
         at = last_positions(positions, len(logits), batch.extend_seq_lens)
         self._of(logits.device).perturb(logits, at, batch.batch_size, model.hot_token_id)
         return result
+
+    def keep_scores(self, result: Any, scores: Any, *rest: Any, **named: Any) -> None:
+        """After organize_draft_results, which has taken the likeliest nodes of these: how likely they are."""
+        choice = DraftChoice.current
+        if choice is None or choice.shapes.branches == 1:
+            return
+        if self._scores is None:
+            self._scores = NodeScores(scores[0].device, MOST_ROWS, choice.shapes.counts[-1])
+        self._scores.keep(scores)
+
+    def hand_scores(self, result: Any, worker: Any, batch: Any, *rest: Any, **named: Any) -> None:
+        """After a tree was drafted: what its nodes promise is for the choice of a step to come."""
+        choice = DraftChoice.current
+        if choice is not None and self._scores is not None and len(batch.reqs):
+            choice.drafted(self._scores.nodes(len(batch.reqs), worker.topk, worker.draft_runner.tp_group))
 
     def _of(self, device: Any) -> DraftNoise:
         if self._noise is None:
@@ -72,7 +91,12 @@ def hooks() -> list[tuple[str, Any, str]]:
         (seams.VERIFY.target, shared_noise.verify, "AROUND"),
         (f"{seams.DRAFT_LOGITS.target}.forward", draft.perturb, "AFTER"),
         *((seam.target, draft.drafts_for, "BEFORE") for seam in seams.DRAFTING),
-        (seams.STEPS.target, ProfiledSteps, "REPLACE"),
+        (seams.ORGANISE.target, draft.keep_scores, "AFTER"),
+        (seams.DRAFT.target, draft.hand_scores, "AFTER"),
+        (seams.UNSUPPORTED.target, allow_trees, "AROUND"),
+        (seams.FIRST_STATE.target, start_with_most, "AROUND"),
+        (seams.WIDTHS.target, width_of_state, "AROUND"),
+        (seams.CONTROLLER.target, StateSwitch, "REPLACE"),
     ]
 
 
@@ -96,8 +120,29 @@ def install() -> None:
             HookRegistry.register(target, hook, HookType[kind])
 
 
+def apply_here() -> None:
+    """Have the hooks in this process, which resolves the arguments of an engine; its schedulers load plug-ins anew.
+
+    SGLang loads plug-ins once in a process: an engine that was started before without this one would keep it away.
+    Raises RunError for hooks that could not be applied.
+    """
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    load_plugins()
+    if seams.FIRST_STATE.target not in HookRegistry._patched:
+        install()
+        HookRegistry.apply_hooks()
+    if lost := [
+        seam.target for seam in (seams.UNSUPPORTED, seams.FIRST_STATE) if seam.target not in HookRegistry._patched
+    ]:
+        raise RunError(f"SGLang has not applied the hooks of {', '.join(lost)}; its log says why.")
+
+
 def refuse(server_args: Any, lost: Sequence[str]) -> None:
     """Raise UserError for another version of SGLang or a setting that goes around the hooks, RunError for lost ones.
+
+    Or for a draft that is not adapted, or whose first state is not the largest: what resolves arguments was not hooked.
 
     Args:
         lost: targets whose hooks were not applied.
@@ -109,3 +154,10 @@ def refuse(server_args: Any, lost: Sequence[str]) -> None:
             raise UserError(f"{name}={getattr(server_args, name)} samples past the plug-in {NAME}: set it to {fine}.")
     if lost:
         raise RunError(f"SGLang has not applied the hooks of {', '.join(lost)}; its log says why.")
+    if (config := server_args.speculative_adaptive_config) is not None:
+        first, wanted = server_args.speculative_num_draft_tokens, read_shapes(config).counts[-1] + 1
+        if not server_args.speculative_adaptive or first != wanted:
+            raise RunError(
+                f"SGLang starts with {first} draft tokens, adaptive={server_args.speculative_adaptive}, and "
+                f"{config} asks for {wanted} and adaptive speculation: leave rollout.sglang.options of speculation out."
+            )

@@ -69,18 +69,91 @@ EXTEND_DECODE = Seam(
 )
 DRAFTING = DRAFT, EXTEND_PREFILL, EXTEND_DECODE
 
-# How many draft tokens: SGLang's adaptive speculation, whose rule is replaced.
-STEPS = Seam(
-    f"{_SPEC}.adaptive_spec_params",
-    "AdaptiveSpeculativeParams",
-    (),
-    ("candidate_steps", "set_cuda_graph_bs", "get_steps_for_batch", "on_verify_complete", "cuda_graph_bs_for_step"),
-)
+# How many draft tokens: SGLang's adaptive speculation, whose controller is replaced, and what trees promise.
 CONTROLLER = Seam(
     f"{_SPEC}.adaptive_runtime_state",
     "AdaptiveController",
     (),
-    ("initial_steps", "cfg_path", "on_verify_complete", "get_steps_for_batch"),
+    ("register", "init_states", "activate_step_by_batch", "on_verify_complete", "build_adaptive_runtime_state"),
+)
+UNSUPPORTED = Seam(
+    f"{_SPEC}.adaptive_spec_params", "adaptive_unsupported_reason", ("server_args",), ("speculative_eagle_topk",)
+)
+ORGANISE = Seam(
+    f"{_SPEC}.eagle_utils", "organize_draft_results", ("score_list", "token_list", "parents_list", "num_draft_token")
+)
+FIRST_STATE = Seam(
+    "sglang.srt.arg_groups.speculative_hook",
+    "_init_adaptive_speculative_params",
+    ("server_args",),
+    ("speculative_num_draft_tokens", "speculative_adaptive_config", "speculative_eagle_topk"),
+)
+WIDTHS = Seam(f"{_SPEC}.spec_utils", "resolve_num_tokens_per_req", (), ("phase", "draft_extend"))
+_SWITCHING = (
+    Seam("sglang.srt.runtime_context", "get_spec"),
+    Seam("sglang.srt.runtime_context", "get_context"),
+    Seam("sglang.srt.runtime_context", "RuntimeContext.override", ("self", "source"), ("_overrides_log",)),
+    Seam("sglang.srt.plugins", "load_plugins", (), ("apply_hooks",)),
+    Seam("sglang.srt.arg_groups.speculative_hook", "_maybe_disable_adaptive", (), ("adaptive_unsupported_reason",)),
+    Seam(
+        f"{_SPEC}.eagle_draft_extend_cuda_graph_runner",
+        "EAGLEDraftExtendCudaGraphRunner.__init__",
+        (),
+        ("resolve_num_tokens_per_req", "draft_extend"),
+    ),
+    Seam(f"{_SPEC}.eagle_worker_v2", "EAGLEWorkerV2._override_worker_state", (), ("speculative_num_draft_tokens",)),
+    Seam(
+        "sglang.srt.distributed.parallel_state",
+        "GroupCoordinator.broadcast",
+        ("self", "input_", "src"),
+        ("world_size",),
+    ),
+    Seam("sglang.srt.mem_cache.allocation_sizing", "get_alloc_reserve_per_decode", ("server_args",)),
+    Seam(
+        "sglang.srt.mem_cache.allocation_sizing",
+        "get_req_to_token_extra_context_len",
+        ("server_args",),
+        ("max_speculative_num_draft_tokens",),
+    ),
+    Seam(
+        f"{_SPEC}.eagle_worker_v2",
+        "EAGLEWorkerV2.__init__",
+        ("self", "server_args"),
+        ("adaptive_controller", "config_path"),
+    ),
+    Seam(
+        f"{_SPEC}.eagle_worker_v2", "EAGLEWorkerV2.init_cuda_graphs", (), ("register", "init_states", "cuda_graph_bs")
+    ),
+    Seam(
+        f"{_SPEC}.eagle_worker_v2",
+        "EAGLEWorkerV2.build_adaptive_runtime_state",
+        ("self", "speculative_num_steps", "speculative_num_draft_tokens", "cuda_graph_bs"),
+    ),
+    Seam(
+        f"{_SPEC}.eagle_worker_v2",
+        "EAGLEWorkerV2.apply_runtime_state",
+        ("self", "state"),
+        ("speculative_num_steps", "speculative_num_draft_tokens"),
+    ),
+    Seam(f"{_SPEC}.eagle_worker_v2", "EAGLEWorkerV2.activate_step_by_batch", ("self", "batch_size")),
+    Seam(
+        f"{_SPEC}.eagle_worker_v2",
+        "EAGLEWorkerV2.on_verify_complete_cpu",
+        ("self", "num_correct_drafts_per_req", "batch_size"),
+    ),
+    Seam(
+        f"{_SPEC}.eagle_worker_v2",
+        "EagleDraftWorker",
+        (),
+        ("topk", "organize_draft_results", "draft_runner", "tp_group"),
+    ),
+    Seam(f"{_SPEC}.adaptive_spec_params", "resolve_candidate_steps_from_config", ("cfg_path",), ("candidate_steps",)),
+    Seam(
+        "sglang.srt.managers.utils",
+        "compute_num_reserved_tokens",
+        ("server_args",),
+        ("max_speculative_num_draft_tokens",),
+    ),
 )
 
 # That the hooks were applied: SGLang logs a hook that could not be and goes on without it.
@@ -202,5 +275,6 @@ RECORDS = (
 
 SEAMS = (
     *(SEEDS, BATCH_INFO, PLAIN, VERIFY, DRAFT_LOGITS, FORWARD, *DRAFTING),
-    *(STEPS, CONTROLLER, SCHEDULER, REGISTRY, *CALLS, OPTIONS, *KV, *RECORDS),
+    *(CONTROLLER, UNSUPPORTED, ORGANISE, FIRST_STATE, WIDTHS, *_SWITCHING),
+    *(SCHEDULER, REGISTRY, *CALLS, OPTIONS, *KV, *RECORDS),
 )

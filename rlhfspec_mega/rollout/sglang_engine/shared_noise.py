@@ -52,19 +52,24 @@ def choose(
 
 
 def verify(original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, *rest: Any) -> Any:
-    """Around eagle_sample: the greedy verification of perturbed scores, whose argmax is the target's choice.
+    """Around eagle_sample: the greedy verification, which takes the argmax of logits, of marks where the choices are.
 
-    The logits are put back for the log-probs.
+    Perturbed scores themselves, in float64, would take much memory beside large trees. The logits are put back for the
+    log-probs. A penalty, a bias or a grammar, which SGLangEngine never asks for, would end the scheduler.
     """
     info, logits = batch.sampling_info, logits_output.next_token_logits
     if batch.forward_mode.is_idle() or info.is_all_greedy:
         return original(verify_input, batch, logits_output, *rest)
     nodes = verify_input.draft_token_num
     temperatures = info.temperatures.view(-1).repeat_interleave(nodes)
-    scores = logits.double().div_(temperatures[:, None])
     seeds, noisy = info.sampling_seed.repeat_interleave(nodes), (~greedy_rows(info)).repeat_interleave(nodes)
-    add_noise(scores, seeds, verify_input.positions, noisy)
-    logits_output.next_token_logits, info.is_all_greedy = scores, True
+    marks = torch.zeros_like(logits, dtype=torch.uint8)
+    for first in range(0, len(logits), CHUNK):
+        rows = slice(first, first + CHUNK)
+        scores = logits[rows].double().div_(temperatures[rows, None])
+        add_noise(scores, seeds[rows], verify_input.positions[rows], noisy[rows])
+        marks[rows].scatter_(1, scores.argmax(dim=-1, keepdim=True), 1)
+    logits_output.next_token_logits, info.is_all_greedy = marks, True
     try:
         return original(verify_input, batch, logits_output, *rest)
     finally:
@@ -93,19 +98,23 @@ class DraftNoise:
 
     def __init__(self, device: torch.device | str, rows: int = MOST_ROWS) -> None:
         self._states = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._temperatures = torch.ones(rows, device=device)
+        self._scales = torch.ones(rows, device=device)
         self._noisy = torch.zeros(rows, device=device)
 
-    def fill(self, info: Any) -> None:
-        """The requests of the batch that is drafted for now; beyond them nothing is perturbed."""
+    def fill(self, info: Any, sharpness: float = 1.0) -> None:
+        """The requests of the batch that is drafted for now; beyond them nothing is perturbed.
+
+        Args:
+            sharpness: what scores are multiplied by; it changes no order.
+        """
         count = len(info.sampling_seed)
         self._states[:count] = seed_states(info.sampling_seed)
-        self._temperatures[:count] = info.temperatures.view(-1)
-        self._noisy[:count] = (~greedy_rows(info)).float()
+        self._scales[:count] = sharpness / info.temperatures.view(-1)
+        self._noisy[:count] = sharpness * (~greedy_rows(info)).float()
         self._noisy[count:] = 0.0
 
     def perturb(self, logits: Tensor, positions: Tensor, requests: int, target_ids: Tensor | None) -> None:
-        """Turn logits into log q + g up to a constant of each row, in place: graphs share the buffer they lie in.
+        """Turn logits into sharpness x (log q + g) up to a constant of each row, in place: graphs share their buffer.
 
         Args:
             logits: float32 [N, V], N / requests rows for each request, in order.
@@ -113,11 +122,11 @@ class DraftNoise:
             target_ids: int64 [V] of a reduced vocabulary.
         """
         each = len(logits) // requests
-        states, temperatures, noisy = (
-            buffer[:requests].repeat_interleave(each) for buffer in (self._states, self._temperatures, self._noisy)
+        states, scales, noisy = (
+            buffer[:requests].repeat_interleave(each) for buffer in (self._states, self._scales, self._noisy)
         )
         tokens = logits.shape[-1] if target_ids is None else target_ids
-        logits.div_(temperatures[:, None])
+        logits.mul_(scales[:, None])
         for first in range(0, len(logits), CHUNK):
             rows = slice(first, first + CHUNK)
             noise = gumbel_from_states(states[rows], positions[rows] + DRAFT_OFFSET, tokens)

@@ -1,0 +1,182 @@
+"""How many draft tokens the next batch gets: our rule in the place of SGLang's adaptive one; one number for a batch."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhfspec_mega.errors import RunError, UserError
+from rlhfspec_mega.planning.batch_trees import Sharpness, TreeSize, promised
+from rlhfspec_mega.planning.chain import ChainLength, StepTable
+from rlhfspec_mega.planning.watch import CollapseWatch
+from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes
+from rlhfspec_mega.rollout.sglang_engine.survival import Nodes
+from rlhfspec_mega.types import TALLY_EDGES, DraftingTally
+
+SECTION = "rlhfspec_mega"  # of SGLang's adaptive config; it skips keys that are no batch size
+FREE = -1  # in place of a number of draft tokens
+MOST_UNDER_WAY = 8  # steps whose results have not come; SGLang has two
+
+
+@dataclass
+class _Step:
+    """A step under way: draft tokens of each sample, samples, and what their nodes promised, of trees."""
+
+    count: int
+    batch: int
+    nodes: Nodes | None = None
+
+
+def write_config(path: Path, shapes: DraftShapes, collapse_ratio: float, fixed: int | None = None) -> None:
+    """Write what --speculative-adaptive-config names, for every rank to read.
+
+    SGLang itself reads the candidates under "1": the number of layers that it starts with has to be among them.
+
+    Args:
+        collapse_ratio: see CollapseWatch; the least number then is used.
+        fixed: the number to use otherwise; None: the one that pays best.
+    """
+    ours = {"collapse_ratio": collapse_ratio, "fixed": FREE if fixed is None else fixed, "shapes": asdict(shapes)}
+    config = {"1": {"candidate_steps": sorted({*shapes.counts, shapes.depth})}, SECTION: ours}
+    path.write_text(json.dumps(config) + "\n", encoding="utf-8")
+
+
+def read_shapes(path: str | None) -> DraftShapes:
+    """Of a file from `write_config`. Raises UserError for another one."""
+    given = _section(path)["shapes"]
+    return DraftShapes(tuple(given["counts"]), given["depth"], given["branches"])
+
+
+def _section(path: str | None) -> dict[str, Any]:
+    if path is None:
+        raise UserError("Adaptive speculation needs --speculative-adaptive-config; let the engine worker write it.")
+    config: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+    if SECTION not in config:
+        raise UserError(f"{path} has no section {SECTION!r}; let the engine worker write it.")
+    found: dict[str, Any] = config[SECTION]
+    return found
+
+
+class DraftChoice:
+    """Chooses the number of draft tokens of every step.
+
+    All tensor-parallel ranks decide alike: they are shown the same acceptance and scores, in the order of steps, and
+    tables and orders reach them in the same iteration (`control`). Until a table comes, SGLang's first state is used.
+
+    Args:
+        path: of a file from `write_config`.
+
+    Attributes:
+        shapes: of what can be chosen.
+        current: the one of this process: a scheduler has one draft.
+
+    Raises UserError for a file that `write_config` has not written.
+    """
+
+    current: DraftChoice | None = None
+
+    def __init__(self, path: str | None) -> None:
+        ours = _section(path)
+        self.shapes = read_shapes(path)
+        self._fixed, self._forced = int(ours["fixed"]), FREE
+        self._rule: ChainLength | None = None
+        self._under_way = deque[_Step](maxlen=MOST_UNDER_WAY)
+        self._sharpness = Sharpness()
+        self._ratio, self._watches = ours["collapse_ratio"], dict[int, CollapseWatch]()
+        self._tally = DraftingTally()
+        DraftChoice.current = self
+
+    @property
+    def sharpness(self) -> float:
+        """What perturbed scores of the draft are scaled by before SGLang makes chances of them; see planning."""
+        return self._sharpness.value if self.shapes.branches > 1 else 1.0
+
+    # What the engine tells all ranks
+
+    def force(self, count: int) -> None:
+        """Draft so many tokens from now on, unwatched, or as many as the policy wants (FREE).
+
+        Raises RunError for no candidate.
+        """
+        if count not in (FREE, *self.shapes.counts):
+            raise RunError(f"{count} draft tokens were asked for; graphs were captured for {self.shapes.counts}.")
+        self._forced = count
+        self.weights_changed()
+        self._tally = DraftingTally()
+
+    def learn_costs(self, table: StepTable) -> None:
+        """Choose by this table. Raises RunError for other numbers than those that graphs were captured for."""
+        counts = self.shapes.counts
+        if table.counts != counts:
+            raise RunError(f"A table of {table.counts} draft tokens came; graphs were captured for {counts}.")
+        self._rule = TreeSize(table, self.shapes.depth) if self.shapes.branches > 1 else ChainLength(table)
+
+    def weights_changed(self) -> None:
+        """The draft or the target has new weights: it is watched anew, and tried again where it had collapsed."""
+        for watch in self._watches.values():
+            watch.weights_changed()
+
+    def take_tally(self) -> DraftingTally:
+        """What was done since the last call."""
+        taken, self._tally = self._tally, DraftingTally()
+        for watch in self._watches.values():
+            taken.usual_rate = watch.usual
+            if watch.without_hope:
+                taken.collapsed_rate = watch.rate
+                break
+        return taken
+
+    # Steps: they begin, are drafted and are verified in order; results may come when the next has begun
+
+    def begin(self, batch: int) -> int:
+        """The number for the batch about to be decoded."""
+        self._under_way.append(_Step(self._choose(batch), batch))
+        return self._under_way[-1].count
+
+    def _choose(self, batch: int) -> int:
+        if self._forced != FREE:
+            return self._forced
+        if not all(watch.may_draft for watch in self._watches.values()):
+            return self.shapes.counts[0]
+        if self._fixed != FREE:
+            return self._fixed
+        return self._rule.choose(batch) if self._rule else self.shapes.counts[-1]
+
+    def drafted(self, nodes: Nodes) -> None:
+        """What the nodes of the step that began last promise, of trees."""
+        if self._under_way:
+            self._under_way[-1].nodes = nodes
+
+    def verified(self, accepted: Sequence[int]) -> None:
+        """Draft tokens accepted of each sample of the earliest step under way. SGLang passes over none."""
+        while self._under_way:
+            step = self._under_way.popleft()
+            if step.batch == len(accepted):
+                self._observe(step, accepted)
+                return
+
+    def _observe(self, step: _Step, accepted: Sequence[int]) -> None:
+        batch = len(accepted)
+        self._tally.sample_steps += batch
+        self._tally.accepted += sum(accepted)
+        self._tally.sample_steps_by_verified[int(np.searchsorted(TALLY_EDGES, step.count))] += batch
+        if step.count:
+            self._tally.drafted_sample_steps += batch
+            self._tally.verified += step.count * batch
+            if self._forced == FREE:  # while steps are measured the weights are random
+                # Whether any first child is accepted depends on how many there are: each size has its own usual rate.
+                size = step.count if self.shapes.branches > 1 else 0
+                watch = self._watches.setdefault(size, CollapseWatch(self._ratio))
+                watch.count(batch, sum(count > 0 for count in accepted))
+        if self._rule:
+            self._rule.observe(step.count, accepted)
+        if step.nodes is not None and isinstance(self._rule, TreeSize):
+            survival, depths = step.nodes.read()
+            self._sharpness.observe(promised(survival, step.count), sum(accepted) / batch)
+            self._rule.look(survival, depths, self.shapes.depth_of(step.count))

@@ -1,0 +1,74 @@
+"""Shapes of what SGLang's EAGLE drafts for every sample of a batch: it captures graphs for each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhfspec_mega.config.schema import DraftingConfig
+
+COUNTS = (0, 1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)  # numbers of draft tokens to choose from, up to the largest asked
+# Positions that SGLang keeps free of a request's tokens, whatever it drafts: tp_worker takes 5 of the longest prompt.
+ALWAYS_SPARE = 8
+
+
+@dataclass(frozen=True)
+class DraftShapes:
+    """Trees, or chains, by their number of draft tokens.
+
+    Attributes:
+        counts: numbers of draft tokens to choose from, ascending; 0 decodes plainly.
+        depth: layers of the deepest.
+        branches: children of a node, and nodes of a layer that are drafted from, as SGLang's topk; 1: chains.
+    """
+
+    counts: tuple[int, ...] = (0,)
+    depth: int = 0
+    branches: int = 1
+
+    def depth_of(self, count: int) -> int:
+        """Layers that are drafted for so many draft tokens."""
+        return min(count, self.depth)
+
+    @property
+    def spare_positions(self) -> int:
+        """Positions of the context beyond prompt and response together.
+
+        SGLang reserves those of a step (managers.utils, its reserved tokens). It allocates two steps ahead into a row
+        that is longer than the context only by the most draft tokens (mem_cache.allocation_sizing), unchecked.
+        """
+        if not self.depth:
+            return ALWAYS_SPARE
+        step, most = max(self.branches * self.depth, self.counts[-1] + 1), self.counts[-1] + 1
+        return ALWAYS_SPARE + step + max(0, step - most)
+
+
+def chains(most: int) -> DraftShapes:
+    """Chains of up to so many draft tokens, plain decoding among them."""
+    return DraftShapes(_up_to(most), most)
+
+
+def trees(most: int, depth: int, branches: int) -> DraftShapes:
+    """Trees of up to so many draft tokens and layers, plain decoding among them; fewer where so many do not exist."""
+    if branches == 1:
+        return chains(min(most, depth))
+    nodes = branches + (depth - 1) * branches**2  # that SGLang chooses from
+    most = min(most, nodes)
+    return DraftShapes(_up_to(most), min(depth, most), branches)
+
+
+def shapes_of(drafting: DraftingConfig, as_trees: bool) -> tuple[DraftShapes, int | None]:
+    """What a policy lets SGLang choose from, and the number that it fixes; plain decoding is for a collapse.
+
+    Args:
+        as_trees: rather than chains.
+    """
+    if drafting.policy == "fixed":
+        found = trees(drafting.tokens, drafting.depth, drafting.width) if as_trees else chains(drafting.depth)
+        most = found.counts[-1]
+        return DraftShapes((0, most), found.depth, found.branches), most
+    depth = drafting.max_depth
+    return trees(drafting.max_tokens, depth, drafting.width) if as_trees else chains(depth), None
+
+
+def _up_to(most: int) -> tuple[int, ...]:
+    return tuple(sorted({count for count in COUNTS if count < most} | {0, most}))
