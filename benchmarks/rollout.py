@@ -1,6 +1,6 @@
 """Long-tail rollouts on two real engines: makespan of static assignment, queue dispatch, reallocation, and with fusion.
 
-    python -m benchmarks.rollout [--quick] [--pairs 15]
+    python -m benchmarks.rollout [--quick] [--pairs 20]
 
 Two engine processes with a core each decode samples of forced lengths (chat and reasoning laws, scaled), from an even
 and from a skewed start (all long samples on one engine), and score them with the reference; mechanisms are interleaved,
@@ -249,10 +249,10 @@ def summarize(found: dict[str, Any]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the tiny model and few repeats")
-    parser.add_argument("--pairs", type=int, help="repeats of every mechanism; 15, or 3 for --quick")
+    parser.add_argument("--pairs", type=int, help="repeats of every mechanism; 20, or 3 for --quick")
     parser.add_argument("--out", type=Path, help="JSON with all figures")
     arguments = parser.parse_args()
-    model, pairs = ("tiny", 3) if arguments.quick else ("small", 15)
+    model, pairs = ("tiny", 3) if arguments.quick else ("small", 20)
     long = 800 if arguments.quick else 1900
     found = run(model, arguments.pairs or pairs, rounds=8 if arguments.quick else 40, long=long)
     summary = summarize(found)
