@@ -57,12 +57,14 @@ DECAY, SCALE, LONGEST = 256, 2.0, 800  # samples of the decay, its lengths over 
 UNSEEDED, OFF, OURS, OURS_TREES = "stock plain", "ours, plain", "ours, adaptive", "ours, adaptive trees"
 FIXED = {3: "stock fixed n=3", 7: "stock fixed n=7"}
 REJECTING, ADAPTIVE = "stock fixed n=3, rejection sampling", "stock adaptive"
+# Batches that graphs are made of, the same for all: each takes time to start, in every state of every engine.
+GRAPHS = {"cuda_graph_bs_decode": [1, 2, 4, 8, 16, 32, 64, 128, 192, 256], "disable_prefill_cuda_graph": True}
 POSITIONS, ROOM = 960, 300_000  # of a sample, and tokens of all samples of an engine
 CHAINS = DraftShapes((0, 1, 3, 7), 7)  # to choose from: those of SGLang's own adaptive rule
 TREES = trees(16, 5, 4)
 OURS_BY_SHAPES = {OFF: DraftShapes(), OURS: CHAINS, OURS_TREES: TREES}
 LENGTHS = (512, 2048, 8192)  # tokens of samples that the curve is measured at
-SLOTS, KV_TOKENS = 128, 400_000  # of the engine that the curve is measured on
+SLOTS, KV_TOKENS = 128, 340_000  # of the engine that the curve is measured on
 ASSUMED = (
     "scoring takes a prefill's time and begins after 1 s; a move stops a sample for 0.1 s and copies at half of it"
 )
@@ -90,13 +92,14 @@ def engines(model: Path, draft: Path, work: Path) -> dict[str, Run]:
         "max_running_requests": max(BATCHES),
         "mem_fraction_static": 0.1,
         "max_total_tokens": ROOM,
+        **GRAPHS,
     }
     shipped: dict[str, dict[str, Any]] = {UNSEEDED: {}}
     shipped |= {name: eagle(draft, count) for count, name in FIXED.items()}
     shipped[REJECTING] = eagle(draft, 3, speculative_use_rejection_sampling=True)
     shipped[ADAPTIVE] = eagle(draft, 3, speculative_adaptive=True)
     found: dict[str, Run] = {name: partial(_unseeded, stock(usual | given)) for name, given in shipped.items()}
-    options = PORTABLE | {"max_total_tokens": ROOM}
+    options = PORTABLE | GRAPHS | {"max_total_tokens": ROOM}
     for name, shapes in OURS_BY_SHAPES.items():
         own = draft if shapes.depth else None
         chosen = settings(model, own, shapes=shapes, slots=max(BATCHES), max_positions=POSITIONS, options=options)

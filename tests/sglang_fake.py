@@ -24,7 +24,10 @@ from rlhfspec_mega.rollout.sglang_engine.states import StateSwitch, start_with_m
 
 STOP = 0
 SLOTS, REQUESTS, POSITIONS, LAYERS, SIZE = 1 << 15, 200, 1024, 2, 4
-KNOWN = ("attention_backend", "grammar_backend", "max_total_tokens")  # further arguments that the real one takes
+KNOWN = (  # further arguments that the real one takes
+    *("attention_backend", "grammar_backend", "max_total_tokens"),
+    *("cuda_graph_bs_decode", "disable_prefill_cuda_graph"),
+)
 
 
 def token_at(seed: int, index: int) -> int:

@@ -18,7 +18,7 @@ from rlhfspec_mega.observe.spans import SpanRecorder
 from rlhfspec_mega.rollout.migration.staging import Layout
 from rlhfspec_mega.rollout.protocol import DraftPast, SampleSnapshot
 from rlhfspec_mega.rollout.sglang_engine import pins
-from rlhfspec_mega.rollout.sglang_engine.kv import DRAFT, TARGET, KvAccess
+from rlhfspec_mega.rollout.sglang_engine.kv import DRAFT, METHOD, TARGET, WOKEN, KvAccess
 from rlhfspec_mega.rollout.sglang_engine.loaders import INTO_DRAFT
 from rlhfspec_mega.rollout.sglang_engine.samples import Held, sampling_params
 from rlhfspec_mega.rollout.sglang_engine.weights import BucketedUpdate
@@ -268,6 +268,8 @@ class SGLangEngine:
         if wanted := [part for part in self._asleep if part in parts]:
             self._engine.resume_memory_occupation(wanted)
             self._asleep = [part for part in self._asleep if part not in parts]
+            if not self._asleep:
+                self._engine.collective_rpc(METHOD, action=WOKEN)
 
     # Figures
 

@@ -20,7 +20,7 @@ from rlhfspec_mega.rollout.migration.staging import Layout
 logger = logging.getLogger(__name__)
 
 METHOD = "rlhfspec_mega_kv"  # of schedulers, from `attach` on
-READ, WRITE = "read", "write"
+READ, WRITE, WOKEN = "read", "write", "woken"
 TARGET, DRAFT = "target", "draft"
 
 
@@ -82,12 +82,15 @@ class KvAccess:
 
 
 def attach(scheduler: Any) -> None:
-    """Give a scheduler the method that KvAccess calls."""
+    """Give a scheduler the method that KvAccess calls, and the engine when it has its memory back."""
 
-    def act(action: str, path: str, part: str = "", rows: int = 0, **request: Any) -> None:
+    def act(action: str, path: str = "", part: str = "", rows: int = 0, **request: Any) -> None:
         rank = scheduler.ps.tp_rank
         if action == READ:
             _write(_file(Path(path), rank, part), gather(scheduler, part, **request))
+            return
+        if action == WOKEN:  # rows that pad a batch up to a graph's size read this one, which nothing else writes
+            scheduler.req_to_token_pool.req_to_token[0].zero_()
             return
         tokens = array("q")
         tokens.frombytes(_tokens(Path(path)).read_bytes())

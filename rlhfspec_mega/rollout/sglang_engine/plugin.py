@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.rollout.sglang_engine import control, kv, pins, seams, shared_noise
+from rlhfspec_mega.rollout.sglang_engine import control, float32, kv, pins, seams, shared_noise
 from rlhfspec_mega.rollout.sglang_engine.choice import DraftChoice, read_shapes
 from rlhfspec_mega.rollout.sglang_engine.loaders import DRAFTS
 from rlhfspec_mega.rollout.sglang_engine.shared_noise import MOST_ROWS, DraftNoise, last_positions
@@ -97,6 +97,7 @@ def hooks() -> list[tuple[str, Any, str]]:
         (seams.FIRST_STATE.target, start_with_most, "AROUND"),
         (seams.WIDTHS.target, width_of_state, "AROUND"),
         (seams.CONTROLLER.target, StateSwitch, "REPLACE"),
+        (seams.NORM.target, float32.normalize, "AROUND"),
     ]
 
 

@@ -69,6 +69,14 @@ EXTEND_DECODE = Seam(
 )
 DRAFTING = DRAFT, EXTEND_PREFILL, EXTEND_DECODE
 
+# Engines in float32.
+NORM = Seam(
+    "sglang.srt.layers.layernorm",
+    "RMSNorm.forward_cuda",
+    ("self", "x", "residual", "post_residual_addition"),
+    ("forward_native",),
+)
+
 # How many draft tokens: SGLang's adaptive speculation, whose controller is replaced, and what trees promise.
 CONTROLLER = Seam(
     f"{_SPEC}.adaptive_runtime_state",
@@ -274,7 +282,7 @@ RECORDS = (
 )
 
 SEAMS = (
-    *(SEEDS, BATCH_INFO, PLAIN, VERIFY, DRAFT_LOGITS, FORWARD, *DRAFTING),
+    *(SEEDS, BATCH_INFO, PLAIN, VERIFY, DRAFT_LOGITS, FORWARD, *DRAFTING, NORM),
     *(CONTROLLER, UNSUPPORTED, ORGANISE, FIRST_STATE, WIDTHS, *_SWITCHING),
     *(SCHEDULER, REGISTRY, *CALLS, OPTIONS, *KV, *RECORDS),
 )
