@@ -37,10 +37,10 @@ from rlhfspec_mega.types import (
 class TorchEngine:
     """Implements `rollout.protocol.RolloutEngine` on one device.
 
-    A step advances one prefill by up to `prefill_chunk` tokens, admits prefilled samples to free slots and decodes at
-    least one token of each active sample: exactly one without a draft. Weights may change while samples run: the KV of
-    running samples is kept, as in PipelineRL (Piché et al. 2025, arXiv 2509.19128), and each token records its policy
-    version.
+    A step gives free slots to samples whose KV is there, else advances one prefill by up to `prefill_chunk` tokens, and
+    decodes at least one token of each active sample: exactly one without a draft. Weights may change meanwhile: the KV
+    of running samples is kept, as in PipelineRL (Piché et al. 2025, arXiv 2509.19128), and each token records its
+    policy version.
 
     Args:
         slots: samples decoded at once.
@@ -69,7 +69,7 @@ class TorchEngine:
         policy: DraftingPolicy | None = None,
         draft_vocabulary: torch.Tensor | None = None,
     ):
-        for name, value in (("slots", slots), ("max_positions", max_positions), ("prefill_chunk", prefill_chunk)):
+        for name, value in {"slots": slots, "max_positions": max_positions, "prefill_chunk": prefill_chunk}.items():
             if value < 1:
                 raise UserError(f"The engine's {name} is {value}; it must be at least 1.")
         self.max_positions, self._prefill_chunk = max_positions, prefill_chunk
@@ -189,9 +189,8 @@ class TorchEngine:
 
     def kv_layout(self, positions: int) -> Layout:
         """Of the KV of a sample of so many tokens."""
-        caches = {"target": self._decoder.cache.kv}
-        if self._decoder.drafter:
-            caches["draft"] = self._decoder.drafter.cache.kv
+        caches, drafter = {"target": self._decoder.cache.kv}, self._decoder.drafter
+        caches |= {"draft": drafter.cache.kv} if drafter else {}
         parts = {name: (kv.shape[0], 2, kv.shape[3], positions, kv.shape[5]) for name, kv in caches.items()}
         return Layout(str(caches["target"].dtype).removeprefix("torch."), parts)
 
@@ -324,10 +323,11 @@ class TorchEngine:
     @torch.inference_mode()
     def _step(self) -> None:
         started, read = time.time(), self._counts["prefill_tokens"]
-        prefilling = self._advance_prefill()
+        prefilling = not self._admit() and self._advance_prefill()  # one with its KV waits for nobody's prompt
         self._admit()
         prefilled, batch = time.time(), len(self._scheduler.active)
         if prefilling:
+            self._seconds["prefill_seconds"] += prefilled - started
             self.spans.add("prefill", started, prefilled, steps=1, tokens=self._counts["prefill_tokens"] - read)
         if batch:
             cached = int(self._decoder.slots.lengths[:batch].sum())
@@ -344,8 +344,6 @@ class TorchEngine:
                 kv_tokens=cached,  # read by every step: a sum over steps, as all amounts of a span
             )
         self.last_decode = prefilled, time.time() - prefilled
-        if prefilling:
-            self._seconds["prefill_seconds"] += prefilled - started
         self._seconds["decode_seconds"] += self.last_decode[1]
 
     def _advance_prefill(self) -> bool:
@@ -361,9 +359,11 @@ class TorchEngine:
             self._prefill = None
         return True
 
-    def _admit(self) -> None:
-        for admission in self._scheduler.admit():
+    def _admit(self) -> bool:
+        """Whether there was a sample for a free slot."""
+        for admission in (admissions := self._scheduler.admit()):
             self._decoder.admit(admission)
+        return bool(admissions)
 
     def _commit(self, decoded: Decoded) -> None:
         """Append the new tokens and retire samples that have ended."""
