@@ -98,9 +98,12 @@ def source_rate(fleet: Fleet, requests: list[GenerationRequest], steps: int, rep
     engines = fleet.engines
     addresses = [meeting.address for meeting in engines.call("meet", 1.0, phase="meet")]
     snapshots = [SampleSnapshot(request, [], [], []) for request in requests]
-    engines.call("advance", snapshots, 1.0, Orders(), phase="warm up", ranks=[0])
+    lasting = max(1, requests[0].max_new_tokens // (2 * steps) - 2)  # repeats before the samples end
     ratios = []
     for repeat in range(repeats):
+        if repeat % lasting == 0:
+            engines.call("clear", phase="clear")
+            engines.call("advance", snapshots, 1.0, Orders(), phase="warm up", ranks=[0])
         rates = {}
         for copying in (True, False) if repeat % 2 else (False, True):
             destination = addresses[1] if copying else None

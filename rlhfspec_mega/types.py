@@ -106,7 +106,9 @@ class MigrationEvent(NamedTuple):
     Attributes:
         source, destination: ranks of the engines.
         departed, arrived: end of its last step there, start of its first step here; seconds since the epoch.
-        settled_bytes, delta_bytes: copied in stage one, while it was decoded, and in stage two, while it was not.
+        settled_bytes, delta_bytes: copied in stage one, while it was decoded, and in stage two, while it was not; 0 of
+            one that is prefilled again.
+        begun: it had tokens; others wait here for their first as they would have waited there.
     """
 
     sample_id: str
@@ -116,6 +118,7 @@ class MigrationEvent(NamedTuple):
     arrived: float
     settled_bytes: int
     delta_bytes: int
+    begun: bool = True
 
     @property
     def downtime(self) -> float:
@@ -131,6 +134,7 @@ class Landing(NamedTuple):
         departed, arrived: end of its last step there, start of its first step here; seconds since the epoch.
         settled_bytes, delta_bytes: copied in stage one, while it was decoded, and in stage two, while it was not.
         step_seconds: how long its first step here took.
+        begun: see MigrationEvent.
     """
 
     sample_id: str
@@ -140,6 +144,7 @@ class Landing(NamedTuple):
     settled_bytes: int
     delta_bytes: int
     step_seconds: float
+    begun: bool = True
 
 
 @dataclass

@@ -13,7 +13,7 @@ from rlhfspec_mega.config.model_shape import BYTE_VOCABULARY, model_shape
 from rlhfspec_mega.config.output_dir import check_output_dir
 from rlhfspec_mega.config.ranges import check_ranges
 from rlhfspec_mega.config.reach import ray_address
-from rlhfspec_mega.config.reallocation import idle_reallocation
+from rlhfspec_mega.config.reallocation import check_reallocation, idle_reallocation
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.config.sglang import (
     check_positions,
@@ -47,6 +47,7 @@ def check_config(config: RunConfig) -> Sizes:
     _check_name(config)
     _check_available(config)
     _check_useless(config)
+    check_reallocation(config)
     _check_algorithm(config)
     _check_data(config)
     check_output_dir(config)

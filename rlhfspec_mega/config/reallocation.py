@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.config.sizes import engines_score
+from rlhfspec_mega.errors import UserError
+
+
+def check_reallocation(config: RunConfig) -> None:
+    """Raises UserError for a policy that a deterministic run cannot follow."""
+    if config.reallocation.policy == "queue" and config.trainer.deterministic:
+        raise UserError(
+            "reallocation=queue hands samples out as slots free up, which trainer.deterministic=true forbids: use "
+            "reallocation=off, or trainer.deterministic=false."
+        )
 
 
 def idle_reallocation(config: RunConfig) -> dict[str, tuple[bool, str]]:

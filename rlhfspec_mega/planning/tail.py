@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from rlhfspec_mega.planning.consolidation import Consolidator
 from rlhfspec_mega.planning.reallocation import Reallocator
 from rlhfspec_mega.planning.rollout_state import MigrationCost, Plan, RolloutState
@@ -13,7 +15,8 @@ class TailPolicy:
     """Sample reallocation; when that has nothing to gain, consolidation. Implements `RolloutPolicy`.
 
     `Plan.freed` names all engines freed in this rollout so far, by their indices in the state given. Nothing moves to
-    them; if no other engine is left (others died), they take part again.
+    them. One that has samples all the same takes part again: a move from it came to nothing, or it was given those of
+    an engine that died; and so do all if no other engine is left.
 
     Args:
         reallocator, consolidator: None switches it off.
@@ -46,6 +49,7 @@ class TailPolicy:
 
     def plan(self, state: RolloutState) -> Plan:
         """Moves of now, and all engines freed so far."""
+        self._freed -= {state.engines[i].rank for i in np.unique(state.at)}
         freed = tuple(i for i, engine in enumerate(state.engines) if engine.rank in self._freed)
         if len(freed) == len(state.engines):
             self._freed.clear()

@@ -47,7 +47,7 @@ class Journal:
         """Samples have moved; of those that were being decoded, how long they were not."""
         for event in events:
             self._tally.migrations += 1
-            if event.settled_bytes:
+            if event.begun:
                 self._tally.downtimes.append(event.downtime)
             if self._timeline:
                 self._timeline.migration(event)

@@ -139,7 +139,7 @@ class RolloutManager:
                 progress(len(work.results), len(requests))
         if reallocation:
             reallocation.end()
-            self._drop_copies(work, phase)
+            self._drop_copies(phase)
         return work.results
 
     def finish_scoring(self, scoring: ScoringQueue, phase: str) -> None:
@@ -174,9 +174,9 @@ class RolloutManager:
         self._wait(calls, phase, first=False, check=False)
         return {call.rank: call.result() for call in calls if not call.dead}
 
-    def _drop_copies(self, work: Assignment, phase: str) -> None:
-        """Of a sample whose move failed halfway an engine may hold a second copy: now it is of no use to anyone."""
-        calls = [self._engines.start(rank, "clear") for rank in self._engines.serving() if work.held(rank)]
+    def _drop_copies(self, phase: str) -> None:
+        """Copies of prompts, and of samples whose move failed halfway, are now of no use to anyone."""
+        calls = [self._engines.start(rank, "clear") for rank in self._engines.serving()]
         self._wait(calls, phase, first=False, check=False)
 
     def _offer_freed(self, work: Assignment, stage: Stage, reallocation: Reallocation) -> None:
@@ -209,7 +209,8 @@ class RolloutManager:
         if stage.reallocation is None:
             return self._engines.start(rank, "advance", samples, self._poll_seconds)
         stage.cut[rank] = work.travels.open_sources(rank)
-        orders = stage.reallocation.orders(rank, work)
+        scores = stage.scoring.holders() if stage.scoring else ()
+        orders = stage.reallocation.orders(rank, work, occupied=scores)
         return self._engines.start(rank, "advance", samples, self._poll_seconds, orders)
 
     def _file(self, call: EngineCall, stage: Stage) -> None:

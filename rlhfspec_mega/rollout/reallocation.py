@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,13 +80,21 @@ class Reallocation:
         copy, prefill = (sum(seconds) / max(len(seconds), 1) for seconds in (copying, reading))
         self._learn_cost(MigrationCost(self._downtime, copy, prefill))
 
-    def orders(self, rank: int, work: Assignment) -> Orders | None:
-        """What to ask of an engine with the samples it is given now; None for one that came later."""
+    def orders(self, rank: int, work: Assignment, occupied: Collection[int] = ()) -> Orders | None:
+        """What to ask of an engine with the samples it is given now; None for one that came later.
+
+        Args:
+            occupied: engines that take no sample before they have answered: moves to them are kept for a later call.
+        """
         if rank not in self._meetings:
             return None
         dead = set(work.travels.open_sources(rank))
+        orders = [order for order in self._orders.pop(rank, []) if order.sample_id not in work.results]
+        later = [order for order in orders if self._names[order.destination.name] in occupied]
+        if later:
+            self._orders[rank] = later
         return Orders(
-            moves=[order for order in self._orders.pop(rank, []) if order.sample_id not in work.results],
+            moves=[order for order in orders if order not in later],
             cut=[name for name, source in self._names.items() if source in dead],
             expects=work.travels.leads_to(rank),
         )
@@ -106,11 +114,12 @@ class Reallocation:
                 landing.arrived,
                 landing.settled_bytes,
                 landing.delta_bytes,
+                landing.begun,
             )
             for landing in landings
         ]
         for event in events:
-            if event.settled_bytes:  # others wait as they would have waited at the source
+            if event.begun:
                 self._downtime += NEWEST * (max(event.downtime, 0.0) - self._downtime)
         return events
 

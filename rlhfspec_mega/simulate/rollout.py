@@ -154,7 +154,7 @@ class Rollout:
         self._scoring.expect(float((state.lengths + state.remaining).sum()))
         unfinished = np.flatnonzero(np.isnan(self._finished_at)).tolist()
         plan = self._policy.plan(state)
-        self._freed.update(plan.freed)
+        self._freed = set(plan.freed)
         for move in plan.moves:
             self._move(unfinished[move.sample], self._engines[move.destination])
         self._schedule(self.now + self._plan_seconds, self._plan)

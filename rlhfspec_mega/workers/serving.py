@@ -99,7 +99,11 @@ class ServingEngine(ReferenceScoring, RolloutEngine):
                 self.migration.wait(min(left, _ACKNOWLEDGEMENT_SECONDS) if self.migration.busy else left)
 
     def meet(self, temperature: float) -> Meeting:
-        """Before a rollout with migrations: where this engine listens, and how fast it decodes."""
+        """Before a rollout with migrations: where this engine listens, and how fast it decodes.
+
+        What it still has of an earlier one, if it was taken for silent when that ended, is of no use to anyone.
+        """
+        self.clear()
         if self.migration is None:
             self.migration = MigrationAgent(self, os.environ.get(HOST, LOOPBACK), ORDER_SECONDS)
         pace, slots, stats = self.pace(temperature), self.load().slots, self.stats()

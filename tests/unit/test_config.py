@@ -225,6 +225,7 @@ def test_bad_names_and_types(override: str, words: str) -> None:
         ("cluster.nodes=2", "cluster.nodes=2, but launcher=local starts processes on one machine"),
         ("cluster.launcher=slurm", "cluster.launcher=slurm does not exist"),
         ("cluster.address=auto", "cluster.address=auto has no effect here: add cluster.launcher=ray"),
+        ("reallocation=queue trainer.deterministic=true", "reallocation=queue hands samples out as slots free up"),
         ("resharding.transport=object_store", "resharding.transport=object_store is Ray's: add cluster=ray"),
         ("cluster.max_restarts=-1", "cluster.max_restarts=-1 is out of range"),
         ("cluster.silence_seconds=0", "cluster.silence_seconds=0.0 is out of range"),

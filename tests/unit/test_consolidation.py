@@ -265,6 +265,18 @@ def test_freed_engines_are_known_by_rank_and_come_back_when_alone() -> None:
     assert policy.plan(alone).freed == ()
 
 
+def test_a_freed_engine_that_has_samples_all_the_same_takes_part_again() -> None:
+    """Its move came to nothing, or it was given those of an engine that died."""
+    policy = TailPolicy(None, Consolidator(COST), lambda: 100.0)
+    policy.begin()
+    policy.plan(state_of((np.arange(100) % 4).tolist(), [1000.0] * 100, 4))
+    state = state_of([0, 1, 2, 3], [1900.0, 1800.0, 1950.0, 2000.0], 4)
+    assert policy.plan(state).freed == (0, 1, 2)
+    fixed = replace(state, at=np.array([1, 3, 3, 3]), movable=np.array([False, True, True, True]))
+    plan = policy.plan(fixed)
+    assert 1 not in plan.freed and {move.destination for move in plan.moves} <= {1}
+
+
 def test_switched_off_it_does_nothing() -> None:
     state = state_of([0] * 16, [500.0] * 16, 4)
     assert TailPolicy(None).plan(state) == Plan()

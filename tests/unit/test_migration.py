@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.rollout_state import Move, Plan, RolloutState
+from rlhfspec_mega.rollout.assignment import Assignment
 from rlhfspec_mega.rollout.migration import departures
 from rlhfspec_mega.rollout.migration.arrivals import Arrivals
 from rlhfspec_mega.rollout.migration.messages import MigrationOrder, Orders
@@ -23,7 +24,7 @@ from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.reallocation import Reallocation
 from rlhfspec_mega.types import EngineReport, GenerationRequest, GenerationResult
 from rlhfspec_mega.workers.engine import TorchEngineWorker
-from tests.engine_pool import Pool, generate, make_engine, request
+from tests.engine_pool import Pool, generate, make_engine, opened, request
 from tests.near_tie import assert_same
 from tests.random_trees import RandomTrees
 from tests.unit import test_losslessness as drafting
@@ -249,6 +250,76 @@ def test_a_destination_that_dies_before_it_acknowledges_gives_the_sample_back() 
     expected = alone(requests)
     assert {name: result.tokens for name, result in results.items()} == {n: r.tokens for n, r in expected.items()}
     assert sorted(name for report in reports for name in report.migration.kept) == ["3.0", "3.1"]
+
+
+def test_a_destination_that_dies_in_a_hand_over_keeps_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several are ready to leave for it: the first one's failure concerns them all."""
+    first, second, requests = begin(3)
+    first.advance([], 0.0, order(second, *requests))
+    leaving = first.migration._departures._leaving
+    assert len(leaving) == 3 and all(one.caught_up for one in leaving.values())
+
+    def broken(*_: object) -> None:
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(departures.Outlet, "send", broken)
+    reports = advance(first, lambda report: report.unfinished == 0)
+    results = {result.sample_id: result.tokens for report in reports for result in report.finished}
+    assert results == {name: result.tokens for name, result in alone(requests).items()}
+    assert sorted(name for report in reports for name in report.migration.kept) == ["3.0", "3.1", "3.2"]
+
+
+def test_a_sample_that_comes_while_another_engine_is_cut_off_is_acknowledged() -> None:
+    first, second, requests = begin(1)
+    third = ENGINES[2]
+    third.clear(), third.meet(1.0)
+    dead = third.migration.address.name
+    first.advance([], 0.0, order(second, requests[0]))
+    while not first.migration.undecided:
+        first.advance([], 0.0, Orders())
+    time.sleep(0.1)  # threads receive
+    (arrived,) = second.advance([], 0.0, Orders(cut=[dead])).migration.arrived
+    assert arrived.sample_id == "3.0"
+    advance(first, lambda report: report.migration.departed == ["3.0"])
+
+
+def test_a_sample_that_is_sent_on_before_it_found_a_slot_has_not_landed() -> None:
+    first, second, requests = begin(1)
+    others = [replace(request(4, member), ignore_stop=True) for member in range(3)]
+    second.advance([SampleSnapshot(one, [], [], []) for one in others], 0.0, Orders())
+    first.advance([], 0.0, order(second, requests[0]))
+    advance(first, lambda report: first.migration.undecided > 0)
+    time.sleep(0.1)  # threads receive
+    reports = [second.advance([], 0.0, Orders())]
+    assert [one.sample_id for one in reports[0].migration.arrived] == ["3.0"] and second.waits("3.0")
+    reports += advance(second, lambda report: not second.holds("3.0"), order(first, requests[0]))
+    assert not [landing for one in reports for landing in one.migration.landings]
+
+
+def test_a_sample_that_comes_with_its_kv_does_not_wait_for_the_prompts_of_others() -> None:
+    first, second, _ = begin(1)
+    snapshot = first.export_sample("3.0")
+    prompt = replace(request(5, 0), prompt_tokens=tuple(range(1, 15)))  # two chunks of 8
+    second.submit([prompt])
+    second.import_sample(snapshot)
+    read = second.stats()["prefill_tokens"]
+    second.poll(0.0)
+    assert [gain.sample_id for gain in second.progress()] == ["3.0"] and second.stats()["prefill_tokens"] == read
+    second.poll(0.0), second.poll(0.0)
+    assert second.stats()["prefill_tokens"] > read
+
+
+def test_orders_to_an_engine_that_scores_are_kept_for_later() -> None:
+    first, second, requests = begin(1)
+    reallocation = moving(0, share=1.0)
+    reallocation.begin(requests, {0: first.meet(1.0), 1: second.meet(1.0)})
+    work = Assignment(requests, 2, [0, 1], opened(requests), repeat=False)
+    owner = next(rank for rank in (0, 1) if work.take(rank))
+    assert reallocation.plan(work, [0, 1], None)
+    kept = reallocation.orders(owner, work, occupied=[1 - owner])
+    assert kept is not None and not kept.moves
+    sent = reallocation.orders(owner, work)
+    assert sent is not None and [one.sample_id for one in sent.moves] == ["3.0"]
 
 
 def test_what_a_rollout_that_was_given_up_still_sends_is_left_aside() -> None:

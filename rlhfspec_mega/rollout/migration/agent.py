@@ -15,7 +15,7 @@ class MigrationAgent:
 
     Args:
         host: address of this machine for the other engines.
-        seconds: in which an order is fulfilled or comes to nothing.
+        seconds: in which a sample is copied and gone, or stays.
     """
 
     def __init__(self, engine: RolloutEngine, host: str, seconds: float) -> None:

@@ -32,7 +32,8 @@ class Arrivals:
         self.landings: list[Landing] = []
 
     def turn(self) -> None:
-        """At a step boundary: take what has come."""
+        """At a step boundary: take what has come. Samples sent on before they found a slot have not landed here."""
+        self._undecoded = [one for one in self._undecoded if self._engine.holds(one[1].snapshot.request.sample_id)]
         self._file(self._inbox.take())
 
     def wait(self, seconds: float) -> None:
@@ -41,7 +42,7 @@ class Arrivals:
 
     def cut(self, source: str) -> None:
         """Take what a dead engine has still sent, and nothing of it afterwards."""
-        self._file(self._inbox.cut(source, CUT_SECONDS), dead=True)
+        self._file(self._inbox.cut(source, CUT_SECONDS), dead=source)
         self._free(source)
 
     def stepped(self, started: float, seconds: float) -> None:
@@ -61,6 +62,7 @@ class Arrivals:
                     settled_bytes=arrival.settled_bytes,
                     delta_bytes=arrival.delta_bytes,
                     step_seconds=seconds,
+                    begun=bool(arrival.snapshot.tokens),
                 )
             )
         self._undecoded = waiting
@@ -72,7 +74,7 @@ class Arrivals:
         self._undecoded.clear()
         self.arrived, self.landings = [], []
 
-    def _file(self, received: list[Received], dead: bool = False) -> None:
+    def _file(self, received: list[Received], dead: str | None = None) -> None:
         for source, message, payload in received:
             if message is None:
                 self._free(source)
@@ -81,7 +83,7 @@ class Arrivals:
             elif isinstance(message, Dropped):
                 self._memory.pop((source, message.staging), None)
             elif message.rollout == self.rollout:
-                self._take(source, message, dead)
+                self._take(source, message, dead=source == dead)
 
     def _write(self, source: str, piece: Piece, payload: bytearray) -> None:
         key = source, piece.staging

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -41,6 +42,7 @@ class _Leaving:
 
     Attributes:
         prompt_rows: positions that its group's prompt has in common, by part; copied once for all members.
+        deadline: to be gone, time.monotonic(); from the first byte copied on, as copies wait for each other.
         caught_up: all that was settled at the last step boundary is copied: the next one hands the sample over.
     """
 
@@ -49,7 +51,7 @@ class _Leaving:
     own: _Copy
     prompt: _Copy | None
     prompt_rows: dict[str, int]
-    deadline: float
+    deadline: float = math.inf
     settled_bytes: int = 0
     caught_up: bool = False
 
@@ -63,7 +65,7 @@ class Departures:
 
     Args:
         name: of this engine's process.
-        seconds: an order not fulfilled by then comes to nothing.
+        seconds: a copy that takes longer comes to nothing.
     """
 
     def __init__(self, engine: RolloutEngine, name: str, seconds: float) -> None:
@@ -117,12 +119,13 @@ class Departures:
         self._boundary = time.time()
         self.collect()
         for sample_id, one in list(self._leaving.items()):
-            self._look_at(sample_id, one)
+            if self._leaving.get(sample_id) is one:  # not given up with another that went to the same destination
+                self._look_at(sample_id, one)
         budget = max(self._engine.least_copy, int(COPY_SHARE * step_seconds * self._rate))
         for sample_id, one in list(self._leaving.items()):
             if budget <= 0:
                 return
-            if not one.caught_up:
+            if self._leaving.get(sample_id) is one and not one.caught_up:
                 budget -= self._guarded(sample_id, one, budget)
 
     def forget(self) -> None:
@@ -174,11 +177,15 @@ class Departures:
         prompt_rows = {part: min(count, prompt_tokens - 2) for part, count in settled.items()}
         prompt = None
         if prompt_tokens > 2:
-            if request.group_id not in link.prompts:
-                link.prompts[request.group_id] = self._copy(link, self._engine.kv_layout(prompt_tokens - 2))
+            try:
+                if request.group_id not in link.prompts:
+                    link.prompts[request.group_id] = self._copy(link, self._engine.kv_layout(prompt_tokens - 2))
+            except OSError:
+                own.shipment.close()
+                raise
             prompt = link.prompts[request.group_id]
             own.copied |= prompt_rows
-        return _Leaving(order, link, own, prompt, prompt_rows, time.monotonic() + self._seconds)
+        return _Leaving(order, link, own, prompt, prompt_rows)
 
     def _copy(self, link: _Link, layout: Layout) -> _Copy:
         number = next(self._numbers)
@@ -210,6 +217,7 @@ class Departures:
     def _copy_some(self, sample_id: str, one: _Leaving, budget: int) -> int:
         settled = self._engine.settled(sample_id)
         assert settled is not None, "a sample leaves its slot only when it ends or is sent away"
+        one.deadline = min(one.deadline, time.monotonic() + self._seconds)
         copied = 0
         if one.prompt is not None:
             copied += self._advance(sample_id, one.prompt, one.prompt_rows, budget)
