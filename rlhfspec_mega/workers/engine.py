@@ -11,17 +11,18 @@ import torch
 from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig
 from rlhfspec_mega.models.draft_directory import load_target_ids, read_draft_shape
 from rlhfspec_mega.models.shape import ModelShape
-from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.rollout_state import Throughput
-from rlhfspec_mega.planning.throughput import throughput_of
 from rlhfspec_mega.rollout.migration.messages import Orders
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.rollout.torch_engine.profile import profile_plain
-from rlhfspec_mega.types import DraftingTally, EngineReport
+from rlhfspec_mega.types import DraftingTally, EngineReport, Span
 from rlhfspec_mega.workers.drafting import DraftingBrain
+from rlhfspec_mega.workers.plain_pace import PlainPace
 from rlhfspec_mega.workers.scoring import ReferenceSettings
 from rlhfspec_mega.workers.serving import ServingEngine
+
+KEPT = 0.5  # of the weight of lengths seen before, at every rollout
 
 
 class TorchEngineWorker(TorchEngine, ServingEngine):
@@ -34,6 +35,9 @@ class TorchEngineWorker(TorchEngine, ServingEngine):
         drafting_state: what `drafting_state` returned in an earlier life, on whatever machine; see DraftingBrain.
         reference: what to score with; None: this engine does not.
     """
+
+    _plain_pace: PlainPace | None = None  # of an engine without a draft
+    _kv_read = _sample_steps = 0.0  # of late: their ratio is the usual length of a sample
 
     def __init__(
         self,
@@ -69,7 +73,6 @@ class TorchEngineWorker(TorchEngine, ServingEngine):
         self.weights_device = device
         if reference is not None:
             self.hold_reference(reference, self.max_positions, device)
-        self._plain_cost: CostModel | None = None  # of an engine without a draft
 
     def advance(self, samples: Sequence[SampleSnapshot], seconds: float, orders: Orders | None = None) -> EngineReport:
         """As ServingEngine's. A driver that asks for samples waits for no update of the draft.
@@ -77,7 +80,18 @@ class TorchEngineWorker(TorchEngine, ServingEngine):
         One still open has lost its transfer while this engine was taken for silent.
         """
         self.abandon_draft_update()
-        return super().advance(samples, seconds, orders)
+        report = super().advance(samples, seconds, orders)
+        decoding = [span for span in report.spans if span.name == "decode"]
+        if orders is not None and decoding:
+            self._watch(max(decoding, key=lambda span: span.seconds))
+        return report
+
+    def _watch(self, steps: Span) -> None:
+        """Learn from decode steps what the next rollout's plans go by."""
+        self._kv_read += int(steps.arguments["kv_tokens"])
+        self._sample_steps += int(steps.arguments["batch"]) * int(steps.arguments["steps"])
+        if self._plain_pace:
+            self._plain_pace.learn(steps)
 
     def prepare(self) -> None:
         """Measure costs, once, or forget what earlier samples have taught."""
@@ -85,16 +99,17 @@ class TorchEngineWorker(TorchEngine, ServingEngine):
             self._brain.prepare(self)
 
     def pace(self, temperature: float) -> Throughput:
-        """From the costs of its steps and the acceptance of the draft as they are known now."""
+        """From the costs of its steps and the acceptance of the draft as they are known now, at usual lengths."""
         slots, length = self.load().slots, self.max_positions // 2
+        if self._sample_steps:
+            length = max(1, round(self._kv_read / self._sample_steps))
+            self._kv_read, self._sample_steps = KEPT * self._kv_read, KEPT * self._sample_steps
         if self._brain is not None and self.drafting:
             self._brain.prepare(self)
             return self._brain.pace(slots, length, temperature)
-        if self._plain_cost is None:
-            self._plain_cost = CostModel()
-            if costs := profile_plain(self):
-                self._plain_cost.fit(costs)
-        return throughput_of(self._plain_cost, None, slots=slots, length=length)
+        if self._plain_pace is None:
+            self._plain_pace = PlainPace(profile_plain(self))
+        return self._plain_pace.throughput(slots, length)
 
     def clear(self) -> None:
         """Forget every sample, and those on their way here and from here."""

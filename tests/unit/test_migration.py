@@ -201,6 +201,20 @@ def advance(engine: TorchEngineWorker, until: Any, orders: Orders | None = None)
     return reports
 
 
+def arriving(engine: TorchEngineWorker, orders: Orders) -> EngineReport:
+    """The report of sample 3.0's arrival, after few steps: threads receive it."""
+    assert engine.migration is not None
+    for _ in range(8):
+        end = time.monotonic() + 5
+        while engine.migration._inbox._received.empty() and time.monotonic() < end:
+            time.sleep(0.05)
+        report = engine.advance([], 0.0, orders)
+        if report.migration.arrived:
+            assert [one.sample_id for one in report.migration.arrived] == ["3.0"]
+            return report
+    raise AssertionError("the sample did not arrive")
+
+
 def alone(requests: Sequence[GenerationRequest]) -> dict[str, GenerationResult]:
     engine, found = ENGINES[2], dict[str, GenerationResult]()
     engine.clear()
@@ -277,21 +291,18 @@ def test_a_sample_that_comes_while_another_engine_is_cut_off_is_acknowledged() -
     first.advance([], 0.0, order(second, requests[0]))
     while not first.migration.undecided:
         first.advance([], 0.0, Orders())
-    time.sleep(0.1)  # threads receive
-    (arrived,) = second.advance([], 0.0, Orders(cut=[dead])).migration.arrived
-    assert arrived.sample_id == "3.0"
+    arriving(second, Orders(cut=[dead]))
     advance(first, lambda report: report.migration.departed == ["3.0"])
 
 
 def test_a_sample_that_is_sent_on_before_it_found_a_slot_has_not_landed() -> None:
     first, second, requests = begin(1)
-    others = [replace(request(4, member), ignore_stop=True) for member in range(3)]
+    others = [replace(request(4, member), ignore_stop=True, max_new_tokens=14) for member in range(3)]
     second.advance([SampleSnapshot(one, [], [], []) for one in others], 0.0, Orders())
     first.advance([], 0.0, order(second, requests[0]))
     advance(first, lambda report: first.migration.undecided > 0)
-    time.sleep(0.1)  # threads receive
-    reports = [second.advance([], 0.0, Orders())]
-    assert [one.sample_id for one in reports[0].migration.arrived] == ["3.0"] and second.waits("3.0")
+    reports = [arriving(second, Orders())]
+    assert second.waits("3.0")
     reports += advance(second, lambda report: not second.holds("3.0"), order(first, requests[0]))
     assert not [landing for one in reports for landing in one.migration.landings]
 
