@@ -103,7 +103,7 @@ def source_rate(fleet: Fleet, requests: list[GenerationRequest], steps: int, rep
     for repeat in range(repeats):
         if repeat % lasting == 0:
             engines.call("clear", phase="clear")
-            engines.call("advance", snapshots, 1.0, Orders(), phase="warm up", ranks=[0])
+            engines.call("advance", snapshots, 0.5, Orders(), phase="warm up", ranks=[0])
         rates = {}
         for copying in (True, False) if repeat % 2 else (False, True):
             destination = addresses[1] if copying else None

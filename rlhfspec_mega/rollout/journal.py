@@ -44,7 +44,7 @@ class Journal:
         self.live(rank, count)
 
     def moved(self, events: Sequence[MigrationEvent]) -> None:
-        """Samples have moved; of those that were being decoded, how long they were not."""
+        """Samples have moved; of those that had tokens, how long they were not decoded."""
         for event in events:
             self._tally.migrations += 1
             if event.begun:

@@ -89,12 +89,17 @@ class Reallocation:
         if rank not in self._meetings:
             return None
         dead = set(work.travels.open_sources(rank))
-        orders = [order for order in self._orders.pop(rank, []) if order.sample_id not in work.results]
-        later = [order for order in orders if self._names[order.destination.name] in occupied]
+        moves, later = list[MigrationOrder](), list[MigrationOrder]()
+        for order in self._orders.pop(rank, []):
+            destination = self._names[order.destination.name]
+            if destination not in self._meetings:
+                work.travels.kept(order.sample_id)  # it died meanwhile
+            elif order.sample_id not in work.results:
+                (later if destination in occupied else moves).append(order)
         if later:
             self._orders[rank] = later
         return Orders(
-            moves=[order for order in orders if order not in later],
+            moves=moves,
             cut=[name for name, source in self._names.items() if source in dead],
             expects=work.travels.leads_to(rank),
         )

@@ -83,15 +83,17 @@ class TorchEngineWorker(TorchEngine, ServingEngine):
         report = super().advance(samples, seconds, orders)
         decoding = [span for span in report.spans if span.name == "decode"]
         if orders is not None and decoding:
-            self._watch(max(decoding, key=lambda span: span.seconds))
+            self._watch(decoding)
         return report
 
-    def _watch(self, steps: Span) -> None:
+    def _watch(self, decoding: Sequence[Span]) -> None:
         """Learn from decode steps what the next rollout's plans go by."""
-        self._kv_read += int(steps.arguments["kv_tokens"])
-        self._sample_steps += int(steps.arguments["batch"]) * int(steps.arguments["steps"])
-        if self._plain_pace:
-            self._plain_pace.learn(steps)
+        for span in decoding:
+            self._kv_read += int(span.arguments["kv_tokens"])
+            self._sample_steps += int(span.arguments["batch"]) * int(span.arguments["steps"])
+        longest = max(decoding, key=lambda span: span.seconds)
+        if self._plain_pace and not longest.arguments["draft_tokens"]:
+            self._plain_pace.learn(longest)
 
     def prepare(self) -> None:
         """Measure costs, once, or forget what earlier samples have taught."""

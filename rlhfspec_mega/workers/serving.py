@@ -22,7 +22,7 @@ from rlhfspec_mega.rollout.protocol import RolloutEngine, SampleSnapshot
 from rlhfspec_mega.types import EngineReport, GenerationResult, TensorInfo, WeightTarget
 from rlhfspec_mega.workers.scoring import ReferenceScoring
 
-ORDER_SECONDS = 30.0  # in which a sample that is told to move has moved, or stays
+ORDER_SECONDS = 30.0  # from the first byte copied on, in which a sample has moved, or stays
 _ACKNOWLEDGEMENT_SECONDS = 0.001  # between two looks for one, with nothing else to do
 
 

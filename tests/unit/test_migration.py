@@ -149,7 +149,7 @@ class Drafting(TorchEngineWorker):
         )
         drafting.send_weights(self, drafting.WEIGHTS, piece=10**6)
         drafting.send_draft(self, drafting.draft_weights(drafting.draft_shape(shape)))
-        self._brain = self.migration = self._plain_cost = None
+        self._brain = self.migration = None
 
     def end_update(self, version: int) -> None:
         drafting.TorchEngine.end_update(self, version)

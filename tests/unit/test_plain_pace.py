@@ -48,8 +48,8 @@ def test_an_engine_tells_of_the_lengths_that_it_has_decoded(monkeypatch: pytest.
 
     monkeypatch.setattr(PlainPace, "throughput", recorded)
     engine.meet(1.0)
-    samples = [replace(request(1, member), ignore_stop=True, max_new_tokens=6) for member in range(3)]
+    samples = [replace(request(1, member), ignore_stop=True, max_new_tokens=7) for member in range(3)]
     engine.advance([SampleSnapshot(one, [], [], []) for one in samples], 5.0, Orders())
     assert engine.idle
     engine.meet(1.0)
-    assert lengths == [engine.max_positions // 2, 4]  # of 1 to 6 tokens in the cache
+    assert lengths == [engine.max_positions // 2, 5]  # a prompt of 2, and 0 to 6 of the response

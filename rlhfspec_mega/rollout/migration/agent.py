@@ -50,8 +50,7 @@ class MigrationAgent:
 
     def follow(self, orders: Orders) -> None:
         """Begin what the driver asks for."""
-        for source in orders.cut:
-            self._arrivals.cut(source)
+        self._arrivals.cut(orders.cut)
         for order in orders.moves:
             self._departures.order(order)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import torch
 
 from rlhfspec_mega.errors import RunError, UserError
@@ -40,10 +42,11 @@ class Arrivals:
         """Take what has come, waiting up to so long for the first."""
         self._file(self._inbox.take(seconds))
 
-    def cut(self, source: str) -> None:
-        """Take what a dead engine has still sent, and nothing of it afterwards."""
-        self._file(self._inbox.cut(source, CUT_SECONDS), dead=source)
-        self._free(source)
+    def cut(self, sources: Sequence[str]) -> None:
+        """Take what dead engines have still sent, and nothing of them afterwards."""
+        for source in sources:
+            self._file(self._inbox.cut(source, CUT_SECONDS), dead=sources)
+            self._free(source)
 
     def stepped(self, started: float, seconds: float) -> None:
         """A decode step has ended: samples that found a slot were decoded in it for the first time."""
@@ -74,7 +77,7 @@ class Arrivals:
         self._undecoded.clear()
         self.arrived, self.landings = [], []
 
-    def _file(self, received: list[Received], dead: str | None = None) -> None:
+    def _file(self, received: list[Received], dead: Collection[str] = ()) -> None:
         for source, message, payload in received:
             if message is None:
                 self._free(source)
@@ -83,7 +86,7 @@ class Arrivals:
             elif isinstance(message, Dropped):
                 self._memory.pop((source, message.staging), None)
             elif message.rollout == self.rollout:
-                self._take(source, message, dead=source == dead)
+                self._take(source, message, dead=source in dead)
 
     def _write(self, source: str, piece: Piece, payload: bytearray) -> None:
         key = source, piece.staging
