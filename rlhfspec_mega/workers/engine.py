@@ -83,10 +83,10 @@ class TorchEngineWorker(TorchEngine, ServingEngine):
         report = super().advance(samples, seconds, orders)
         decoding = [span for span in report.spans if span.name == "decode"]
         if orders is not None and decoding:
-            self._watch(decoding)
+            self._learn(decoding)
         return report
 
-    def _watch(self, decoding: Sequence[Span]) -> None:
+    def _learn(self, decoding: Sequence[Span]) -> None:
         """Learn from decode steps what the next rollout's plans go by."""
         for span in decoding:
             self._kv_read += int(span.arguments["kv_tokens"])

@@ -253,6 +253,8 @@ def test_it_sleeps_and_is_woken_by_weights(tmp_path: Path) -> None:
     worker.import_sample(snapshots(1)[0])
     worker.sleep()
     assert fake(worker).tokenizer_manager.asleep and worker.idle
+    padding = fake(worker).scheduler.req_to_token_pool.req_to_token[0]
+    padding.fill_(7)  # memory that was given back comes back with anything in it
     load(worker, 1)
     layers, _, heads, _, size = worker.kv_layout(1).parts["target"]
     known = [*request(0).prompt_tokens, *wanted(request(0))][:6]
@@ -262,6 +264,7 @@ def test_it_sleeps_and_is_woken_by_weights(tmp_path: Path) -> None:
     assert kv.shape == (layers, 2, heads, 5, size)
     tokens = wanted(request(0))[: 6 - len(request(0).prompt_tokens)]
     worker.import_sample(SampleSnapshot(request(0), tokens, [-0.01 * t for t in tokens], [0] * len(tokens), kv))
+    assert not padding.any()
     worker.advance([snapshots(2)[1]], 0.0)
     assert len(finish(worker, 2)) == 2
     assert worker.stats()["spared_tokens"] == 5
