@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -49,7 +50,8 @@ from rlhfspec_mega.planning.uniform import Fixed
 
 RESULTS = Path(__file__).parent / "results"
 DRAFT_TOKENS = 320  # of the longest sample that the draft learns from
-PREDICTED = 3  # repeats that predictions are judged by
+# Tokens that predictions are learnt from, and judged by: of one sample a step gains 4, give or take 2.
+TAUGHT_TOKENS, PREDICTED_TOKENS = 512, 1536
 CHECKED = (1, 2, 4, 8, 16, 32)  # draft tokens at which predicted tokens per step are compared with realised ones
 
 
@@ -142,25 +144,38 @@ def judge_choices(bench: Bench, scenario: Scenario, contender: Contender, repeat
 def judge_predictions(bench: Bench, scenarios: Sequence[Scenario]) -> dict[str, Any]:
     """Predicted against realised tokens per step for every n, and predicted against measured seconds of a step.
 
-    The first run of a setting teaches its models; errors are of the others, whose prompts it has not seen, together.
+    The first runs of a setting teach its models; errors are of the others, whose prompts it has not seen, together.
     """
     errors: dict[str, dict[int, float]] = {}
+    deviations: dict[str, dict[int, float]] = {}
     times: list[float] = []
     for scenario in scenarios:
         # The second half of a forced length lies beyond the answers that the models were taught.
         name = f"{scenario.name}, {max(scenario.lengths)} tokens"
-        errors[name] = {}
+        errors[name], deviations[name] = {}, {}
+        taught, judged = (math.ceil(tokens / scenario.tokens) for tokens in (TAUGHT_TOKENS, PREDICTED_TOKENS))
         for nodes in CHECKED:
             cost = bench.cost_model()
             policy = Fixed(AcceptanceModel(), cost, 4, 8, nodes)
             policy.learns_cost = True  # what it does not read itself is judged here
-            for repeats in (range(1), range(1, 1 + PREDICTED)):
+            for repeats in (range(taught), range(taught, taught + judged)):
                 bench.engine.policy = watched = Predicted(policy, cost)
                 for repeat in repeats:
                     bench.decode(bench.engine, scenario, repeat)
             errors[name][nodes] = watched.found.tokens_error
+            deviations[name][nodes] = watched.found.tokens_error_deviation
             times += watched.found.time_errors
-    return {"tokens_error_by_n": errors, "step_time_error": statistics.median(times)}
+        print(f"{name}: predicted over realised tokens per step, less 1, by n: {_by_n(errors[name])}", flush=True)
+        print(f"  standard errors: {_by_n(deviations[name])}", flush=True)
+    return {
+        "tokens_error_by_n": errors,
+        "tokens_error_deviation_by_n": deviations,
+        "step_time_error": statistics.median(times),
+    }
+
+
+def _by_n(found: dict[int, float]) -> str:
+    return "  ".join(f"{nodes}: {value:+.3f}" for nodes, value in found.items())
 
 
 def live_samples(bench: Bench, scenario: Scenario, contender: Contender) -> list[tuple[int, float]]:

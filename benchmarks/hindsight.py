@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -78,16 +79,28 @@ def share_of_oracle(steps: Sequence[Options]) -> float:
 
 @dataclass
 class Predictions:
-    """Sums and errors of predictions made before each step."""
+    """Sums and errors of predictions made before each step.
+
+    Attributes:
+        predicted, realised: tokens of all samples and steps.
+        squares: of each step's difference between the two.
+        time_errors: shares by which predicted seconds of each step were off.
+    """
 
     predicted: float = 0.0
     realised: float = 0.0
+    squares: float = 0.0
     time_errors: list[float] = field(default_factory=list)
 
     @property
     def tokens_error(self) -> float:
         """Predicted over realised tokens, less 1."""
         return self.predicted / self.realised - 1.0
+
+    @property
+    def tokens_error_deviation(self) -> float:
+        """Standard error of `tokens_error` if predictions are true: what is left of each step is then independent."""
+        return math.sqrt(self.squares) / self.realised
 
 
 class Predicted:
@@ -114,8 +127,10 @@ class Predicted:
 
     def observe(self, record: StepRecord) -> None:
         batch, step = record.batch, step_cost(record)
-        self.found.predicted += batch.size + float(record.tree.survival[record.chosen].sum())
-        self.found.realised += batch.size + float(record.accepted.sum())
+        predicted, realised = float(record.tree.survival[record.chosen].sum()), float(record.accepted.sum())
+        self.found.predicted += batch.size + predicted
+        self.found.realised += batch.size + realised
+        self.found.squares += (predicted - realised) ** 2
         expected = float(self._cost.verify_seconds(batch.size, batch.kv_tokens, step.tokens))
         expected += float(
             self._cost.draft_seconds(batch.size, batch.kv_tokens, batch.backlog, step.depth, step.drafted)

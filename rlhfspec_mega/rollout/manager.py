@@ -122,19 +122,13 @@ class RolloutManager:
         stage.given = {rank: self._engines.launches(rank) for rank in serving}
         while not work.done or stage.calls:  # an engine that waits for what ended elsewhere is heard out
             self._take_back(stage)
+            if stage.idle:
+                self._plan(stage)  # first: there may be samples for it, and else it is given finished ones to score
             self._start_calls(stage)
-            if not stage.calls and not self._engines.serving():
-                self._revive()
-            elif not stage.calls:
-                time.sleep(_PAUSE_SECONDS)  # a suspect engine holds what is left: it comes back or is given up
-            for call in self._wait(list(stage.calls.values()), phase, first=True, check=False):
-                self._file(call, stage)
+            self._plan(stage)  # while all decode
+            self._hear(stage, phase)
             if work.done:
                 self._journal.end()
-            if reallocation and not work.done:
-                unscored = scoring.unscored_tokens if scoring else None
-                if reallocation.plan(work, self._engines.serving(), unscored):
-                    self._offer_freed(work, stage, reallocation)
             if progress:
                 progress(len(work.results), len(requests))
         if reallocation:
@@ -148,12 +142,7 @@ class RolloutManager:
         while not scoring.done:
             self._take_back(stage)
             self._start_calls(stage)
-            if not stage.calls and not self._engines.serving():
-                self._revive()
-            elif not stage.calls:
-                time.sleep(_PAUSE_SECONDS)
-            for call in self._wait(list(stage.calls.values()), phase, first=True, check=False):
-                self._file(call, stage)
+            self._hear(stage, phase)
         if self._reallocation and scoring.scored_tokens:
             self._reallocation.scoring.seconds_per_token = scoring.seconds / scoring.scored_tokens
 
@@ -178,6 +167,16 @@ class RolloutManager:
         """Copies of prompts, and of samples whose move failed halfway, are now of no use to anyone."""
         calls = [self._engines.start(rank, "clear") for rank in self._engines.serving()]
         self._wait(calls, phase, first=False, check=False)
+
+    def _plan(self, stage: Stage) -> None:
+        """Let samples be reallocated if a plan is due, as it is sooner while an engine stands idle."""
+        work, reallocation = stage.work, stage.reallocation
+        if work is None or reallocation is None or work.done:
+            return
+        unscored = stage.scoring.unscored_tokens if stage.scoring else None
+        if reallocation.plan(work, self._engines.serving(), unscored, urgent=stage.idle):
+            self._offer_freed(work, stage, reallocation)
+        stage.idle = False
 
     def _offer_freed(self, work: Assignment, stage: Stage, reallocation: Reallocation) -> None:
         """After a plan, which gives an engine that has emptied new samples if there are any for it.
@@ -213,6 +212,15 @@ class RolloutManager:
         orders = stage.reallocation.orders(rank, work, occupied=scores)
         return self._engines.start(rank, "advance", samples, self._poll_seconds, orders)
 
+    def _hear(self, stage: Stage, phase: str) -> None:
+        """Wait for the next answers and file them; without any call in flight, for an engine that serves."""
+        if not stage.calls and not self._engines.serving():
+            self._revive()
+        elif not stage.calls:
+            time.sleep(_PAUSE_SECONDS)  # a suspect engine holds what is left: it comes back or is given up
+        for call in self._wait(list(stage.calls.values()), phase, first=True, check=False):
+            self._file(call, stage)
+
     def _file(self, call: EngineCall, stage: Stage) -> None:
         """Take note of an answer, or of its engine's death."""
         rank = call.rank
@@ -226,6 +234,7 @@ class RolloutManager:
             self._journal.scored(rank, report.span, freed=bool(stage.work))
         elif stage.work:
             self._decoded(rank, call.result(), stage.work, stage)
+        stage.idle |= stage.work is not None and not stage.work.has_work(rank)
 
     def _decoded(self, rank: int, report: EngineReport, work: Assignment, stage: Stage) -> None:
         serving = self._engines.serving()
@@ -269,6 +278,7 @@ class Stage:
         calls: in flight, by rank.
         given: by rank, the process that was given something.
         cut: by rank, dead engines whose messages its call in flight takes.
+        idle: an engine has run out of samples since the last plan.
     """
 
     work: Assignment | None
@@ -277,3 +287,4 @@ class Stage:
     calls: dict[int, EngineCall] = field(default_factory=dict)
     given: dict[int, int] = field(default_factory=dict)
     cut: dict[int, list[int]] = field(default_factory=dict)
+    idle: bool = False

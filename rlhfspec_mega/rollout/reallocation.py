@@ -18,7 +18,8 @@ from rlhfspec_mega.types import GenerationRequest, GenerationResult, Landing, Mi
 
 FIRST_DOWNTIME = 0.02  # seconds, until it is measured
 NEWEST = 0.1  # weight of the newest migration in the usual downtime
-PLAN_SHARE = 0.02  # of the driver's time may go into plans: where it shares its cores with engines, they pay for them
+PLAN_SHARE = 0.01  # of the driver's time may go into plans: where it shares its cores with engines, they pay for them
+URGENT_SHARE = 0.2  # while an engine stands idle, which costs more
 
 
 @dataclass
@@ -42,7 +43,7 @@ class Reallocation:
     """The driver's side of sample reallocation in one rollout after another.
 
     Args:
-        plan_seconds: between two plans, at least; more where plans take long, see PLAN_SHARE.
+        plan_seconds: between two plans, unless an engine stands idle; more where plans take long, see PLAN_SHARE.
         learn_cost: is told what migrations have cost lately.
 
     Attributes:
@@ -73,7 +74,7 @@ class Reallocation:
         self._names = {meeting.address.name: rank for rank, meeting in meetings.items()}
         self._orders: dict[int, list[MigrationOrder]] = {}
         self._begun = time.monotonic()
-        self._next_plan = self._begun + self._plan_seconds
+        self._next_plan, self._next_urgent = self._begun + self._plan_seconds, self._begun
         self._state: RolloutState | None = None
         copying = [meeting.copy_seconds for meeting in meetings.values()]
         reading = [meeting.prefill_seconds for meeting in meetings.values() if math.isfinite(meeting.prefill_seconds)]
@@ -133,24 +134,27 @@ class Reallocation:
         self._meetings.pop(rank, None)
         self._orders.pop(rank, None)
 
-    def plan(self, work: Assignment, serving: Iterable[int], unscored_tokens: int | None) -> bool:
+    def plan(self, work: Assignment, serving: Iterable[int], unscored_tokens: int | None, urgent: bool = False) -> bool:
         """Let the policy decide, if that is due; orders go out with the next calls of the sources.
 
         Args:
             unscored_tokens: of samples that have ended and were not scored; None if nothing is to be scored.
+            urgent: an engine has run out of samples.
 
         Returns:
             Whether it has decided.
         """
         now, begun = time.monotonic(), time.thread_time()
-        if now < self._next_plan:
+        if now < (self._next_urgent if urgent else self._next_plan):
             return False
         ranks = [rank for rank in serving if rank in self._meetings]
         state = self._state = self._state_of(work, ranks, now - self._begun)
         decides = bool(state.ids) and len(ranks) > 1
         if decides:
             self._decide(state, ranks, work, unscored_tokens)
-        self._next_plan = now + max(self._plan_seconds, (time.thread_time() - begun) / PLAN_SHARE)
+        spent = time.thread_time() - begun
+        self._next_plan = now + max(self._plan_seconds, spent / PLAN_SHARE)
+        self._next_urgent = now + spent / URGENT_SHARE
         return decides
 
     def seconds_left(self) -> float:

@@ -1,12 +1,14 @@
-"""Samples move between engine processes; an engine is killed in the middle."""
+"""Samples move between engine processes; one of them dies at every point of a migration."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,21 +17,47 @@ from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.models.initialize import initial_tensors
 from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.rollout.manager import RolloutManager
+from rlhfspec_mega.rollout.migration.arrivals import Arrivals
+from rlhfspec_mega.rollout.migration.departures import Departures
 from rlhfspec_mega.rollout.reallocation import Reallocation
 from rlhfspec_mega.workers.engine import TorchEngineWorker
 from tests.clusters import local_cluster
 from tests.engine_pool import CONFIG, SHAPE, TENSORS, Pool, generate, make_engine, opened, request
 from tests.unit.test_migration import RandomMoves
 
+# In a migration's order: what an engine does, and whether it dies before that or after.
+MOMENTS: dict[str, tuple[type, str, bool]] = {
+    "stage one is copied": (Departures, "_copy_some", False),
+    "stage two begins": (Departures, "_hand_over", True),
+    "sent, not acknowledged": (Departures, "_hand_over", False),
+    "arrived, not acknowledged": (Arrivals, "_take", True),
+    "acknowledged, not reported": (Arrivals, "_take", False),
+}
+FATAL = 3  # of the migrations of an engine, the one in which it dies
 
-class SeededEngine(TorchEngineWorker):
-    """An engine with the weights of tests.engine_pool.make_engine, that tells its process."""
 
-    def take_weights(self) -> int:
+class MortalEngine(TorchEngineWorker):
+    """An engine with the weights of tests.engine_pool.make_engine, whose process may be killed in a migration."""
+
+    def take_weights(self) -> None:
         self.begin_update(0, TENSORS)
         self.update_weights([(name, 0, tensor.flatten()) for name, tensor in initial_tensors(TENSORS, 1, seed=1)])
         self.end_update(0)
-        return os.getpid()
+
+    def die_when(self, moment: str, sign: Path) -> None:
+        """Leave a sign and die, once."""
+        owner, name, before = MOMENTS[moment]
+        done, calls = getattr(owner, name), itertools.count(1)
+
+        def deadly(*arguments: Any, **named: Any) -> Any:
+            last = next(calls) == FATAL
+            result = None if last and before else done(*arguments, **named)
+            if last:
+                sign.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        setattr(owner, name, deadly)
 
 
 @pytest.fixture
@@ -39,16 +67,19 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
     cluster.close()
 
 
-@pytest.mark.parametrize("kills", [0, 1])
-def test_migrations_between_processes(cluster: LocalCluster, kills: int) -> None:
+@pytest.mark.parametrize("moment", [None, *MOMENTS])
+def test_migrations_between_processes(cluster: LocalCluster, moment: str | None, tmp_path: Path) -> None:
     arguments = {"shape": SHAPE, "config": CONFIG, "dtype": "float32", "device": "cpu"}
-    spec = WorkerSpec("tests.e2e.test_migration.SeededEngine", arguments)
+    spec = WorkerSpec("tests.e2e.test_migration.MortalEngine", arguments)
     engines = cluster.launch("engine", [spec, spec, spec], replaceable=True)
     cluster.wait_started()
-    processes = engines.call("take_weights", phase="load")
+    engines.call("take_weights", phase="load")
     cluster.publish(0)
     for rank in range(3):
         engines.confirm(rank, 0)
+    sign = tmp_path / "died"
+    if moment:
+        engines.call("die_when", moment, sign, phase="arm", ranks=[1])
     requests = [
         replace(request(group, member), ignore_stop=True, max_new_tokens=12)
         for group in range(8)
@@ -62,16 +93,8 @@ def test_migrations_between_processes(cluster: LocalCluster, kills: int) -> None
         poll_seconds=0.0,
         reallocation=Reallocation(policy, LengthPredictor(limit=16), plan_seconds=0.0),
     )
-    seen = 0
-
-    def progress(done: int, total: int) -> None:
-        nonlocal seen
-        seen += 1
-        if kills and policy.moves > 8 and processes:
-            os.kill(processes.pop(), signal.SIGKILL)
-            processes.clear()
-
-    results = manager.generate(requests, opened(requests), "generate", progress)
+    results = manager.generate(requests, opened(requests), "generate")
+    assert sign.exists() == (moment is not None)
     expected = generate(Pool([make_engine()]), requests)
     assert {name: result.tokens for name, result in results.items()} == {n: r.tokens for n, r in expected.items()}
     tail = manager.take_tail()
