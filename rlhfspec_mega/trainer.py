@@ -73,16 +73,16 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
         if refreshes:
             run.system.allow_freed_refresh()
         samples = run.generator.sample(prompts, trainer.samples_per_prompt, step, run.console.progress, scoring)
-        tallies, tail = run.system.rollout.take_tallies("generate"), run.system.rollout.take_tail()
-    moved = {} if trainer.deterministic else tail_metrics(tail)  # then nothing moves, and the rest is the clock's
-    for note in collapse_notes(tallies):
-        run.console.note(note)
     with phases.measure("score"):
         score(run, samples)
     if scoring is not None:
         with phases.measure("reference"):
             run.system.rollout.finish_scoring(scoring, "reference")
             learning.take_reference_logprobs(samples, scoring.results)
+    tallies, tail = run.system.rollout.take_tallies("generate"), run.system.rollout.take_tail()
+    moved = {} if trainer.deterministic else tail_metrics(tail)  # then nothing moves, and the rest is the clock's
+    for note in collapse_notes(tallies):
+        run.console.note(note)
     with phases.measure("draft"):
         refreshed = run.system.take_freed_refresh() if refreshes else None  # the actor is needed from here on
     if algorithm.kl_coef > 0 and scoring is None:

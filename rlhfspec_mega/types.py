@@ -222,8 +222,8 @@ class TailTally:
     Attributes:
         downtimes: seconds in which each sample that moved with its KV was decoded nowhere.
         freed_device_seconds: engines spent without samples while others still had some.
-        fused_tasks: samples that engines scored in that time.
-        fused_seconds: that it took.
+        fused_tasks: samples that engines scored in that time, the last of them perhaps beyond its end.
+        fused_seconds: of that time that it took.
     """
 
     migrations: int = 0

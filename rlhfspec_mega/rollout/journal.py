@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -16,10 +17,11 @@ class Journal:
         self._timeline = timeline
         self._empty: dict[int, float] = {}  # engines without samples, since when
         self._tally = TailTally()
+        self._ended = 0.0  # when the last sample of the latest rollout had
 
     def begin(self, ranks: Sequence[int]) -> None:
         """A rollout begins on these engines."""
-        self._empty = dict.fromkeys(ranks, time.time())
+        self._empty, self._ended = dict.fromkeys(ranks, time.time()), math.inf
 
     def live(self, rank: int, count: int) -> None:
         """An engine has so many samples from now on."""
@@ -52,17 +54,18 @@ class Journal:
             if self._timeline:
                 self._timeline.migration(event)
 
-    def scored(self, rank: int, span: Span, freed: bool) -> None:
-        """An engine has scored a batch; `freed`: while others were still decoding."""
-        if freed:
+    def scored(self, rank: int, span: Span) -> None:
+        """An engine has scored a batch: in freed time, if it began while others were still decoding."""
+        if span.start < self._ended:
             self._tally.fused_tasks += int(span.arguments["samples"])
-            self._tally.fused_seconds += span.seconds
+            self._tally.fused_seconds += min(span.seconds, self._ended - span.start)
         if self._timeline:
             self._timeline.engine(rank, [span])
 
     def end(self) -> None:
         """All samples have ended: engines that were empty before had been freed. Later calls do nothing."""
         now = time.time()
+        self._ended = min(self._ended, now)
         for rank in list(self._empty):
             self._fill(rank, now)
 

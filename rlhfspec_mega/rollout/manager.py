@@ -91,6 +91,7 @@ class RolloutManager:
         self._poll_seconds, self._deterministic, self._at_once = poll_seconds, deterministic, at_once
         self._reallocation, self._scored_at_once = reallocation, scored_at_once
         self._journal, self._freed_work = Journal(timeline), freed_work
+        self._left: Stage | None = None  # engines that went on scoring when a rollout was over
 
     def generate(
         self,
@@ -104,7 +105,8 @@ class RolloutManager:
 
         Args:
             ledger: holds every sample as PENDING; they are FINISHED on return.
-            scoring: takes finished samples; engines without samples score them. `finish_scoring` does the rest.
+            scoring: takes finished samples; engines without samples score them. Some may still do so on return, and
+                can be asked for nothing before `finish_scoring`, which does the rest.
 
         Raises:
             RunError: an engine failed or lost a sample, one came back twice or unasked, or no engine could be revived.
@@ -120,7 +122,7 @@ class RolloutManager:
         self._journal.begin(serving)
         stage = Stage(work, reallocation, scoring)
         stage.given = {rank: self._engines.launches(rank) for rank in serving}
-        while not work.done or stage.calls:  # an engine that waits for what ended elsewhere is heard out
+        while not work.done or stage.decoding:  # an engine that waits for what ended elsewhere is heard out
             self._take_back(stage)
             if stage.idle:
                 self._plan(stage)  # first: there may be samples for it, and else it is given finished ones to score
@@ -133,16 +135,21 @@ class RolloutManager:
                 progress(len(work.results), len(requests))
         if reallocation:
             reallocation.end()
-            self._drop_copies(phase)
+            self._drop_copies(phase, set(range(self._engines.size)) - stage.calls.keys())
+        if stage.calls:
+            self._left = Stage(None, reallocation, scoring, stage.calls, stage.given)
         return work.results
 
     def finish_scoring(self, scoring: ScoringQueue, phase: str) -> None:
         """Have all engines score what waits. Raises RunError as `generate` does."""
-        stage = Stage(None, None, scoring)
+        stage, self._left = self._left or Stage(None, None, scoring), None
+        uncleared = list(stage.calls)
         while not scoring.done:
             self._take_back(stage)
             self._start_calls(stage)
             self._hear(stage, phase)
+        if stage.reallocation:
+            self._drop_copies(phase, uncleared)
         if self._reallocation and scoring.scored_tokens:
             self._reallocation.scoring.seconds_per_token = scoring.seconds / scoring.scored_tokens
 
@@ -163,9 +170,9 @@ class RolloutManager:
         self._wait(calls, phase, first=False, check=False)
         return {call.rank: call.result() for call in calls if not call.dead}
 
-    def _drop_copies(self, phase: str) -> None:
+    def _drop_copies(self, phase: str, ranks: Collection[int]) -> None:
         """Copies of prompts, and of samples whose move failed halfway, are now of no use to anyone."""
-        calls = [self._engines.start(rank, "clear") for rank in self._engines.serving()]
+        calls = [self._engines.start(rank, "clear") for rank in self._engines.serving() if rank in ranks]
         self._wait(calls, phase, first=False, check=False)
 
     def _plan(self, stage: Stage) -> None:
@@ -231,7 +238,7 @@ class RolloutManager:
         elif stage.scoring and rank in stage.scoring.holders():
             report = call.result()
             stage.scoring.report(rank, report)
-            self._journal.scored(rank, report.span, freed=bool(stage.work))
+            self._journal.scored(rank, report.span)
         elif stage.work:
             self._decoded(rank, call.result(), stage.work, stage)
         stage.idle |= stage.work is not None and not stage.work.has_work(rank)
@@ -288,3 +295,8 @@ class Stage:
     given: dict[int, int] = field(default_factory=dict)
     cut: dict[int, list[int]] = field(default_factory=dict)
     idle: bool = False
+
+    @property
+    def decoding(self) -> bool:
+        """Whether an engine is still at samples, not at their scoring."""
+        return not self.calls.keys() <= set(self.scoring.holders() if self.scoring else ())

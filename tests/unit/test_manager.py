@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.models.hf_directory import write_directory
+from rlhfspec_mega.models.initialize import initial_tensors
 from rlhfspec_mega.rollout.assignment import assign
+from rlhfspec_mega.rollout.fusion import ScoringQueue
+from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.types import EngineReport, FinishReason, GenerationResult
-from tests.engine_pool import Pool, generate, make_engine, request
+from rlhfspec_mega.workers.scoring import ReferenceSettings
+from tests.engine_pool import SHAPE, TENSORS, Answered, Pool, generate, make_engine, opened, request
 
 ENGINES = [make_engine() for _ in range(3)]
 
@@ -149,3 +155,55 @@ def test_tokens_are_those_of_the_engine_alone() -> None:
     with torch.inference_mode():
         results = [result for _ in range(20) for result in direct.poll(0.0)]
     assert results == [generate(Pool(ENGINES[:1]), [one])[one.sample_id]]
+
+
+class SlowScoring(Pool):
+    """Engines whose scoring is heard of last; the engine of the first such call dies in it, if asked for."""
+
+    def __init__(self, engines: Sequence[Any], dies: bool) -> None:
+        super().__init__(engines)
+        self.dies, self.open = dies, list[tuple[str, Answered]]()
+
+    def start(self, rank: int, method: str, *args: Any) -> Answered:
+        assert not self.busy(rank), "one call at a time"
+        call = super().start(rank, method, *args)
+        if method == "score" and self.dies:
+            self.dies = False
+            call = self._die(rank)
+        self.open.append((method, call))
+        return call
+
+    def busy(self, rank: int) -> bool:
+        return any(call.rank == rank and not call.dead for _, call in self.open)
+
+    def wait(self, calls: Sequence[Answered], phase: str, *, first: bool, check: bool) -> Sequence[Answered]:
+        mine = [one for one in self.open if one[1] in calls]
+        heard = sorted(mine, key=lambda one: one[0] == "score")[: 1 if first else None]
+        self.open = [one for one in self.open if one not in heard]
+        return [call for _, call in heard]
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_rollout_does_not_wait_for_what_is_being_scored(tmp_path: Path, dies: bool) -> None:
+    directory = tmp_path / "reference"
+    write_directory(directory, SHAPE, initial_tensors(TENSORS, SHAPE.num_layers, seed=2))
+    reference = ReferenceSettings(directory, "float32", temperature=1.0, max_tokens=64, logit_chunk=16)
+    engines = [make_engine(), make_engine()]
+    for engine in engines:
+        engine.hold_reference(reference, max_positions=40, device="cpu")
+    pool = SlowScoring(engines, dies)
+    # One sample is long: the other engine is soon without any.
+    requests = [
+        replace(request(0, 0), max_new_tokens=14),
+        *(replace(request(1, i), max_new_tokens=2) for i in range(4)),
+    ]
+    manager = RolloutManager(pool, pool.wait, revive=pool.revive, poll_seconds=0.0)
+    scoring = ScoringQueue()
+    results = manager.generate(requests, opened(requests), "generate", scoring=scoring)
+    assert len(results) == len(requests)
+    assert not scoring.done and scoring.holders(), "the rollout is over, an engine still scores"
+    manager.finish_scoring(scoring, "reference")
+    assert scoring.done and scoring.results.keys() == results.keys()
+    assert not any(map(pool.busy, range(2)))
+    tail = manager.take_tail()
+    assert (tail.fused_tasks > 0) != dies
