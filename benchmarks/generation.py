@@ -144,15 +144,16 @@ def judge_choices(bench: Bench, scenario: Scenario, contender: Contender, repeat
 def judge_predictions(bench: Bench, scenarios: Sequence[Scenario]) -> dict[str, Any]:
     """Predicted against realised tokens per step for every n, and predicted against measured seconds of a step.
 
-    The first runs of a setting teach its models; errors are of the others, whose prompts it has not seen, together.
+    The first runs of a setting teach its models; errors are of the others, with other noise and mostly other prompts,
+    together.
     """
     errors: dict[str, dict[int, float]] = {}
     deviations: dict[str, dict[int, float]] = {}
-    times: list[float] = []
+    time_errors: dict[str, float] = {}
     for scenario in scenarios:
         # The second half of a forced length lies beyond the answers that the models were taught.
         name = f"{scenario.name}, {max(scenario.lengths)} tokens"
-        errors[name], deviations[name] = {}, {}
+        errors[name], deviations[name], times = {}, {}, list[float]()
         taught, judged = (math.ceil(tokens / scenario.tokens) for tokens in (TAUGHT_TOKENS, PREDICTED_TOKENS))
         for nodes in CHECKED:
             cost = bench.cost_model()
@@ -166,11 +167,12 @@ def judge_predictions(bench: Bench, scenarios: Sequence[Scenario]) -> dict[str, 
             deviations[name][nodes] = watched.found.tokens_error_deviation
             times += watched.found.time_errors
         print(f"{name}: predicted over realised tokens per step, less 1, by n: {_by_n(errors[name])}", flush=True)
-        print(f"  standard errors: {_by_n(deviations[name])}", flush=True)
+        time_errors[name] = statistics.median(times)
+        print(f"  standard errors: {_by_n(deviations[name])}; median error of step time {time_errors[name]:.3f}")
     return {
         "tokens_error_by_n": errors,
         "tokens_error_deviation_by_n": deviations,
-        "step_time_error": statistics.median(times),
+        "step_time_error": time_errors,
     }
 
 
@@ -257,6 +259,7 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
     def worst_error(found_errors: Sequence[dict[int, float]]) -> float:
         return max(abs(error) for by_n in found_errors for error in by_n.values())
 
+    deviations = found["predictions"]["tokens_error_deviation_by_n"].values()
     where_drafted = [each["share_where_drafted"] for each in found["share_of_oracle"].values()]
     where_drafted = [share for share in where_drafted if share is not None]
     batch1 = over.get("batch 1 T=1")
@@ -281,7 +284,8 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
         },
         "tokens_per_step_error_worst": worst_error(answers),
         "tokens_per_step_error_worst_beyond_answers": worst_error(beyond),
-        "step_time_error": found["predictions"]["step_time_error"],
+        "tokens_per_step_error_deviation_worst": max(deviation for by_n in deviations for deviation in by_n.values()),
+        "step_time_error_worst": max(found["predictions"]["step_time_error"].values()),
     }
     return {name: round(float(value), 4) for name, value in summary.items()}
 

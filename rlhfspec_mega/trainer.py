@@ -79,7 +79,8 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
         with phases.measure("reference"):
             run.system.rollout.finish_scoring(scoring, "reference")
             learning.take_reference_logprobs(samples, scoring.results)
-    tallies, tail = run.system.rollout.take_tallies("generate"), run.system.rollout.take_tail()
+    with phases.measure("generate"):
+        tallies, tail = run.system.rollout.take_tallies("generate"), run.system.rollout.take_tail()
     moved = {} if trainer.deterministic else tail_metrics(tail)  # then nothing moves, and the rest is the clock's
     for note in collapse_notes(tallies):
         run.console.note(note)

@@ -111,7 +111,7 @@ class RolloutManager:
         Raises:
             RunError: an engine failed or lost a sample, one came back twice or unasked, or no engine could be revived.
         """
-        serving = self._engines.serving()
+        serving, self._left = self._engines.serving(), None  # those of a step that was given up
         reallocation = self._reallocation if requests and len(serving) > 1 else None
         if reallocation:
             reallocation.begin(requests, self._meet(requests[0].temperature, phase))
@@ -176,14 +176,14 @@ class RolloutManager:
         self._wait(calls, phase, first=False, check=False)
 
     def _plan(self, stage: Stage) -> None:
-        """Let samples be reallocated if a plan is due, as it is sooner while an engine stands idle."""
+        """Let samples be reallocated if a plan is due."""
         work, reallocation = stage.work, stage.reallocation
-        if work is None or reallocation is None or work.done:
+        if work is None or reallocation is None or work.done or not reallocation.due(urgent=stage.idle):
             return
-        unscored = stage.scoring.unscored_tokens if stage.scoring else None
-        if reallocation.plan(work, self._engines.serving(), unscored, urgent=stage.idle):
-            self._offer_freed(work, stage, reallocation)
         stage.idle = False
+        unscored = stage.scoring.unscored_tokens if stage.scoring else None
+        if reallocation.plan(work, self._engines.serving(), unscored):
+            self._offer_freed(work, stage, reallocation)
 
     def _offer_freed(self, work: Assignment, stage: Stage, reallocation: Reallocation) -> None:
         """After a plan, which gives an engine that has emptied new samples if there are any for it.
@@ -241,7 +241,6 @@ class RolloutManager:
             self._journal.scored(rank, report.span)
         elif stage.work:
             self._decoded(rank, call.result(), stage.work, stage)
-        stage.idle |= stage.work is not None and not stage.work.has_work(rank)
 
     def _decoded(self, rank: int, report: EngineReport, work: Assignment, stage: Stage) -> None:
         serving = self._engines.serving()
@@ -254,6 +253,7 @@ class RolloutManager:
             work.cut(rank, stage.cut.pop(rank), serving)
             counting = [result for result in report.finished if work.results.get(result.sample_id) is result]
             self._journal.moved(stage.reallocation.note(rank, counting, report.migration.landings))
+        stage.idle |= not work.has_work(rank)
         self._journal.decoded(rank, report.spans, work.held(rank))
 
     def _lose(self, rank: int, stage: Stage) -> None:
@@ -285,7 +285,7 @@ class Stage:
         calls: in flight, by rank.
         given: by rank, the process that was given something.
         cut: by rank, dead engines whose messages its call in flight takes.
-        idle: an engine has run out of samples since the last plan.
+        idle: an engine has run out of samples, and no plan was made since.
     """
 
     work: Assignment | None

@@ -43,7 +43,7 @@ class Reallocation:
     """The driver's side of sample reallocation in one rollout after another.
 
     Args:
-        plan_seconds: between two plans, unless an engine stands idle; more where plans take long, see PLAN_SHARE.
+        plan_seconds: between two plans, at least, but for urgent ones; more where plans take long, see PLAN_SHARE.
         learn_cost: is told what migrations have cost lately.
 
     Attributes:
@@ -134,19 +134,20 @@ class Reallocation:
         self._meetings.pop(rank, None)
         self._orders.pop(rank, None)
 
-    def plan(self, work: Assignment, serving: Iterable[int], unscored_tokens: int | None, urgent: bool = False) -> bool:
-        """Let the policy decide, if that is due; orders go out with the next calls of the sources.
+    def due(self, urgent: bool) -> bool:
+        """Whether it is time for a plan; sooner if `urgent`: an engine has run out of samples."""
+        return time.monotonic() >= (self._next_urgent if urgent else self._next_plan)
+
+    def plan(self, work: Assignment, serving: Iterable[int], unscored_tokens: int | None) -> bool:
+        """Let the policy decide; orders go out with the next calls of the sources.
 
         Args:
             unscored_tokens: of samples that have ended and were not scored; None if nothing is to be scored.
-            urgent: an engine has run out of samples.
 
         Returns:
-            Whether it has decided.
+            Whether there was something to decide.
         """
         now, begun = time.monotonic(), time.thread_time()
-        if now < (self._next_urgent if urgent else self._next_plan):
-            return False
         ranks = [rank for rank in serving if rank in self._meetings]
         state = self._state = self._state_of(work, ranks, now - self._begun)
         decides = bool(state.ids) and len(ranks) > 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -16,16 +16,18 @@ from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.models.initialize import initial_tensors
 from rlhfspec_mega.planning.lengths import LengthPredictor
+from rlhfspec_mega.rollout import reallocation
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.migration.arrivals import Arrivals
-from rlhfspec_mega.rollout.migration.departures import Departures
+from rlhfspec_mega.rollout.migration.departures import Departures, _Leaving
+from rlhfspec_mega.rollout.migration.messages import Arrival
 from rlhfspec_mega.rollout.reallocation import Reallocation
 from rlhfspec_mega.workers.engine import TorchEngineWorker
 from tests.clusters import local_cluster
 from tests.engine_pool import CONFIG, SHAPE, TENSORS, Pool, generate, make_engine, opened, request
 from tests.unit.test_migration import RandomMoves
 
-# In a migration's order: what an engine does, and whether it dies before that or after.
+# In a migration's order: what an engine does with a sample that goes with its KV, and whether it dies before or after.
 MOMENTS: dict[str, tuple[type, str, bool]] = {
     "stage one is copied": (Departures, "_copy_some", False),
     "stage two begins": (Departures, "_hand_over", True),
@@ -33,7 +35,11 @@ MOMENTS: dict[str, tuple[type, str, bool]] = {
     "arrived, not acknowledged": (Arrivals, "_take", True),
     "acknowledged, not reported": (Arrivals, "_take", False),
 }
-FATAL = 3  # of the migrations of an engine, the one in which it dies
+
+
+def has_kv(one: Any) -> bool:
+    """Whether an argument of those methods is of a sample whose KV was copied."""
+    return isinstance(one, _Leaving) or (isinstance(one, Arrival) and one.staging is not None)
 
 
 class MortalEngine(TorchEngineWorker):
@@ -45,16 +51,22 @@ class MortalEngine(TorchEngineWorker):
         self.end_update(0)
 
     def die_when(self, moment: str, sign: Path) -> None:
-        """Leave a sign and die, once."""
+        """Leave a sign and die, unless another engine has."""
         owner, name, before = MOMENTS[moment]
-        done, calls = getattr(owner, name), itertools.count(1)
+        done = getattr(owner, name)
+
+        def die() -> None:
+            with contextlib.suppress(FileExistsError):
+                sign.touch(exist_ok=False)
+                os.kill(os.getpid(), signal.SIGKILL)
 
         def deadly(*arguments: Any, **named: Any) -> Any:
-            last = next(calls) == FATAL
-            result = None if last and before else done(*arguments, **named)
-            if last:
-                sign.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+            fatal = any(map(has_kv, arguments))
+            if fatal and before:
+                die()
+            result = done(*arguments, **named)
+            if fatal and not before:
+                die()
             return result
 
         setattr(owner, name, deadly)
@@ -68,7 +80,10 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
 
 
 @pytest.mark.parametrize("moment", [None, *MOMENTS])
-def test_migrations_between_processes(cluster: LocalCluster, moment: str | None, tmp_path: Path) -> None:
+def test_migrations_between_processes(
+    cluster: LocalCluster, moment: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reallocation, "PLAN_SHARE", 1.0)  # many moves in so short a rollout
     arguments = {"shape": SHAPE, "config": CONFIG, "dtype": "float32", "device": "cpu"}
     spec = WorkerSpec("tests.e2e.test_migration.MortalEngine", arguments)
     engines = cluster.launch("engine", [spec, spec, spec], replaceable=True)
@@ -79,7 +94,7 @@ def test_migrations_between_processes(cluster: LocalCluster, moment: str | None,
         engines.confirm(rank, 0)
     sign = tmp_path / "died"
     if moment:
-        engines.call("die_when", moment, sign, phase="arm", ranks=[1])
+        engines.call("die_when", moment, sign, phase="arm")
     requests = [
         replace(request(group, member), ignore_stop=True, max_new_tokens=12)
         for group in range(8)

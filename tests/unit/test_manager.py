@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.models.hf_directory import write_directory
 from rlhfspec_mega.models.initialize import initial_tensors
+from rlhfspec_mega.planning.lengths import LengthPredictor
+from rlhfspec_mega.planning.tail import TailPolicy
 from rlhfspec_mega.rollout.assignment import assign
 from rlhfspec_mega.rollout.fusion import ScoringQueue
 from rlhfspec_mega.rollout.manager import RolloutManager
+from rlhfspec_mega.rollout.reallocation import Reallocation
 from rlhfspec_mega.types import EngineReport, FinishReason, GenerationResult
 from rlhfspec_mega.workers.scoring import ReferenceSettings
 from tests.engine_pool import SHAPE, TENSORS, Answered, Pool, generate, make_engine, opened, request
@@ -183,8 +186,9 @@ class SlowScoring(Pool):
         return [call for _, call in heard]
 
 
+@pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("dies", [False, True])
-def test_a_rollout_does_not_wait_for_what_is_being_scored(tmp_path: Path, dies: bool) -> None:
+def test_a_rollout_does_not_wait_for_what_is_being_scored(tmp_path: Path, dies: bool, moves: bool) -> None:
     directory = tmp_path / "reference"
     write_directory(directory, SHAPE, initial_tensors(TENSORS, SHAPE.num_layers, seed=2))
     reference = ReferenceSettings(directory, "float32", temperature=1.0, max_tokens=64, logit_chunk=16)
@@ -197,7 +201,10 @@ def test_a_rollout_does_not_wait_for_what_is_being_scored(tmp_path: Path, dies: 
         replace(request(0, 0), max_new_tokens=14),
         *(replace(request(1, i), max_new_tokens=2) for i in range(4)),
     ]
-    manager = RolloutManager(pool, pool.wait, revive=pool.revive, poll_seconds=0.0)
+    still = Reallocation(TailPolicy(None), LengthPredictor(limit=16), plan_seconds=0.0)
+    manager = RolloutManager(
+        pool, pool.wait, revive=pool.revive, poll_seconds=0.0, reallocation=still if moves else None
+    )
     scoring = ScoringQueue()
     results = manager.generate(requests, opened(requests), "generate", scoring=scoring)
     assert len(results) == len(requests)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -331,6 +333,24 @@ def test_orders_to_an_engine_that_scores_are_kept_for_later() -> None:
     assert kept is not None and not kept.moves
     sent = reallocation.orders(owner, work)
     assert sent is not None and [one.sample_id for one in sent.moves] == ["3.0"]
+
+
+def test_an_engine_without_samples_brings_the_next_plan_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, requests = begin(1)
+    meetings = {0: first.meet(1.0), 1: second.meet(1.0)}
+    now, spent = [0.0], itertools.count(step=0.01)  # a plan takes 10 ms
+    clock = SimpleNamespace(monotonic=lambda: now[0], thread_time=lambda: next(spent))
+    monkeypatch.setattr("rlhfspec_mega.rollout.reallocation.time", clock)
+    reallocation = moving(0)
+    reallocation.begin(requests, meetings)
+    work = Assignment(requests, 2, [0, 1], opened(requests), repeat=False)
+    work.take(0), work.take(1)
+    assert reallocation.due(urgent=False)
+    reallocation.plan(work, [0, 1], None)
+    dues = []
+    for now[0] in (0.04, 0.06, 0.9, 1.1):
+        dues.append((reallocation.due(urgent=False), reallocation.due(urgent=True)))
+    assert dues == [(False, False), (False, True), (False, True), (True, True)]
 
 
 def test_what_a_rollout_that_was_given_up_still_sends_is_left_aside() -> None:
