@@ -17,7 +17,7 @@ from rlhfspec_mega.rollout.migration.messages import Meeting, MigrationOrder, Or
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, Landing, MigrationEvent
 
 FIRST_DOWNTIME = 0.02  # seconds, until it is measured
-NEWEST = 0.1  # weight of the newest migration in the usual downtime
+NEWEST = 0.1  # weight of the newest migration in the usual downtime, of the newest plan in their usual effort
 PLAN_SHARE = 0.01  # of the driver's time may go into plans: where it shares its cores with engines, they pay for them
 URGENT_SHARE = 0.2  # while an engine stands idle, which costs more
 
@@ -61,6 +61,7 @@ class Reallocation:
         self._policy, self._lengths, self._plan_seconds = policy, lengths, plan_seconds
         self.scoring, self._learn_cost = scoring or ScoringWork(), learn_cost
         self._downtime = FIRST_DOWNTIME
+        self._effort = 0.0  # seconds of the driver's time that a plan takes
 
     def begin(self, requests: Sequence[GenerationRequest], meetings: Mapping[int, Meeting]) -> None:
         """A rollout begins, of these samples, on engines that have told about themselves."""
@@ -153,9 +154,9 @@ class Reallocation:
         decides = bool(state.ids) and len(ranks) > 1
         if decides:
             self._decide(state, ranks, work, unscored_tokens)
-        spent = time.thread_time() - begun
-        self._next_plan = now + max(self._plan_seconds, spent / PLAN_SHARE)
-        self._next_urgent = now + spent / URGENT_SHARE
+        self._effort += NEWEST * (time.thread_time() - begun - self._effort)
+        self._next_plan = now + max(self._plan_seconds, self._effort / PLAN_SHARE)
+        self._next_urgent = now + self._effort / URGENT_SHARE
         return decides
 
     def seconds_left(self) -> float:

@@ -92,7 +92,7 @@ def test_training_is_that_of_plain_decoding(whole: Path, model: Path, tmp_path: 
 def test_a_device_without_engines_refreshes_while_others_generate(model: Path, draft: Path, tmp_path: Path) -> None:
     """The actor on a device of its own; steps without a refresh in the rollout have one afterwards."""
     separate = ("placement=separate", "cluster.devices_per_node=3", "actor.tensor_parallel=1", "rollout.engines=2")
-    drafting = (f"drafting.path={draft}", "drafting.refresh_every=1", "drafting.refresh_seconds=0.2")
+    drafting = (f"drafting.path={draft}", "drafting.refresh_every=1", "drafting.refresh_seconds=0.05")
     result = train(*small_run(model, tmp_path, "fused", *separate, *drafting, "rollout.max_new_tokens=80"))
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in (tmp_path / "fused" / "metrics.jsonl").read_text().splitlines()]

@@ -338,7 +338,7 @@ def test_orders_to_an_engine_that_scores_are_kept_for_later() -> None:
 def test_an_engine_without_samples_brings_the_next_plan_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, requests = begin(1)
     meetings = {0: first.meet(1.0), 1: second.meet(1.0)}
-    now, spent = [0.0], itertools.count(step=0.01)  # a plan takes 10 ms
+    now, spent = [0.0], itertools.count(step=0.01)  # a plan takes 10 ms, of which the first counts a tenth
     clock = SimpleNamespace(monotonic=lambda: now[0], thread_time=lambda: next(spent))
     monkeypatch.setattr("rlhfspec_mega.rollout.reallocation.time", clock)
     reallocation = moving(0)
@@ -348,7 +348,7 @@ def test_an_engine_without_samples_brings_the_next_plan_forward(monkeypatch: pyt
     assert reallocation.due(urgent=False)
     reallocation.plan(work, [0, 1], None)
     dues = []
-    for now[0] in (0.04, 0.06, 0.9, 1.1):
+    for now[0] in (0.004, 0.006, 0.09, 0.11):
         dues.append((reallocation.due(urgent=False), reallocation.due(urgent=True)))
     assert dues == [(False, False), (False, True), (False, True), (True, True)]
 
