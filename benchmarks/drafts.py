@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from benchmarks.samples import Target, sample
+from benchmarks.samples import PROGRESS_SECONDS, Target, sample
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.drafting.collect import collect_examples
 from rlhfspec_mega.drafting.trainer import DraftTrainer
@@ -52,10 +55,22 @@ def own_draft(target: Target, prompts: Sequence[tuple[int, ...]], *, tokens: int
     key = hashlib.sha256(repr(recipe).encode()).hexdigest()[:10]
     directory = cache_root(load_config([])) / f"{target.directory.name}-draft-{key}"
     if not (directory / "config.json").exists():
-        samples = sample(target, prompts, temperature=1.0, max_new_tokens=tokens, seed=SAMPLING_SEED, forced=forced)
-        sequences = [(list(s.tokens), s.prompt_length) for s in samples]
-        write_draft(directory, shape, _train(target, shape, sequences, steps))
+        print(f"a draft of {target.directory.name} is made, once, and kept in {directory}", flush=True)
+        with _all_cores():
+            samples = sample(target, prompts, temperature=1.0, max_new_tokens=tokens, seed=SAMPLING_SEED, forced=forced)
+            sequences = [(list(s.tokens), s.prompt_length) for s in samples]
+            write_draft(directory, shape, _train(target, shape, sequences, steps))
     return directory
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _train(
@@ -77,7 +92,7 @@ def _train(
         if tensors:
             trainer.load(tensors)
         trainer.add(examples)
-        report = trainer.refresh(steps=round(share * steps), seconds=None)
+        report = trainer.refresh(steps=round(share * steps), seconds=None, progress=_Progress(round(share * steps)))
         print(
             f"draft of {target.directory.name}: {report.steps} steps in {report.seconds:.0f} s, accepted length on "
             f"held-out samples {report.before:.2f} -> {report.after:.2f}",
@@ -85,3 +100,15 @@ def _train(
         )
         tensors = trainer.tensors()
     return tensors
+
+
+class _Progress:
+    """Prints a line now and then."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps, self._next = steps, time.monotonic() + PROGRESS_SECONDS
+
+    def __call__(self, taken: int) -> None:
+        if time.monotonic() >= self._next:
+            self._next += PROGRESS_SECONDS
+            print(f"  {taken} of {self._steps} steps", flush=True)

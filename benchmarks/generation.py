@@ -241,12 +241,18 @@ def print_scenario(found: dict[str, Any]) -> None:
 
 
 def summarize(found: dict[str, Any]) -> dict[str, Any]:
-    """The headline ratios; `worst_*` are upper ends of the intervals of the worst scenario."""
+    """The headline ratios.
+
+    `worst_vs_*` are the least upper ends of any scenario's interval, `worst_median_vs_*` the least medians.
+    """
     over = {entry["scenario"]["name"]: ratios(entry) for entry in found["scenarios"]}
     peers = found["peers"]
 
     def worst(family: str) -> float:
         return min(each[family].high for each in over.values())
+
+    def worst_median(family: str) -> float:
+        return min(each[family].value for each in over.values())
 
     def mean(family: str) -> float:
         return statistics.geometric_mean(each[family].value for each in over.values())
@@ -269,6 +275,8 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
         "speedup_reasoning_decay": over["reasoning decay"][OFF].value,
         "worst_vs_best_fixed": worst(FIXED),
         "worst_vs_off": worst(OFF),
+        "worst_median_vs_best_fixed": worst_median(FIXED),
+        "worst_median_vs_off": worst_median(OFF),
         "share_of_oracle": statistics.mean(each["share"] for each in found["share_of_oracle"].values()),
         **({"share_of_oracle_where_drafted": statistics.mean(where_drafted)} if where_drafted else {}),
         "tokens_per_step_ratio_n8": found["tokens_per_step_n8"]["words"]["value"],

@@ -34,11 +34,17 @@ class Interval:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def interleaved(variants: Mapping[str, Callable[[], float]], repeats: int, warm_up: int = 1) -> dict[str, list[float]]:
+def interleaved(
+    variants: Mapping[str, Callable[[], float]],
+    repeats: int,
+    warm_up: int = 1,
+    progress: Callable[[int], None] = lambda done: None,
+) -> dict[str, list[float]]:
     """Measurements of every variant, one per repeat; a variant is a function that runs it once and returns its time.
 
     Args:
         warm_up: repeats before the first that counts.
+        progress: is told the repeats done, after each that counts.
     """
     names = list(variants)
     found: dict[str, list[float]] = {name: [] for name in names}
@@ -48,6 +54,8 @@ def interleaved(variants: Mapping[str, Callable[[], float]], repeats: int, warm_
             measured = variants[name]()
             if repeat >= 0:
                 found[name].append(measured)
+        if repeat >= 0:
+            progress(repeat + 1)
     return found
 
 

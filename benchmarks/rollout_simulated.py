@@ -74,6 +74,7 @@ def predict(
     """
     found = {}
     for mechanism in MECHANISMS:
+        real = outcomes[mechanism]
         simulated = [
             simulate(
                 SIMULATED[mechanism.replace(" ", "")],
@@ -86,10 +87,9 @@ def predict(
                 least_gain=SHIPPED.least_gain,
                 cool_down=SHIPPED.cool_down,
             )
-            for repeat, workload in enumerate(workloads)
+            for repeat, workload in enumerate(workloads[: len(real) + 1])
             if repeat > 0
         ]
-        real = outcomes[mechanism]
         found[mechanism] = {
             "rollout": ratio_interval([one.makespan for one in simulated], [one.rollout for one in real]),
             "total": ratio_interval([one.makespan_with_scoring for one in simulated], [one.total for one in real]),

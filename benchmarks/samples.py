@@ -26,6 +26,7 @@ from rlhfspec_mega.types import GenerationRequest, GenerationResult, TensorInfo
 from rlhfspec_mega.warmup import warm_model
 
 SLOTS, PREFILL_CHUNK = 64, 512
+PROGRESS_SECONDS = 30.0  # between two lines that tell how far long work has come
 PROMPT_SEED = 4  # of chain sums: another stream than a run's
 MEDIAN_TERMS = 12.0  # longer chains than a run's: a response takes several steps of any rule
 
@@ -131,7 +132,9 @@ def sample(
     engine.submit(requests)
     results: dict[str, GenerationResult] = {}
     while len(results) < len(requests):
-        results |= {result.sample_id: result for result in engine.poll(60.0)}
+        results |= {result.sample_id: result for result in engine.poll(PROGRESS_SECONDS)}
+        if len(results) < len(requests):
+            print(f"  {len(results)} of {len(requests)} samples", flush=True)
     return [
         Sampled((*request.prompt_tokens, *results[request.sample_id].tokens), len(request.prompt_tokens), request.seed)
         for request in requests

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,10 +101,16 @@ class DraftTrainer:
         """Add to the buffer; the oldest leave first."""
         self._buffer.add(examples)
 
-    def refresh(self, *, steps: int | None, seconds: float | None) -> RefreshReport:
+    def refresh(
+        self, *, steps: int | None, seconds: float | None, progress: Callable[[int], None] = lambda taken: None
+    ) -> RefreshReport:
         """Train until `steps` or `seconds` (one at least) are used up; keep the new weights only if they are better.
 
         At least one step is taken, however few the seconds; none where all examples are of one prompt.
+
+        Args:
+            progress: is told the steps taken, after each.
+
         Raises RunError before the first weights of the target.
         """
         if self._learner is None or self._target is None:
@@ -118,7 +124,7 @@ class DraftTrainer:
         lengths = self._accepted(measured, _Budget(None if seconds is None else seconds * _MEASURED_SHARE))
         before, measuring = float(torch.cat(lengths).mean()), time.monotonic() - begin
         # Measuring takes as long again after the training.
-        taken = self._train(steps, None if seconds is None else seconds - 2 * measuring)
+        taken = self._train(steps, None if seconds is None else seconds - 2 * measuring, progress)
         after = float(torch.cat(self._accepted(measured[: len(lengths)], _Budget(None))).mean())
         if not (kept := after > before):
             learner.load_state_dict(old)
@@ -135,7 +141,7 @@ class DraftTrainer:
                 break
         return lengths
 
-    def _train(self, steps: int | None, seconds: float | None) -> int:
+    def _train(self, steps: int | None, seconds: float | None, progress: Callable[[int], None]) -> int:
         """Number of steps taken, one at least."""
         assert self._learner is not None and self._target is not None
         budget, taken = _Budget(seconds), 0
@@ -143,6 +149,7 @@ class DraftTrainer:
         for batch in endless_batches(self._buffer.learnt_from, self._batch_tokens, rng):
             self._learner.step(self._target, make_batch(batch, self._device))
             taken += 1
+            progress(taken)
             if taken == steps or not budget.another():
                 break
         return taken

@@ -20,8 +20,9 @@ _SUMS = ("sample_steps", "drafted_sample_steps", "verified", "accepted", "paired
 def drafting_metrics(tallies: Sequence[DraftingTally]) -> dict[str, float]:
     """Metrics of the engines' tallies of one rollout; none without drafts.
 
-    The sums carry the prefix; beside them the ratios of `drafting_figures`, and of predictions how good they were:
-    calibration_error (mean over engines) and predicted_over_realised accepted draft tokens.
+    The sums carry the prefix; beside them the ratios of `drafting_figures`, collapsed_drafts (engines where drafting
+    stopped), and of predictions how good they were: calibration_error (mean over engines) and predicted_over_realised
+    accepted draft tokens.
     """
     if not tallies:
         return {}
@@ -29,6 +30,7 @@ def drafting_metrics(tallies: Sequence[DraftingTally]) -> dict[str, float]:
     for place, label in enumerate(BY_VERIFIED):
         metrics[f"{PREFIX}n {label}"] = float(sum(tally.sample_steps_by_verified[place] for tally in tallies))
     metrics |= {name: value for name, value in drafting_figures([metrics]).items() if isinstance(value, float)}
+    metrics["collapsed_drafts"] = float(sum(tally.collapsed_rate is not None for tally in tallies))
     errors = [tally.calibration_error for tally in tallies if tally.calibration_error is not None]
     if errors:
         metrics["calibration_error"] = sum(errors) / len(errors)

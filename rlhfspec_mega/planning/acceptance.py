@@ -25,6 +25,7 @@ LEVELS = SHARED + 2 * SAMPLES
 REST = np.array([[0, DEPTHS], [0, POSITIONS], [0, SAMPLES]])  # added to such entries of best children, of the rest
 FACTORS = 4  # a probability's log-odds is a cell's plus a depth's plus a position's plus a sample's
 SURE = 1e-3  # probabilities stay this far from 0 and 1
+MOST_ODDS = 8.0  # of an entry: one that is never wrong stays near enough to notice when it begins to be
 
 # Of a cell; of a depth or position; of a sample. A cell follows the data sooner than a depth; a sample differs from
 # the others by about half a unit of log-odds.
@@ -136,6 +137,7 @@ class AcceptanceModel:
         surprise = np.bincount(flat, np.concatenate((accepted - chances,) * FACTORS), LEVELS)
         curvature = np.bincount(flat, np.concatenate((chances * (1.0 - chances),) * FACTORS), LEVELS)
         self._odds += surprise / (self._information + FACTORS * curvature)
+        np.clip(self._odds, -MOST_ODDS, MOST_ODDS, out=self._odds)
         self._information += curvature
         np.minimum(self._information, self._most, out=self._information)
 

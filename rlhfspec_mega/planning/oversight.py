@@ -15,12 +15,16 @@ class OverseenPolicy:
 
     Args:
         stops: whether a collapse stops drafting; without it no decision depends on steps before `begin_anew`.
+        temperature: of the samples that are watched for a collapse, as a draft is right more often at lower ones; None:
+            of all.
     """
 
-    def __init__(self, policy: DraftingPolicy, collapse_ratio: float, stops: bool = True) -> None:
+    def __init__(
+        self, policy: DraftingPolicy, collapse_ratio: float, stops: bool = True, temperature: float | None = None
+    ) -> None:
         self.width, self.max_depth, self.max_nodes = policy.width, policy.max_depth, policy.max_nodes
         self._tally = DraftingTally()
-        self.watch = CollapseWatch(collapse_ratio, stops)
+        self.watch, self._temperature = CollapseWatch(collapse_ratio, stops), temperature
         self.begin_anew(policy)
 
     def begin_anew(self, policy: DraftingPolicy) -> None:
@@ -41,7 +45,11 @@ class OverseenPolicy:
     def observe(self, record: StepRecord) -> None:
         self.policy.observe(record)
         self._control.observe(record, self._tally)
-        self.watch.observe(record)
+        hits = record.root_hits
+        if self._temperature is not None and len(hits):
+            drafted_for = record.tree.rows[(record.tree.depths == 1) & (record.tree.ranks == 0)]
+            hits = hits[record.batch.temperatures[drafted_for] == self._temperature]
+        self.watch.count(len(hits), int(np.count_nonzero(hits)))
         self._count(record)
 
     def _count(self, record: StepRecord) -> None:
@@ -55,7 +63,8 @@ class OverseenPolicy:
             tally.sample_steps_by_verified[each] += count
 
     def take_tally(self) -> DraftingTally:
-        """What was counted since the last call."""
+        """What was counted since the last call, at the end of a rollout."""
+        self.watch.settle()
         taken, self._tally = self._tally, DraftingTally()
         taken.collapsed_rate = self.watch.rate if self.watch.without_hope else None
         taken.usual_rate = self.watch.usual

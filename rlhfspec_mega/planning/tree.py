@@ -143,3 +143,11 @@ class DraftingPolicy(Protocol):
 
     def observe(self, record: StepRecord) -> None:
         """Learn from a step, plain ones too."""
+
+
+def most_drafted(policy: DraftingPolicy) -> int:
+    """Nodes of a sample that the draft is run on in a step at most: as many as may be kept, or `width` of each layer.
+
+    None of the last layer.
+    """
+    return max(policy.max_nodes, policy.width * (policy.max_depth - 1))

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from rlhfspec_mega.planning.tree import StepRecord
-
 LEAST = 200  # first draft tokens that are judged at once
 LEAST_OF_TRIAL = 40  # the same where drafting was stopped and is tried again
-FORGET = 0.8  # share of the usual rate that a further window leaves
+NEWEST = 0.2  # weight of a further full window in the usual rate
 
 
 class CollapseWatch:
@@ -36,9 +32,18 @@ class CollapseWatch:
         self._judged = self._accepted = 0
 
     def weights_changed(self) -> None:
-        """Begin a new window: what was seen before an update says nothing of the time after it."""
-        self._judged = self._accepted = 0
+        """Begin a new window: what was seen before an update says nothing of the time after it.
+
+        What is too little to be judged goes on counting: else a draft that is hardly used would never be.
+        """
+        if self.without_hope or self._judged >= LEAST_OF_TRIAL:
+            self._judged = self._accepted = 0
         self._on_trial = self.collapsed
+
+    def settle(self) -> None:
+        """A rollout is over: judge a window that did not become full, if it is long enough for a trial."""
+        if self._judged >= LEAST_OF_TRIAL:
+            self._judge()
 
     @property
     def without_hope(self) -> bool:
@@ -49,19 +54,18 @@ class CollapseWatch:
     def may_draft(self) -> bool:
         return not (self.collapsed and self._stops) or self._on_trial
 
-    def observe(self, record: StepRecord) -> None:
-        """Count the best first tokens of a step; judge when there are enough."""
-        self.count(len(record.root_hits), int(np.count_nonzero(record.root_hits)))
-
     def count(self, judged: int, accepted: int) -> None:
-        """As `observe`, of so many first tokens."""
+        """Best first tokens of a step; judge when there are enough."""
         self._judged += judged
         self._accepted += accepted
-        if self._judged < (LEAST_OF_TRIAL if self._on_trial else LEAST):
-            return
+        if self._judged >= (LEAST_OF_TRIAL if self._on_trial else LEAST):
+            self._judge()
+
+    def _judge(self) -> None:
         self.rate = self._accepted / self._judged
         self.collapsed = self.usual is not None and self.rate < self._ratio * self.usual
         if not self.collapsed and not self._on_trial:  # a trial is too short to say what is usual
-            self.usual = self.rate if self.usual is None else FORGET * self.usual + (1 - FORGET) * self.rate
+            news = NEWEST * min(1.0, self._judged / LEAST)
+            self.usual = self.rate if self.usual is None else self.usual + news * (self.rate - self.usual)
         self._judged = self._accepted = 0
         self._on_trial = False

@@ -11,6 +11,7 @@ from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.oversight import OverseenPolicy
 from rlhfspec_mega.planning.policies import make_policy
+from rlhfspec_mega.planning.policy import CalibratedPolicy
 from rlhfspec_mega.planning.rollout_state import Throughput
 from rlhfspec_mega.planning.strategy import Adaptive
 from rlhfspec_mega.planning.throughput import throughput_of
@@ -20,13 +21,14 @@ from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.rollout.torch_engine.profile import profile
 from rlhfspec_mega.types import DraftingTally
 
-FORMAT = 1  # of `DraftingBrain.state_dict`
+FORMAT = 2  # of `DraftingBrain.state_dict`
 
 
 class DraftingBrain:
     """The cost and acceptance models of one engine and the policy that reads them.
 
     Args:
+        temperature: of the samples that are trained on; the draft is judged by these alone.
         deterministic: nothing depends on the clock or on earlier samples: costs are nominal, and an engine without
             samples begins with untaught models, so that a share of samples decodes alike wherever it does.
         machine: what costs depend on besides the two shapes: device, dtype, slots, threads.
@@ -43,6 +45,7 @@ class DraftingBrain:
         shape: ModelShape,
         draft: DraftShape,
         seed: int,
+        temperature: float,
         deterministic: bool,
         machine: str,
         state: Any,
@@ -57,7 +60,7 @@ class DraftingBrain:
             self._measured = state["measured"]
             self._cost.load_state_dict(state["cost"])
             self._acceptance.load_state_dict(state["acceptance"])
-        self.policy = OverseenPolicy(self._decide(), config.collapse_ratio, stops=not deterministic)
+        self.policy = OverseenPolicy(self._decide(), config.collapse_ratio, not deterministic, temperature)
         if known:
             self.policy.watch.usual = state["usual"]
 
@@ -103,8 +106,9 @@ class DraftingBrain:
 
     def take_tally(self) -> DraftingTally:
         """What was done since the last call, with how well it had been predicted."""
-        tally, report = self.policy.take_tally(), self._acceptance.report()
-        if report.observations:
+        tally, report, policy = self.policy.take_tally(), self._acceptance.report(), self.policy.policy
+        # Of a policy that learns no acceptance, the report is of another that has run before.
+        if report.observations and isinstance(policy, CalibratedPolicy) and policy.learns_acceptance:
             tally.calibration_error = report.calibration_error
             tally.predicted_accepted, tally.realised_accepted = report.recent_predicted, report.recent_realised
         return tally

@@ -58,7 +58,9 @@ class TorchEngineWorker(TorchEngine, ServingEngine):
         if draft is not None and drafting is not None:
             draft_shape = read_draft_shape(draft, shape)
             machine = f"{_name(device)}, {dtype}, {config.slots} slots, {torch.get_num_threads()} threads"
-            self._brain = DraftingBrain(drafting, shape, draft_shape, seed, deterministic, machine, drafting_state)
+            self._brain = DraftingBrain(
+                drafting, shape, draft_shape, seed, config.temperature, deterministic, machine, drafting_state
+            )
             vocabulary = load_target_ids(draft, draft_shape)
             given = {"draft": draft_shape, "draft_vocabulary": vocabulary, "policy": self._brain.policy}
         super().__init__(

@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlhfspec_mega.planning.tree import Batch
+from rlhfspec_mega.planning.acceptance import AcceptanceModel
+from rlhfspec_mega.planning.cost import CostModel
+from rlhfspec_mega.planning.tree import Batch, StepRecord
+from rlhfspec_mega.planning.uniform import Fixed
 from rlhfspec_mega.rollout.torch_engine import drafter
 from rlhfspec_mega.types import GenerationRequest
 from tests.random_trees import RandomTrees
@@ -45,3 +48,23 @@ def test_a_full_backlog_is_no_hindrance_to_drafting(monkeypatch: pytest.MonkeyPa
     engine.submit([GenerationRequest("0", "0", (1, 2, 3), 5, 120, 1.0)])
     finish(engine)
     assert sum(record.tree.size > 0 for record in policy.records) == 1
+
+
+class Recorded(Fixed):
+    """Keeps the layers drafted in each step, and those that its samples had room for."""
+
+    def observe(self, record: StepRecord) -> None:
+        super().observe(record)
+        self.layers = [*getattr(self, "layers", []), (record.tree.depth, int(record.batch.remaining.max()) - 1)]
+
+
+@pytest.mark.parametrize(("width", "depth", "nodes"), [(4, 6, 8), (2, 5, 4), (1, 4, 4), (8, 4, 32)])
+def test_trees_are_as_deep_as_asked_for(width: int, depth: int, nodes: int) -> None:
+    """However many nodes of the first layers are drafted from: only those that are kept were limited."""
+    policy = Recorded(AcceptanceModel(), CostModel(), width, depth, nodes)
+    engine = make_engine(2, policy)
+    engine.submit([GenerationRequest(str(number), "0", (1, 2, 3), number, 40, 1.0) for number in range(2)])
+    finish(engine)
+    roomy = [drafted for drafted, room in policy.layers if room >= depth]
+    assert len(roomy) > 5 and max(roomy) == depth
+    assert sum(drafted == depth for drafted in roomy) > len(roomy) / 3  # the best nodes may all lie above

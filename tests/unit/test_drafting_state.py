@@ -64,6 +64,7 @@ def learnt(draft) -> dict[str, Any]:
     """The state after all samples, as a file would give it back."""
     worker = make_worker(draft)
     decode(worker)
+    worker.take_tally()  # the end of a rollout
     return json.loads(json.dumps(worker.drafting_state()))
 
 

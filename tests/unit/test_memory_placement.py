@@ -134,7 +134,7 @@ def test_packed_weights_on_a_cpu_are_counted() -> None:
 def test_draft_memory_of_an_engine_is_that_of_its_tensors(dtype: str, torch_dtype: torch.dtype) -> None:
     draft = draft_shape(WIDE, 100)
     model = Transformer(WIDE, max_positions=50, dtype=torch_dtype, device="cpu")
-    policy = SimpleNamespace(max_nodes=10, max_depth=4)
+    policy = SimpleNamespace(width=3, max_nodes=10, max_depth=4)
     drafter = Drafter(draft, model, policy, slots=3)  # type: ignore[arg-type]
     room = KVCache(WIDE, slots=3, places=policy.max_nodes, dtype=torch_dtype, device="cpu").kv
     tensors = [*drafter.model.tensors().values(), drafter.cache.kv, drafter._features, room]

@@ -42,7 +42,7 @@ def step(accepted: int, seconds: float = 1.0, drafted: bool = True) -> StepRecor
 
 def feed(watch: CollapseWatch, accepted: int, window: int = LEAST) -> None:
     for _ in range(window // SIZE):
-        watch.observe(step(accepted))
+        watch.count(SIZE, accepted)
 
 
 def test_a_collapse_stops_drafting_until_an_update_mends_it() -> None:
@@ -69,18 +69,37 @@ def test_an_update_begins_a_new_window() -> None:
     watch = CollapseWatch(ratio=0.5)
     feed(watch, 8)
     for _ in range(LEAST // SIZE - 1):
-        watch.observe(step(0))
+        watch.count(SIZE, 0)
     watch.weights_changed()
     feed(watch, 8)
     assert not watch.collapsed
 
 
 def test_tokens_are_judged_whether_or_not_they_are_verified() -> None:
-    watch, unverified = CollapseWatch(ratio=0.5), step(7)
+    policy, unverified = OverseenPolicy(RandomTrees(0), collapse_ratio=0.5), step(7)
     unverified = replace(unverified, chosen=unverified.chosen[:0], accepted=unverified.accepted[:0])
     for _ in range(LEAST // SIZE):
-        watch.observe(unverified)
-    assert watch.usual == pytest.approx(0.7)
+        policy.observe(unverified)
+    assert policy.watch.usual == pytest.approx(0.7)
+
+
+def test_samples_of_another_temperature_are_not_watched() -> None:
+    policy = OverseenPolicy(RandomTrees(0), collapse_ratio=0.5, temperature=1.0)
+    mixed = replace(batch(), temperatures=np.array([0.0] * 5 + [1.0] * 5))
+    for _ in range(2 * LEAST // SIZE):
+        policy.observe(replace(step(7), batch=mixed))  # all 5 greedy samples' first tokens are right, 2 of the others'
+    assert policy.watch.usual == pytest.approx(0.4)
+
+
+def test_a_draft_that_is_hardly_used_is_judged_at_the_end_of_rollouts() -> None:
+    policy = OverseenPolicy(RandomTrees(0), collapse_ratio=0.5)
+    feed(policy.watch, 8)
+    rates = []
+    for _ in range(4):  # each with half of what a trial takes
+        policy.watch.weights_changed()
+        feed(policy.watch, 1, LEAST_OF_TRIAL // 2)
+        rates.append(policy.take_tally().collapsed_rate)
+    assert rates == [None, pytest.approx(0.1), None, pytest.approx(0.1)]
 
 
 @pytest.mark.parametrize("size", [8, 16])

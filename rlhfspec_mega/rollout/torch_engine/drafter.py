@@ -10,7 +10,7 @@ import torch
 from rlhfspec_mega.models.draft_model import DraftModel
 from rlhfspec_mega.models.draft_shape import TAPS, DraftShape
 from rlhfspec_mega.models.transformer import Transformer
-from rlhfspec_mega.planning.tree import BACKLOG, ROOT, Batch, Bools, DraftingPolicy, DraftTree, Ints
+from rlhfspec_mega.planning.tree import BACKLOG, ROOT, Batch, Bools, DraftingPolicy, DraftTree, Ints, most_drafted
 from rlhfspec_mega.rollout.protocol import DraftPast
 from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, KVCache
 from rlhfspec_mega.rollout.torch_engine.inputs import Inputs, number_in_row, ragged
@@ -55,7 +55,8 @@ class Drafter:
             self.model.target_ids = vocabulary.to(target.embedding.device)
         self.policy = policy
         weights = target.embedding
-        places = target.max_positions + policy.max_nodes
+        self._most_drafted = most_drafted(policy)
+        places = target.max_positions + self._most_drafted
         self.cache = KVCache(shape, slots=slots, places=places, dtype=weights.dtype, device=weights.device)
         self.room = BACKLOG + policy.max_depth + 1
         size = (slots, self.room, TAPS * shape.hidden_size)
@@ -159,7 +160,7 @@ class Drafter:
             nodes = self.policy.expand(batch, tree)
             nodes = nodes[~tree.ends[nodes] & (batch.remaining[tree.rows[nodes]] - 1 > tree.depth)]
             columns = used[tree.rows[nodes]] + number_in_row(tree.rows[nodes])
-            fits = columns < self.policy.max_nodes
+            fits = columns < self._most_drafted
             nodes, columns = nodes[fits], columns[fits]
             if not len(nodes) or tree.depth >= depth:
                 return grown

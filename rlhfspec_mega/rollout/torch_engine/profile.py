@@ -140,7 +140,7 @@ def _decode(
 
 def _made_up(engine: TorchEngine, size: int, length: int, tokens: int) -> list[GenerationRequest]:
     """Samples of one prompt of about `length` tokens and responses of about `tokens`."""
-    prompt = tuple(token % engine.vocab_size for token in range(max(2, min(length, engine.max_positions - tokens))))
+    prompt = tuple(token % engine.vocab_size for token in range(max(1, min(length, engine.max_positions - tokens))))
     tokens = min(tokens, engine.max_positions - len(prompt))
     return [GenerationRequest(f"profile.{i}", "profile", prompt, seed=i, max_new_tokens=tokens) for i in range(size)]
 
