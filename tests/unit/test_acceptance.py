@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from rlhfspec_mega.planning.acceptance import AcceptanceModel
+from rlhfspec_mega.planning.acceptance import CELLS, GAPS, RANKS, AcceptanceModel
 from rlhfspec_mega.planning.calibration import Calibration
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.tree import ROOT, Batch, DraftTree, StepRecord
@@ -157,3 +157,25 @@ def test_a_samples_own_past_counts_for_it_alone() -> None:
     assert own[0] - own[1] > others[0] - others[1] + 0.15
     again = model.conditional(two(7 + 1024), tree, slice(0, 2))  # the same places in the tables, other samples
     np.testing.assert_array_equal(again, others)
+
+
+def test_what_was_never_wrong_is_soon_believed_to_fail() -> None:
+    """Millions of outcomes had moved the log-odds of the best children to 45."""
+    rng, model = np.random.default_rng(8), AcceptanceModel()
+    state = model.state_dict()
+    best = [cell for cell in range(CELLS) if cell % (RANKS * GAPS) < GAPS]
+    state["odds"] = [45.0 if entry in best else odds for entry, odds in enumerate(state["odds"])]
+    model.load_state_dict(state)
+    assert model.expected_layer(1, 1.0)[0] > 0.99
+    train(model, lambda gap, depth, length, width: np.zeros(width), 100, rng)
+    assert model.expected_layer(1, 1.0)[0] < 0.5
+
+
+def test_calibration_error_is_of_late() -> None:
+    calibration = Calibration()
+    for _ in range(5000):
+        calibration.add(np.array([0.55]), np.array([False]), 0.55, 0)
+    assert calibration.report().calibration_error == pytest.approx(0.55)
+    for step in range(5000):
+        calibration.add(np.array([0.5]), np.array([step % 2 == 0]), 0.5, step % 2)
+    assert calibration.report().calibration_error < 0.02 and calibration.report().observations == 10_000

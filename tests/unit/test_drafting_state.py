@@ -148,3 +148,9 @@ def test_a_full_disk_costs_what_was_learnt_and_not_the_run(monkeypatch):
     monkeypatch.setattr(trainer, "driver_state", lambda run: {})
     trainer.save(run, 1)
     assert len(notes) == 1 and "No space left on device" in notes[0]
+
+
+def test_a_prompt_and_a_response_of_one_token_each(draft):
+    worker = make_worker(draft, limits=RolloutConfig(max_prompt_tokens=1, max_new_tokens=1, slots=2))
+    (result,) = decode(worker, [GenerationRequest("0", "0", (3,), 7, 1)]).values()
+    assert len(result.tokens) == 1
