@@ -64,7 +64,7 @@ def _rules(task: Task) -> Rules:
 def against_peers(bench: Bench, target: Target, adaptive: Contender, tokens: int, repeats: int) -> dict[str, Any]:
     """Time of each of transformers' methods over ours, at T = 1: median and interval, by batch size."""
     assistant = load_target(words_target("tiny")) if target.shape != load_target(words_target("tiny")).shape else None
-    peer, found = Peer(target, assistant), dict[str, Any]()
+    peer, found = Peer(target, assistant, bench.dtype), dict[str, Any]()
     for batch in (1, 32):
         scenario = batch_scenario(batch, tokens, 1.0)
         methods = [Method.PLAIN]

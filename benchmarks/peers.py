@@ -55,11 +55,12 @@ class Peer:
 
     Args:
         assistant: a smaller model with the same tokenizer, for `Method.ASSISTED`.
+        dtype: of the weights.
     """
 
-    def __init__(self, target: Target, assistant: Target | None = None):
-        self._model = _load(target)
-        self._assistant = _load(assistant) if assistant else None
+    def __init__(self, target: Target, assistant: Target | None = None, dtype: torch.dtype = torch.float32):
+        self._model = _load(target, dtype)
+        self._assistant = _load(assistant, dtype) if assistant else None
         self._pad, self._eos = target.tokenizer.pad_token_id, target.tokenizer.eos_token_id
         if assistant and assistant.tokenizer.get_vocab() != target.tokenizer.get_vocab():
             raise UserError(
@@ -144,8 +145,8 @@ def _best_gap(target: Target, tokens: Sequence[int], parted: set[int]) -> float:
     return float(best.values[0] - best.values[1]) if set(best.indices.tolist()) == parted else float("inf")
 
 
-def _load(target: Target) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(target.directory, dtype=torch.float32, local_files_only=True)
+def _load(target: Target, dtype: torch.dtype) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(target.directory, dtype=dtype, local_files_only=True)
     return model.eval()
 
 

@@ -69,7 +69,8 @@ class Bench:
         device: str = "cpu",
         dtype: str = "float32",
     ) -> None:
-        self._target, self._prompts, self._device, self._dtype = target, prompts, device, getattr(torch, dtype)
+        self._target, self._prompts, self._device = target, prompts, device
+        self.dtype: torch.dtype = getattr(torch, dtype)
         self.prompt_length = sum(map(len, prompts)) // len(prompts)
         positions = max(map(len, prompts)) + LONGEST
         self._plain = self._engine(positions, None)
@@ -149,7 +150,7 @@ class Bench:
             slots=SLOTS,
             max_positions=positions,
             prefill_chunk=PREFILL_CHUNK,
-            dtype=self._dtype,
+            dtype=self.dtype,
             device=self._device,
             **given,
         )

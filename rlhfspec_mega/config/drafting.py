@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhfspec_mega.config.schema import DraftingConfig, RunConfig
+from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.draft_shape import DraftShape, draft_shape
 from rlhfspec_mega.models.shape import ModelShape
@@ -83,15 +83,6 @@ def shape_of_draft(config: RunConfig, shape: ModelShape) -> DraftShape | None:
     from rlhfspec_mega.models.draft_directory import read_draft_shape  # here: it brings torch, and refusals are quick
 
     return read_draft_shape(config.drafting.path, shape)
-
-
-def most_draft_tokens(drafting: DraftingConfig) -> int:
-    """Draft tokens of one sample in one step, at most."""
-    if drafting.policy == "ema_tiers":
-        return max(depth for depths in drafting.tiers.values() for depth in depths)
-    if drafting.policy == "bandit":
-        return max(tokens for _, _, tokens in drafting.arms)
-    return drafting.tokens if drafting.policy == "fixed" else drafting.max_tokens
 
 
 def check_drafting(config: RunConfig, shape: ModelShape) -> None:

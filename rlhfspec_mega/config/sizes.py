@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhfspec_mega.config.drafting import most_draft_tokens, shape_of_draft
+from rlhfspec_mega.config.drafting import shape_of_draft
 from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.config.sglang import engine_gpus
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.planning.acceptance import AcceptanceModel
+from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.memory import (
     GIB,
     ActorMemory,
@@ -24,6 +26,8 @@ from rlhfspec_mega.planning.memory import (
     reference_memory,
     weights_per_rank,
 )
+from rlhfspec_mega.planning.policies import make_policy
+from rlhfspec_mega.planning.tree import most_drafted
 
 
 @dataclass(frozen=True)
@@ -139,14 +143,17 @@ def _actor_plan(config: RunConfig, data_parallel: int) -> ActorPlan:
 
 def _draft_memory(config: RunConfig, shape: ModelShape, max_sequence: int) -> DraftMemory:
     draft, drafting, rollout = shape_of_draft(config, shape), config.drafting, config.rollout
-    if draft is None:
+    policy = make_policy(drafting, AcceptanceModel(), CostModel(), seed=0)
+    if draft is None or policy is None:
         return DraftMemory(0, 0)
     plan = DraftPlan(
         buffer_tokens=drafting.buffer_tokens if drafting.refresh_every else 0,
         actor_dtype=config.actor.dtype,
         slots=rollout.slots,
         positions=max_sequence,
-        nodes=most_draft_tokens(drafting),
+        nodes=policy.max_nodes,
+        drafted=most_drafted(policy),
+        depth=policy.max_depth,
         engine_dtype=rollout.dtype or config.actor.dtype,
         device=device_type(config.cluster),
     )
@@ -191,7 +198,7 @@ def size_rows(config: RunConfig, sizes: Sizes) -> list[tuple[str, str, str]]:
         ),
         ("tokens per micro-batch", f"{trainer.max_tokens_per_microbatch}", "at most"),
         ("memory per actor rank", f"{sizes.actor_memory.total / GIB:.2f} GiB", "estimate"),
-        ("memory per engine", f"{sizes.engine_memory.total / GIB:.2f} GiB", "estimate: weights and KV"),
+        ("memory per engine", f"{sizes.engine_memory.total / GIB:.2f} GiB", "estimate: weights, KV, scores"),
         *_draft_rows(sizes.draft_memory),
         *_reference_rows(sizes.reference_memory),
     ]

@@ -66,11 +66,11 @@ class DraftModel:
 
     def weights_changed(self) -> None:
         """To be called after writing through `tensors`, before the next forward."""
-        self._packed.pack((self.qkv, self.gate_up, self.head))
+        self._packed.pack((self.fc, self.qkv, self.out, self.gate_up, self.down, self.head))
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """States [N, hidden] of the target's tapped outputs [N, 3 * hidden], low to high."""
-        return F.linear(features, self.fc)
+        return self._packed.linear(features, self.fc)
 
     def advance(
         self, tokens: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attention: Attention
@@ -82,9 +82,9 @@ class DraftModel:
         inputs = torch.cat((self._norm(embedded, self.input_norm), self._norm(states, self.hidden_norm)), dim=-1)
         qkv = self._packed.linear(inputs, self.qkv).view(len(tokens), -1, shape.head_dim)
         rotate_(qkv[:, :rotated], *self._target.rotation(positions))
-        x = torch.addmm(states, attention(0, qkv).flatten(1), self.out.t())
+        x = self._packed.added(states, attention(0, qkv).flatten(1), self.out)
         gate, up = self._packed.linear(self._norm(x, self.post_norm), self.gate_up).chunk(2, dim=-1)
-        return torch.addmm(x, F.silu(gate).mul_(up), self.down.t())
+        return self._packed.added(x, F.silu(gate).mul_(up), self.down)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """float32 [N, draft vocabulary] of the states that entries put out."""

@@ -98,7 +98,7 @@ class Transformer:
 
     def weights_changed(self) -> None:
         """To be called after writing through `hf_tensors`, before the next forward."""
-        self._packed.pack(weight for layer in self.layers for weight in (layer.qkv, layer.gate_up))
+        self._packed.pack(w for layer in self.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down))
         self._packed.pack([self.head])
 
     def rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,7 +110,7 @@ class Transformer:
     ) -> torch.Tensor:
         """Final normed states [..., hidden] of int64 tokens [...] at int64 positions [...]."""
         shape, heads = self.shape, self.shape.num_heads
-        rotated, linear = heads + shape.num_kv_heads, self._packed.linear
+        rotated, linear, added = heads + shape.num_kv_heads, self._packed.linear, self._packed.added
         cos, sin = self.rotation(positions)
         x = F.embedding(tokens.flatten(), self.embedding)
         for index, layer in enumerate(self.layers):
@@ -121,9 +121,9 @@ class Transformer:
                 qkv[..., heads:rotated, :] = self._norm(qkv[..., heads:rotated, :], layer.k_norm)
             rotate_(qkv[..., :rotated, :], cos, sin)
             mixed = attention(index, qkv)
-            x = torch.addmm(x, mixed.reshape(len(x), -1), layer.out.t())
+            x = added(x, mixed.reshape(len(x), -1), layer.out)
             gate, up = linear(self._norm(x, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
-            x = torch.addmm(x, F.silu(gate).mul_(up), layer.down.t())
+            x = added(x, F.silu(gate).mul_(up), layer.down)
             if tap is not None:
                 tap(index, x)
         return self._norm(x, self.final_norm).view(*tokens.shape, -1)

@@ -10,6 +10,9 @@ from rlhfspec_mega.planning.tree import BACKLOG
 
 GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+LOGITS_AT_ONCE = 2**25  # rows x vocabulary whose scores an engine holds at once when it chooses tokens
+# Of one of them: fp32 logits, over the temperature, and in float64 noise and their sum.
+_SCORE_BYTES, _NOISE_BYTES = 24, 8
 _TRAINED_POSITIONS, _TRAINED_DEPTH = 512, 5  # of one training step of a draft
 
 
@@ -35,10 +38,11 @@ class EngineMemory:
     weights: int
     packed: int
     kv: int
+    scores: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.packed + self.kv
+        return self.weights + self.packed + self.kv + self.scores
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,8 @@ class DraftPlan:
         buffer_tokens: whose hidden states are kept to learn from; 0: it does not learn.
         positions: tokens of the longest sequence.
         nodes: draft tokens of a sample in a step, at most.
+        drafted: those that the draft is run on, at most.
+        depth: layers of draft tokens, at most.
     """
 
     buffer_tokens: int
@@ -83,6 +89,8 @@ class DraftPlan:
     slots: int
     positions: int
     nodes: int
+    drafted: int
+    depth: int
     engine_dtype: str
     device: str
 
@@ -148,17 +156,18 @@ def actor_memory(shape: ModelShape, plan: ActorPlan) -> ActorMemory:
 
 
 def engine_memory(shape: ModelShape, slots: int, positions: int, dtype: str, device: str) -> EngineMemory:
-    """Bytes of one engine: all weights, and keys and values of every slot at full length.
+    """Bytes of one engine: all weights, keys and values of every slot at full length, and scores to choose tokens by.
 
-    kv = slots x positions x layers x 2 x KV heads x head_dim x bytes per number. On a CPU in fp32 the matrices of q, k
-    and v, gate and up, and the head exist a second time, in the CPU's own layout.
+    kv = slots x positions x layers x 2 x KV heads x head_dim x bytes per number. On a CPU the layers' matrices and the
+    head exist a second time, in the CPU's own layout (in fp32 not those of few outputs, which are counted as well).
     """
-    inputs = shape.num_layers * shape.hidden_size
-    packed = _rows(shape) * inputs + shape.vocab_size * shape.hidden_size if _packs(dtype, device) else 0
+    head = shape.vocab_size * shape.hidden_size
+    packed = shape.num_layers * _matrices(shape, shape.hidden_size) + head if device == "cpu" else 0
     return EngineMemory(
         weights=shape.parameters * DTYPE_BYTES[dtype],
-        packed=4 * packed,
+        packed=packed * DTYPE_BYTES[dtype],
         kv=slots * positions * _kv_bytes(shape, dtype),
+        scores=_score_bytes(shape, slots, slots),
     )
 
 
@@ -169,8 +178,8 @@ def draft_memory(draft: DraftShape, plan: DraftPlan) -> DraftMemory:
             back to, all fp32; the target's embedding and head in fp32; 4 hidden numbers per token of the buffer; and
             per position of a training batch the target's distribution and, for each of 5 drafted tokens, logits and
             their log-softmax.
-    engine  weights (on a CPU in fp32 most of them twice, as in engine_memory), keys and values of every slot with room
-            for a step's draft tokens, that room in the target's cache, and states not read yet.
+    engine  weights (on a CPU most of them twice, as in engine_memory), keys and values of every slot with room for a
+            step's draft tokens, that room in the target's cache, states not read yet, and scores at the draft tokens.
     """
     hidden, weights, target = draft.hidden_size, draft.parameters, draft.target
     actor = 4 * weights
@@ -179,13 +188,13 @@ def draft_memory(draft: DraftShape, plan: DraftPlan) -> DraftMemory:
         actor += plan.buffer_tokens * (TAPS + 1) * hidden * DTYPE_BYTES[plan.actor_dtype]
         actor += _TRAINED_POSITIONS * (1 + 2 * _TRAINED_DEPTH) * 4 * draft.vocab_size
     size = DTYPE_BYTES[plan.engine_dtype]
-    attention = 2 * hidden * (draft.num_heads + 2 * draft.num_kv_heads) * draft.head_dim
-    packed = attention + (2 * draft.ffn_size + draft.vocab_size) * hidden
-    kv = (plan.positions + plan.nodes) * _kv_bytes(draft, plan.engine_dtype)
+    packed = _matrices(draft, 2 * hidden) + (TAPS * hidden + draft.vocab_size) * hidden if plan.device == "cpu" else 0
+    kv = (plan.positions + plan.drafted) * _kv_bytes(draft, plan.engine_dtype)
     room = plan.nodes * _kv_bytes(target, plan.engine_dtype)
-    unread = (BACKLOG + plan.nodes) * TAPS * hidden * size
-    engine = weights * size + (4 * packed if _packs(plan.engine_dtype, plan.device) else 0)
-    return DraftMemory(actor, engine + plan.slots * (kv + room + unread))
+    unread = (BACKLOG + plan.depth + 1) * TAPS * hidden * size
+    scores = _score_bytes(target, plan.slots * (1 + plan.nodes), plan.slots * (1 + plan.depth))
+    scores -= _score_bytes(target, plan.slots, plan.slots)
+    return DraftMemory(actor, (weights + packed) * size + plan.slots * (kv + room + unread) + scores)
 
 
 def reference_memory(shape: ModelShape, plan: ReferencePlan) -> int:
@@ -208,13 +217,17 @@ def reference_memory(shape: ModelShape, plan: ReferencePlan) -> int:
     return shape.parameters * size + max(layer, head)
 
 
-def _packs(dtype: str, device: str) -> bool:
-    return dtype == "float32" and device == "cpu"
+def _matrices(shape: ModelShape | DraftShape, inputs: int) -> int:
+    """Weights in a layer's matrices; those of q, k and v have `inputs` inputs."""
+    heads = shape.num_heads + 2 * shape.num_kv_heads
+    mixed = shape.num_heads * shape.head_dim
+    return heads * shape.head_dim * inputs + shape.hidden_size * (mixed + 3 * shape.ffn_size)
 
 
-def _rows(shape: ModelShape) -> int:
-    """Outputs of a layer's matrices that read the hidden state: q, k and v, gate and up."""
-    return (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim + 2 * shape.ffn_size
+def _score_bytes(shape: ModelShape, rows: int, noises: int) -> int:
+    """Of choosing tokens after so many inputs, with noise for so many pairs of sample and position."""
+    at_once = max(1, LOGITS_AT_ONCE // shape.vocab_size)
+    return shape.vocab_size * (_SCORE_BYTES * min(rows, at_once) + _NOISE_BYTES * noises)
 
 
 def _kv_bytes(shape: ModelShape | DraftShape, dtype: str) -> int:

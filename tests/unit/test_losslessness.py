@@ -19,6 +19,7 @@ from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.policies import make_policy
 from rlhfspec_mega.planning.tree import DraftingPolicy
+from rlhfspec_mega.rollout.torch_engine import decoder
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.sampling.noise import sample_seed
 from rlhfspec_mega.types import GenerationRequest, GenerationResult
@@ -97,6 +98,24 @@ def test_every_policy_gives_the_tokens_of_plain_decoding(plain, name):
     assert sum(len(result.tokens) for result in found.values()) >= 20_000 and len(found) >= 200
     assert_same(plain, found, REQUESTS, make_judge(SHAPE, WEIGHTS))
     assert steps < 0.97 * SEQUENCES * TOKENS, "next to nothing was accepted: the comparison shows nothing"
+
+
+def test_scores_made_in_pieces_choose_the_same_tokens(plain, monkeypatch):
+    """A large vocabulary's scores do not exist for all inputs at once."""
+    monkeypatch.setattr(decoder, "LOGITS_AT_ONCE", 5 * SHAPE.vocab_size)
+    policy, scored = RandomTrees(7), list[int]()
+    logits = Transformer.logits
+
+    def counted(self: Transformer, hidden: torch.Tensor) -> torch.Tensor:
+        scored.append(len(hidden))
+        return logits(self, hidden)
+
+    monkeypatch.setattr(Transformer, "logits", counted)
+    engine = make_engine(9, policy)
+    engine.submit(REQUESTS[:18])
+    found = finish(engine)
+    assert max(scored) == 5 and sum(int(record.accepted.sum()) for record in policy.records) > 20
+    assert_same({name: plain[name] for name in found}, found, REQUESTS[:18], make_judge(SHAPE, WEIGHTS))
 
 
 # Wide enough for packed weights (gate and up: 512 outputs, the head: 520).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.planning.memory import (
+    LOGITS_AT_ONCE,
     ActorPlan,
     DraftPlan,
     actor_memory,
@@ -98,8 +100,8 @@ def test_engine_memory_is_that_of_its_tensors(dtype: str, torch_dtype: torch.dty
     assert engine_memory(shape, 3, 50, dtype, "cpu").weights == weights * torch_dtype.itemsize
 
 
-# Every packed matrix has at least the 512 outputs from which packing pays.
-WIDE = ModelShape("llama", 32, 2, 4, 2, 64, 256, 512, 64, 1e4, 1e-5, True)
+# Every matrix has at least the 512 outputs from which packing pays in fp32.
+WIDE = ModelShape("llama", 512, 2, 4, 2, 64, 256, 512, 64, 1e4, 1e-5, True)
 
 
 def draft_plan(**changes: object) -> DraftPlan:
@@ -109,6 +111,8 @@ def draft_plan(**changes: object) -> DraftPlan:
         "slots": 3,
         "positions": 50,
         "nodes": 10,
+        "drafted": 12,
+        "depth": 4,
         "engine_dtype": "float32",
         "device": "cuda",
     }
@@ -125,21 +129,28 @@ def test_packed_weights_on_a_cpu_are_counted() -> None:
     for one, bytes_counted in zip((model, beside), counted, strict=True):
         one.weights_changed()
         assert bytes_counted == sum(packed.numel() * 4 for packed in one._packed._packed.values()) > 0
-    assert (
-        engine_memory(WIDE, 1, 8, "bfloat16", "cpu").packed == engine_memory(WIDE, 1, 8, "float32", "cuda").packed == 0
-    )
+    assert 2 * engine_memory(WIDE, 1, 8, "bfloat16", "cpu").packed == counted[0]
+    assert engine_memory(WIDE, 1, 8, "float32", "cuda").packed == 0
 
 
 @pytest.mark.parametrize(("dtype", "torch_dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
 def test_draft_memory_of_an_engine_is_that_of_its_tensors(dtype: str, torch_dtype: torch.dtype) -> None:
     draft = draft_shape(WIDE, 100)
     model = Transformer(WIDE, max_positions=50, dtype=torch_dtype, device="cpu")
-    policy = SimpleNamespace(width=3, max_nodes=10, max_depth=4)
+    policy = SimpleNamespace(width=4, max_nodes=10, max_depth=4)  # draws from up to 12 nodes
     drafter = Drafter(draft, model, policy, slots=3)  # type: ignore[arg-type]
     room = KVCache(WIDE, slots=3, places=policy.max_nodes, dtype=torch_dtype, device="cpu").kv
     tensors = [*drafter.model.tensors().values(), drafter.cache.kv, drafter._features, room]
-    real = sum(tensor.nbytes for tensor in tensors)
-    assert real <= draft_memory(draft, draft_plan(engine_dtype=dtype)).engine < 1.05 * real
+    scores = WIDE.vocab_size * (24 * 3 * 10 + 8 * 3 * 4)  # at draft tokens; noise for every layer of them
+    real = sum(tensor.nbytes for tensor in tensors) + scores
+    assert draft_memory(draft, draft_plan(engine_dtype=dtype)).engine == real
+
+
+def test_scores_of_a_large_vocabulary_are_those_made_at_once() -> None:
+    large = replace(WIDE, vocab_size=LOGITS_AT_ONCE // 100)
+    few, many = (engine_memory(large, slots, 8, "bfloat16", "cuda").scores for slots in (100, 1000))
+    noise = 8 * large.vocab_size
+    assert many - 1000 * noise == few - 100 * noise == 24 * 100 * large.vocab_size
 
 
 def test_draft_memory_of_an_actor_is_that_of_learning() -> None:

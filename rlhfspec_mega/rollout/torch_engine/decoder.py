@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from rlhfspec_mega.models.transformer import Transformer
+from rlhfspec_mega.planning.memory import LOGITS_AT_ONCE
 from rlhfspec_mega.planning.tree import ROOT, Batch, Bools, DraftTree, Ints, StepRecord
 from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, KVCache
 from rlhfspec_mega.rollout.torch_engine.drafter import Drafter
@@ -153,8 +154,13 @@ class Decoder:
         """The target's choice after every input and its log-prob."""
         inputs = verification.inputs
         hidden = self.model.hidden(inputs.tokens, inputs.positions, CachedAttention(self.cache, inputs), features)
-        depths = verification.depths if verification.depth else 0
-        return best_tokens(*noise.scores(self.model.logits(hidden), inputs.rows, depths))
+        at_once = max(1, LOGITS_AT_ONCE // self.model.shape.vocab_size)
+        pieces = []
+        for first in range(0, len(hidden), at_once):
+            part = slice(first, first + at_once)
+            depths = verification.depths[part] if verification.depth else 0
+            pieces.append(best_tokens(*noise.scores(self.model.logits(hidden[part]), inputs.rows[part], depths)))
+        return pieces[0] if len(pieces) == 1 else Selection(*map(torch.cat, zip(*pieces, strict=True)))
 
     def _accept(
         self, verification: Verification, selection: Selection, features: Features | None

@@ -94,8 +94,8 @@ class StepNoise:
         self._sampled = bool(slots.host_temperatures[:batch].any())
         self._states, self._first = slots.noise[:batch, None], slots.lengths[:batch, None] - 1
         self._vocab_size, self._depths = slots.stops.shape[1], depths
-        self._blocks: list[torch.Tensor] = []  # float64 [batch, depths of the block, vocab] each, from depth 0 on
-        self._block_depths = max(1, _BLOCK_CELLS // (batch * self._vocab_size))
+        self._values: torch.Tensor | None = None  # float64 [batch, depths, vocab], of which the first `_made` are made
+        self._made, self._at_once = 0, max(1, _BLOCK_CELLS // (batch * self._vocab_size))
         self._banned = slots.stops[:batch] & slots.forced[:batch, None] if slots.any_forced else None
 
     def scores(
@@ -121,17 +121,19 @@ class StepNoise:
 
     def _noise(self, rows: torch.Tensor, depths: torch.Tensor | int) -> torch.Tensor:
         """float64 [n, vocab] at these rows and depths."""
-        size = self._block_depths
-        if isinstance(depths, int):
-            return self._block(depths // size)[rows, depths % size]
-        blocks = 1 if size >= self._depths else int(depths.max()) // size + 1
-        made = [self._block(number) for number in range(blocks)]
-        return (made[0] if blocks == 1 else torch.cat(made, dim=1))[rows, depths]
+        if self._values is None:
+            size = (len(self._states), self._depths, self._vocab_size)
+            self._values = torch.empty(size, dtype=torch.float64, device=self._states.device)
+        if self._made < self._depths:
+            deepest = depths if isinstance(depths, int) else int(depths.max())
+            while self._made <= deepest:
+                self._make(self._values)
+        return self._values[rows, depths]
 
-    def _block(self, number: int) -> torch.Tensor:
-        while len(self._blocks) <= number:
-            first = len(self._blocks) * self._block_depths
-            places = np.arange(first, min(first + self._block_depths, self._depths))
-            positions = torch.from_numpy(self._first + places).to(self._states.device)
-            self._blocks.append(gumbel_from_states(self._states, positions, self._vocab_size))
-        return self._blocks[number]
+    def _make(self, values: torch.Tensor) -> None:
+        """The next depths."""
+        places = np.arange(self._made, min(self._made + self._at_once, self._depths))
+        positions = torch.from_numpy(self._first + places).to(values.device)
+        made = slice(self._made, self._made + len(places))
+        values[:, made] = gumbel_from_states(self._states, positions, self._vocab_size)
+        self._made = made.stop

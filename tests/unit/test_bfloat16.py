@@ -1,0 +1,59 @@
+"""What an engine computes otherwise in bfloat16 on a CPU, against the same in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhfspec_mega.models.packed_weights import PackedWeights
+from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, KVCache
+from rlhfspec_mega.rollout.torch_engine.inputs import Inputs
+from tests.unit.test_torch_engine import one_thread
+
+__all__ = ["one_thread"]
+SHAPE = ModelShape("llama", 32, 2, 4, 2, 64, 48, 29, 64, 1e4, 1e-6, True)
+
+
+def attended(dtype: torch.dtype, counts: list[int]) -> torch.Tensor:
+    """Attention of a second layer: row i brings counts[i] inputs and sees i + 3 places and itself."""
+    generator = torch.Generator().manual_seed(1)
+    cache = KVCache(SHAPE, slots=4, places=20, dtype=dtype, device="cpu")
+    cache.kv.copy_(torch.randn(cache.kv.shape, generator=generator))
+    rows = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    columns = torch.cat([torch.arange(count) for count in counts])
+    places = 10 + columns
+    visible = torch.arange(10 + max(counts)) < rows[:, None] + 3
+    visible[torch.arange(len(rows)), places] = True
+    inputs = Inputs(rows, places, rows, columns, places, visible, len(counts), max(counts))
+    qkv = torch.randn(len(rows), 8, SHAPE.head_dim, generator=generator).to(dtype)
+    return CachedAttention(cache, inputs)(1, qkv)
+
+
+@pytest.mark.parametrize("counts", [[1, 1, 1], [4, 1, 2], [3]])
+def test_attention_is_that_of_float32(counts):
+    found, expected = attended(torch.bfloat16, counts), attended(torch.float32, counts)
+    assert found.dtype == torch.bfloat16 and found.shape == expected.shape
+    assert torch.allclose(found.float(), expected, atol=0.03, rtol=0.03)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 8, 100])
+def test_packed_products_are_those_of_the_weights(rows, dtype):
+    """Of few rows and of many, with a bias, and added to a residual; after an update those of the new weights."""
+    generator = torch.Generator().manual_seed(2)
+    weight, narrow = torch.zeros(520, 48, dtype=dtype), torch.zeros(48, 48, dtype=dtype)
+    packed = PackedWeights()
+    for _ in range(2):
+        for matrix in (weight, narrow):
+            matrix.copy_(torch.randn(matrix.shape, generator=generator))
+        packed.pack((weight, narrow))
+        for matrix in (weight, narrow):
+            x = torch.randn(rows, 48, generator=generator).to(dtype)
+            other = torch.randn(rows, len(matrix), generator=generator).to(dtype)
+            product = x.double() @ matrix.double().t()
+            close = {"atol": 1e-4, "rtol": 1e-4} if dtype is torch.float32 else {"atol": 0.1, "rtol": 0.01}
+            with torch.inference_mode():
+                found = packed.linear(x, matrix), packed.linear(x, matrix, other[0]), packed.added(other, x, matrix)
+            for result, expected in zip(found, (product, product + other[0], product + other), strict=True):
+                assert torch.allclose(result.double(), expected, **close)
