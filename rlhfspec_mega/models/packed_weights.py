@@ -17,6 +17,9 @@ import torch.nn.functional as F
 _MOST_FP32_ROWS = 64  # beyond, packing is a small part of a product
 _LEAST_FP32_WIDTH = 512  # outputs; below, the call costs more than it saves
 _TUNED_ROWS = 8  # the layout is made for about so many
+# Rows of a bfloat16 tile. For every other number of rows oneDNN makes a kernel, which takes as long as several products
+# of few rows, and keeps about a thousand: verified tokens would come in more numbers than that.
+_TILE_ROWS = 16
 
 
 class PackedWeights:
@@ -41,7 +44,10 @@ class PackedWeights:
         packed = self._packed.get(id(weight)) if few else None
         if packed is None:
             return F.linear(x, weight, bias)
-        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        rows = len(x)
+        if x.dtype != torch.float32 and rows > _TILE_ROWS:
+            x = F.pad(x, (0, 0, 0, -rows % _TILE_ROWS))
+        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")[:rows]
 
     def added(self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """residual + x W^T, for x [rows, in]."""

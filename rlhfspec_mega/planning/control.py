@@ -1,34 +1,40 @@
-"""What speculation gains, measured while it runs: now and then a step decodes plainly and is compared with the last."""
+"""What speculation gains, measured while it runs: now and then steps decode plainly and are compared with drafts."""
 
 from __future__ import annotations
 
 from rlhfspec_mega.planning.tree import StepRecord
 from rlhfspec_mega.types import DraftingTally
 
-EVERY = 32  # steps between plain ones: they cost about 2% of what speculation gains
+EVERY = 128  # steps from one control to the next: they cost about 5% of what speculation gains
+# Plain steps of a control. A machine takes a tenth longer for the first ones after other steps than for the rest:
+# the last one counts.
+LENGTH = 6
 
 
 class PlainControl:
-    """Pairs every control step with the step before it, which had the same samples but for those that ended."""
+    """Pairs the last step of every control with the step before it, if that had the same samples."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._before: StepRecord | None = None
-        self._due = False
+        self._place = 0  # of the step that is taken in its control, from 1
 
     def is_due(self) -> bool:
         """Whether the next step is to decode plainly; asked once a step."""
         self._steps += 1
-        self._due = self._steps % EVERY == 0 and self._before is not None
-        return self._due
+        place = self._steps % EVERY
+        self._place = place + 1 if self._steps >= EVERY and place < LENGTH else 0
+        return self._place > 0
 
     def observe(self, record: StepRecord, tally: DraftingTally) -> None:
-        """Note a step; if it was a control, add the pair to the tally."""
-        if self._due and self._before is not None and self._before.batch.size == record.batch.size:
-            tally.paired_seconds += _seconds(self._before)
-            tokens = self._before.batch.size + int(self._before.accepted.sum())
+        """Note a step; if it ends a control, add the pair to the tally."""
+        before = self._before
+        if self._place == 0:
+            self._before = record
+        elif self._place == LENGTH and before is not None and before.batch.size == record.batch.size:
+            tally.paired_seconds += _seconds(before)
+            tokens = before.batch.size + int(before.accepted.sum())
             tally.paired_plain_seconds += tokens * _seconds(record) / record.batch.size
-        self._before = None if self._due else record
 
 
 def _seconds(record: StepRecord) -> float:

@@ -10,6 +10,9 @@ from rlhfspec_mega.planning.tree import Batch, DraftTree, Floats, Ints, StepReco
 
 # Steps that costs are learnt from: all of the first ones, then every fourth with and every fourth without a draft.
 COSTS_AT_FIRST, COSTS_EVERY = 32, 4
+# Plain steps in a row after which the next one's cost is that of a plain step: the first ones after drafting take a
+# tenth longer, and to take them for the usual would let drafting look better than it is.
+SETTLING = 4
 
 NONE = np.zeros(0, np.int64)
 NONE.flags.writeable = False
@@ -63,6 +66,7 @@ class CalibratedPolicy:
         self._view: StepView | None = None
         self._steps = 0
         self._learnt = [-COSTS_EVERY, -COSTS_EVERY]  # when costs of a plain step were, and of one with a draft
+        self._plain = 0  # plain steps in a row
 
     def observe(self, record: StepRecord) -> None:
         """Learn from a step, plain ones too."""
@@ -71,7 +75,10 @@ class CalibratedPolicy:
         if self.learns_acceptance:
             self.acceptance.observe(record)
         kind = int(record.tree.depth > 0)
-        if self.learns_cost and (self._steps <= COSTS_AT_FIRST or self._steps - self._learnt[kind] >= COSTS_EVERY):
+        settled = kind == 1 or self._plain >= SETTLING
+        self._plain = 0 if kind else self._plain + 1
+        due = self._steps <= COSTS_AT_FIRST or self._steps - self._learnt[kind] >= COSTS_EVERY
+        if self.learns_cost and settled and due:
             self._learnt[kind] = self._steps
             self.cost.observe(step_cost(record))
 

@@ -15,7 +15,7 @@ from rlhfspec_mega.planning.acceptance import DEPTHS, AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost
 from rlhfspec_mega.planning.forecast import Forecast
 from rlhfspec_mega.planning.policies import make_policy
-from rlhfspec_mega.planning.policy import COSTS_AT_FIRST, COSTS_EVERY, CalibratedPolicy, drafted_nodes
+from rlhfspec_mega.planning.policy import COSTS_AT_FIRST, COSTS_EVERY, SETTLING, CalibratedPolicy, drafted_nodes
 from rlhfspec_mega.planning.rivals import Bandit, EmaTiers
 from rlhfspec_mega.planning.strategy import Adaptive
 from rlhfspec_mega.planning.tree import ROOT, Batch, DraftTree, Ints, StepRecord
@@ -203,11 +203,23 @@ def test_a_policy_learns_what_it_reads(name: str, costs: bool, acceptance: bool)
     assert policy is not None
     for _ in range(COSTS_AT_FIRST + 10 * COSTS_EVERY):
         decode_step(policy, make_batch(2, rng), constant(0.5), rng)
-    if costs:  # of both kinds of steps a fourth
-        assert COSTS_AT_FIRST + 10 <= taught.shown <= COSTS_AT_FIRST + 20
+    if costs:  # of both kinds of steps a fourth, but of plain ones none that follows a draft closely
+        assert COSTS_AT_FIRST - 2 * SETTLING <= taught.shown <= COSTS_AT_FIRST + 20
     else:
         assert taught.shown == 0
     assert (model.report().observations > 0) == acceptance
+
+
+def test_the_first_plain_steps_after_a_draft_teach_no_cost() -> None:
+    rng, taught = np.random.default_rng(0), Taught()
+    policy = Adaptive(AcceptanceModel(), taught)
+    shown = []
+    for depth in (1, *[0] * (SETTLING + 2), 1, *[0] * (SETTLING + 1)):
+        policy.depth = lambda batch, depth=depth: depth  # type: ignore[method-assign,misc]
+        before = taught.shown
+        decode_step(policy, make_batch(2, rng), constant(0.5), rng)
+        shown.append(taught.shown - before)
+    assert shown == [1, *[0] * SETTLING, 1, 1, 1, *[0] * SETTLING, 1]
 
 
 def mean_depth(policy: CalibratedPolicy, chance: float, size: int, steps: int, rng: np.random.Generator) -> float:

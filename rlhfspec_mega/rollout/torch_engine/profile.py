@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlhfspec_mega.planning.cost import StepCost, step_cost
-from rlhfspec_mega.planning.policy import places
+from rlhfspec_mega.planning.policy import SETTLING, places
 from rlhfspec_mega.planning.tree import Batch, DraftTree, Ints, StepRecord
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.types import GenerationRequest
@@ -119,7 +119,8 @@ def _measure(engine: TorchEngine, script: ScriptedPolicy, size: int, length: int
     for script.shape in SHAPES:
         if size * (1 + script.shape.verified) > MOST_TOKENS and script.shape.verified > 1:
             break
-        whole = _decode(engine, script, requests, REPEATS, deadline)
+        settling = 0 if script.shape.depth else SETTLING
+        whole = _decode(engine, script, requests, settling + REPEATS, deadline)[settling:]
         if whole:
             found.append(sorted(whole, key=lambda cost: cost.draft_seconds + cost.verify_seconds)[len(whole) // 2])
     script.shape = CATCHING_UP
