@@ -45,12 +45,15 @@ from benchmarks.hindsight import Hindsight, Predicted, share_of_oracle
 from benchmarks.paired import Interval, interleaved, ratio_interval
 from benchmarks.samples import load_target, word_prompts, words_target
 from benchmarks.scenarios import BATCHES, LENGTHS, LONGEST, Bench, Scenario, batch_scenario, decay_scenario
+from rlhfspec_mega.config.hardware import cpu_has_fast_bf16
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.uniform import Fixed
 
 RESULTS = Path(__file__).parent / "results"
 DRAFT_TOKENS = 320  # of the longest sample that the draft learns from
-# Tokens that predictions are learnt from, and judged by: of one sample a step gains 4, give or take 2.
+# Predictions are learnt from, and judged by, so many runs of other prompts, and so many tokens: of one sample a step
+# gains 4, give or take 2, and what is drafted for one prompt's samples is accepted more often than for another's.
+TAUGHT_RUNS, PREDICTED_RUNS = 6, 16
 TAUGHT_TOKENS, PREDICTED_TOKENS = 512, 1536
 CHECKED = (1, 2, 4, 8, 16, 32)  # draft tokens at which predicted tokens per step are compared with realised ones
 
@@ -85,8 +88,7 @@ FULL = Sizes("small", BATCHES, (1, 8, 32), 32, 32, 2, 7, 8192, 5000)
 
 def usual_dtype(device: str) -> str:
     """What such a device is used with."""
-    native = torch.cpu.get_capabilities().get("avx512_bf16", False) if device == "cpu" else True
-    return "bfloat16" if native else "float32"
+    return "bfloat16" if device != "cpu" or cpu_has_fast_bf16() else "float32"
 
 
 def scenarios(sizes: Sizes) -> list[Scenario]:
@@ -150,8 +152,7 @@ def judge_choices(bench: Bench, scenario: Scenario, contender: Contender, repeat
 def judge_predictions(bench: Bench, scenarios: Sequence[Scenario]) -> dict[str, Any]:
     """Predicted against realised tokens per step for every n, and predicted against measured seconds of a step.
 
-    The first runs of a setting teach its models; errors are of the others, with other noise and mostly other prompts,
-    together.
+    The first runs of a setting teach its models; errors are of the others together, with other noise and prompts.
     """
     errors: dict[str, dict[int, float]] = {}
     deviations: dict[str, dict[int, float]] = {}
@@ -160,7 +161,8 @@ def judge_predictions(bench: Bench, scenarios: Sequence[Scenario]) -> dict[str, 
         # The second half of a forced length lies beyond the answers that the models were taught.
         name = f"{scenario.name}, {max(scenario.lengths)} tokens"
         errors[name], deviations[name], times = {}, {}, list[float]()
-        taught, judged = (math.ceil(tokens / scenario.tokens) for tokens in (TAUGHT_TOKENS, PREDICTED_TOKENS))
+        taught = max(TAUGHT_RUNS, math.ceil(TAUGHT_TOKENS / scenario.tokens))
+        judged = max(PREDICTED_RUNS, math.ceil(PREDICTED_TOKENS / scenario.tokens))
         for nodes in CHECKED:
             cost = bench.cost_model()
             policy = Fixed(AcceptanceModel(), cost, 4, 8, nodes)
@@ -169,6 +171,7 @@ def judge_predictions(bench: Bench, scenarios: Sequence[Scenario]) -> dict[str, 
                 bench.engine.policy = watched = Predicted(policy, cost)
                 for repeat in repeats:
                     bench.decode(bench.engine, scenario, repeat)
+                    watched.end_run()
             errors[name][nodes] = watched.found.tokens_error
             deviations[name][nodes] = watched.found.tokens_error_deviation
             times += watched.found.time_errors
@@ -230,7 +233,7 @@ def run(sizes: Sizes) -> dict[str, Any]:
             "cpu": platform.processor() or platform.machine(),
             "cores": os.cpu_count(),
             "torch": torch.__version__,
-            "amx": torch.cpu.get_capabilities().get("amx_bf16", False),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
             "lengths": {name: dict(zip(("median", "sigma", "scale"), v, strict=True)) for name, v in LENGTHS.items()},
             "longest": LONGEST,
             "seconds": time.monotonic() - started,

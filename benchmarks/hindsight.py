@@ -83,7 +83,7 @@ class Predictions:
 
     Attributes:
         predicted, realised: tokens of all samples and steps.
-        squares: of each step's difference between the two.
+        squares: of each run's difference between the two.
         time_errors: shares by which predicted seconds of each step were off.
     """
 
@@ -99,7 +99,7 @@ class Predictions:
 
     @property
     def tokens_error_deviation(self) -> float:
-        """Standard error of `tokens_error` if predictions are true: what is left of each step is then independent."""
+        """Standard error of `tokens_error`: runs, each of other prompts, are independent."""
         return math.sqrt(self.squares) / self.realised
 
 
@@ -114,6 +114,7 @@ class Predicted:
         self.width, self.max_depth, self.max_nodes = policy.width, policy.max_depth, policy.max_nodes
         self._policy, self._cost = policy, cost
         self.found = Predictions()
+        self._difference = 0.0  # of this run's predicted and realised tokens
         self.live: list[tuple[int, float]] = []  # samples, draft tokens per sample
 
     def depth(self, batch: Batch) -> int:
@@ -130,7 +131,7 @@ class Predicted:
         predicted, realised = float(record.tree.survival[record.chosen].sum()), float(record.accepted.sum())
         self.found.predicted += batch.size + predicted
         self.found.realised += batch.size + realised
-        self.found.squares += (predicted - realised) ** 2
+        self._difference += predicted - realised
         expected = float(self._cost.verify_seconds(batch.size, batch.kv_tokens, step.tokens))
         expected += float(
             self._cost.draft_seconds(batch.size, batch.kv_tokens, batch.backlog, step.depth, step.drafted)
@@ -139,3 +140,8 @@ class Predicted:
         self.found.time_errors.append(abs(expected - measured) / measured)
         self.live.append((batch.size, len(record.chosen) / batch.size))
         self._policy.observe(record)
+
+    def end_run(self) -> None:
+        """What follows are other samples."""
+        self.found.squares += self._difference**2
+        self._difference = 0.0

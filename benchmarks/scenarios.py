@@ -96,7 +96,7 @@ class Bench:
     def run(self, contender: Contender, scenario: Scenario, repeat: int) -> float:
         """Seconds to decode a scenario from prompts to last token; prompts and noise depend on the repeat alone.
 
-        Policies are overseen as in a run: of 128 steps six decode plainly.
+        Policies are overseen as in a run: of 128 steps four decode plainly.
         """
         if contender.make is None:
             return self.decode(self._plain, scenario, repeat)

@@ -193,8 +193,8 @@ class DraftingTally:
         drafted_sample_steps: those that verified a draft token.
         verified, accepted: draft tokens.
         sample_steps_by_verified: sample steps by class of draft tokens verified, see TALLY_EDGES.
-        paired_seconds, paired_plain_seconds: of steps followed by a plain control step, and what their tokens would
-            have taken at the control's pace.
+        paired_seconds, paired_plain_seconds: of steps before a control of plain steps, and what their tokens would
+            have taken at the pace of its last one.
         calibration_error: of the predicted probabilities of acceptance, so far; None before the first outcome.
         predicted_accepted, realised_accepted: draft tokens accepted per step with drafting, lately.
         collapsed_rate: acceptance of first draft tokens that stopped drafting; None while it goes on.

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from rlhfspec_mega.planning.tree import StepRecord
+import numpy as np
+
+from rlhfspec_mega.planning.tree import Batch, StepRecord
 from rlhfspec_mega.types import DraftingTally
 
-EVERY = 128  # steps from one control to the next: they cost about 5% of what speculation gains
+FIRST, EVERY = 32, 128  # steps before the first control, and from one to the next: 3% of what speculation gains
 # Plain steps of a control. A machine takes a tenth longer for the first ones after other steps than for the rest:
 # the last one counts.
-LENGTH = 6
+LENGTH = 4
+SHARED = 7 / 8  # of the samples, at least, are in both steps of a pair
 
 
 class PlainControl:
-    """Pairs the last step of every control with the step before it, if that had the same samples."""
+    """Pairs the last step of every control with the step before the control, if hardly any sample came or went."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -21,9 +24,9 @@ class PlainControl:
 
     def is_due(self) -> bool:
         """Whether the next step is to decode plainly; asked once a step."""
+        place = (self._steps - FIRST) % EVERY
+        self._place = place + 1 if self._steps >= FIRST and place < LENGTH else 0
         self._steps += 1
-        place = self._steps % EVERY
-        self._place = place + 1 if self._steps >= EVERY and place < LENGTH else 0
         return self._place > 0
 
     def observe(self, record: StepRecord, tally: DraftingTally) -> None:
@@ -31,10 +34,14 @@ class PlainControl:
         before = self._before
         if self._place == 0:
             self._before = record
-        elif self._place == LENGTH and before is not None and before.batch.size == record.batch.size:
+        elif self._place == LENGTH and before is not None and _comparable(before.batch, record.batch):
             tally.paired_seconds += _seconds(before)
             tokens = before.batch.size + int(before.accepted.sum())
             tally.paired_plain_seconds += tokens * _seconds(record) / record.batch.size
+
+
+def _comparable(one: Batch, other: Batch) -> bool:
+    return len(np.intersect1d(one.samples, other.samples)) >= SHARED * max(one.size, other.size)
 
 
 def _seconds(record: StepRecord) -> float:

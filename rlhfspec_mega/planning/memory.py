@@ -10,9 +10,10 @@ from rlhfspec_mega.planning.tree import BACKLOG
 
 GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-LOGITS_AT_ONCE = 2**25  # rows x vocabulary whose scores an engine holds at once when it chooses tokens
-# Of one of them: fp32 logits, over the temperature, and in float64 noise and their sum.
-_SCORE_BYTES, _NOISE_BYTES = 24, 8
+LOGITS_AT_ONCE = 2**25  # rows x vocabulary whose scores an engine holds at once, of the target or of its draft
+# Of one of them: fp32 logits, over the temperature, and in float64 noise and their sum. Of noise, float64, and what it
+# is made from.
+_SCORE_BYTES, _NOISE_BYTES, _MAKING_BYTES = 24, 8, 12
 _TRAINED_POSITIONS, _TRAINED_DEPTH = 512, 5  # of one training step of a draft
 
 
@@ -159,7 +160,8 @@ def engine_memory(shape: ModelShape, slots: int, positions: int, dtype: str, dev
     """Bytes of one engine: all weights, keys and values of every slot at full length, and scores to choose tokens by.
 
     kv = slots x positions x layers x 2 x KV heads x head_dim x bytes per number. On a CPU the layers' matrices and the
-    head exist a second time, in the CPU's own layout (in fp32 not those of few outputs, which are counted as well).
+    head exist a second time, in the CPU's own layout (counted as well: those of few outputs in fp32, and all in
+    bfloat16 on a CPU that cannot compute in it, which have no second copy).
     """
     head = shape.vocab_size * shape.hidden_size
     packed = shape.num_layers * _matrices(shape, shape.hidden_size) + head if device == "cpu" else 0
@@ -167,7 +169,7 @@ def engine_memory(shape: ModelShape, slots: int, positions: int, dtype: str, dev
         weights=shape.parameters * DTYPE_BYTES[dtype],
         packed=packed * DTYPE_BYTES[dtype],
         kv=slots * positions * _kv_bytes(shape, dtype),
-        scores=_score_bytes(shape, slots, slots),
+        scores=_score_bytes(shape, slots, slots, 1),
     )
 
 
@@ -192,8 +194,8 @@ def draft_memory(draft: DraftShape, plan: DraftPlan) -> DraftMemory:
     kv = (plan.positions + plan.drafted) * _kv_bytes(draft, plan.engine_dtype)
     room = plan.nodes * _kv_bytes(target, plan.engine_dtype)
     unread = (BACKLOG + plan.depth + 1) * TAPS * hidden * size
-    scores = _score_bytes(target, plan.slots * (1 + plan.nodes), plan.slots * (1 + plan.depth))
-    scores -= _score_bytes(target, plan.slots, plan.slots)
+    scores = _score_bytes(target, plan.slots, plan.slots * (1 + plan.nodes), 1 + plan.depth)
+    scores -= _score_bytes(target, plan.slots, plan.slots, 1)
     return DraftMemory(actor, (weights + packed) * size + plan.slots * (kv + room + unread) + scores)
 
 
@@ -224,10 +226,11 @@ def _matrices(shape: ModelShape | DraftShape, inputs: int) -> int:
     return heads * shape.head_dim * inputs + shape.hidden_size * (mixed + 3 * shape.ffn_size)
 
 
-def _score_bytes(shape: ModelShape, rows: int, noises: int) -> int:
-    """Of choosing tokens after so many inputs, with noise for so many pairs of sample and position."""
+def _score_bytes(shape: ModelShape, slots: int, rows: int, positions: int) -> int:
+    """Of choosing tokens after so many inputs, with noise for so many positions of every slot."""
     at_once = max(1, LOGITS_AT_ONCE // shape.vocab_size)
-    return shape.vocab_size * (_SCORE_BYTES * min(rows, at_once) + _NOISE_BYTES * noises)
+    noise = slots * (_NOISE_BYTES * positions + _MAKING_BYTES)
+    return shape.vocab_size * (_SCORE_BYTES * min(rows, at_once) + noise)
 
 
 def _kv_bytes(shape: ModelShape | DraftShape, dtype: str) -> int:

@@ -21,7 +21,7 @@ from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.rollout.torch_engine.profile import profile
 from rlhfspec_mega.types import DraftingTally
 
-FORMAT = 2  # of `DraftingBrain.state_dict`
+FORMAT = 3  # of `DraftingBrain.state_dict`
 
 
 class DraftingBrain:

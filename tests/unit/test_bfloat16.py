@@ -13,6 +13,9 @@ from tests.unit.test_torch_engine import one_thread
 
 __all__ = ["one_thread"]
 SHAPE = ModelShape("llama", 32, 2, 4, 2, 64, 48, 29, 64, 1e4, 1e-6, True)
+NEEDS_BFLOAT16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="the CPU cannot compute in bfloat16"
+)
 
 
 def attended(dtype: torch.dtype, counts: list[int]) -> torch.Tensor:
@@ -37,7 +40,7 @@ def test_attention_is_that_of_float32(counts):
     assert torch.allclose(found.float(), expected, atol=0.03, rtol=0.03)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=NEEDS_BFLOAT16)])
 @pytest.mark.parametrize("rows", [1, 8, 100])
 def test_packed_products_are_those_of_the_weights(rows, dtype):
     """Of few rows and of many, with a bias, and added to a residual; after an update those of the new weights."""
@@ -48,6 +51,7 @@ def test_packed_products_are_those_of_the_weights(rows, dtype):
         for matrix in (weight, narrow):
             matrix.copy_(torch.randn(matrix.shape, generator=generator))
         packed.pack((weight, narrow))
+        assert len(packed._packed) == (1 if dtype is torch.float32 else 2)
         for matrix in (weight, narrow):
             x = torch.randn(rows, 48, generator=generator).to(dtype)
             other = torch.randn(rows, len(matrix), generator=generator).to(dtype)

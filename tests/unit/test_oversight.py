@@ -10,7 +10,7 @@ import pytest
 from rlhfspec_mega.config.schema import DraftingConfig
 from rlhfspec_mega.observe.drafting import BY_VERIFIED, collapse_notes, drafting_figures, drafting_metrics
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
-from rlhfspec_mega.planning.control import EVERY, LENGTH
+from rlhfspec_mega.planning.control import EVERY, FIRST, LENGTH
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.oversight import OverseenPolicy
 from rlhfspec_mega.planning.policies import make_policy
@@ -132,14 +132,14 @@ def test_a_collapse_may_be_said_without_stopping() -> None:
     assert tally.collapsed_rate == pytest.approx(0.1) and tally.usual_rate == pytest.approx(0.8)
     policy.watch.weights_changed()
     assert policy.take_tally().collapsed_rate is None, "new weights are on trial"
-    assert all(policy.depth(batch()) == 1 for _ in range(EVERY - 1))
+    assert all(policy.depth(batch()) == 1 for _ in range(FIRST))
 
 
 def test_control_steps_measure_what_speculation_gains() -> None:
     policy = OverseenPolicy(RandomTrees(0), collapse_ratio=0.5)
     policy.policy.depth = lambda batch: 1  # type: ignore[method-assign]
     plain = 0
-    for _ in range(10 * EVERY + LENGTH):
+    for _ in range(10 * EVERY):
         drafted = policy.depth(batch()) > 0
         plain = 0 if drafted else plain + 1
         # 15 tokens in 2 seconds against 10 in 1.6: 0.133 against 0.16 seconds a token. Other plain steps are slow.
@@ -150,6 +150,18 @@ def test_control_steps_measure_what_speculation_gains() -> None:
     assert tally.paired_seconds == pytest.approx(20.0), "ten controls"
     assert tally.paired_plain_seconds / tally.paired_seconds == pytest.approx(15 * 0.16 / 2.0)
     assert policy.take_tally() == DraftingTally(usual_rate=tally.usual_rate)
+
+
+@pytest.mark.parametrize(("left", "new", "pairs"), [(9, 0, 1), (8, 0, 0), (8, 2, 0), (9, 1, 1)])
+def test_a_control_is_compared_with_a_step_of_nearly_the_same_samples(left: int, new: int, pairs: int) -> None:
+    policy = OverseenPolicy(RandomTrees(0), collapse_ratio=0.5)
+    policy.policy.depth = lambda batch: 1  # type: ignore[method-assign]
+    samples = np.array([*range(left), *range(100, 100 + new)])
+    for _ in range(FIRST + LENGTH):
+        drafted = policy.depth(batch()) > 0
+        record = step(5, 2.0) if drafted else step(0, 1.6, drafted=False)
+        policy.observe(record if drafted else replace(record, batch=replace(batch(), samples=samples, lengths=samples)))
+    assert policy.take_tally().paired_seconds == pytest.approx(2.0 * pairs)
 
 
 def test_counts_and_figures() -> None:

@@ -10,6 +10,7 @@ import torch
 from rlhfspec_mega.models.draft_model import DraftModel
 from rlhfspec_mega.models.draft_shape import TAPS, DraftShape
 from rlhfspec_mega.models.transformer import Transformer
+from rlhfspec_mega.planning.memory import LOGITS_AT_ONCE
 from rlhfspec_mega.planning.tree import BACKLOG, ROOT, Batch, Bools, DraftingPolicy, DraftTree, Ints, most_drafted
 from rlhfspec_mega.rollout.protocol import DraftPast
 from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, KVCache
@@ -178,13 +179,18 @@ class Drafter:
         """Add the best children of nodes `parents` of `rows`, whose entries put out `states`; children of each."""
         tree, device_rows = grown.tree, torch.from_numpy(rows).to(states.device)
         ids = self.model.target_ids
-        _, scores = noise.scores(self.model.logits(states), device_rows, tree.depth, ids)
-        best = scores.topk(min(max(self.policy.width, 2), scores.shape[1]), dim=-1)
-        width = min(self.policy.width, scores.shape[1])
-        tokens = best.indices[:, :width].flatten()
+        most = self.model.shape.vocab_size
+        at_once = max(1, LOGITS_AT_ONCE // self.model.shape.target.vocab_size)
+        pieces = []
+        for some, their_rows in zip(states.split(at_once), device_rows.split(at_once), strict=True):
+            _, scores = noise.scores(self.model.logits(some), their_rows, tree.depth, ids)
+            pieces.append(scores.topk(min(max(self.policy.width, 2), most), dim=-1))
+        values, indices = map(torch.cat, zip(*pieces, strict=True))
+        width = min(self.policy.width, most)
+        tokens = indices[:, :width].flatten()
         tokens = tokens if ids is None else ids[tokens]
         ends = slots.ends(device_rows.repeat_interleave(width), tokens)
-        gaps = (best.values[:, 0] - best.values[:, 1]).cpu().numpy()
+        gaps = (values[:, 0] - values[:, 1]).cpu().numpy()
         ranks = np.tile(np.arange(width), len(rows))
         tree.add_layer(
             np.repeat(rows, width), np.repeat(parents, width), ranks, np.repeat(gaps, width), ends.cpu().numpy()

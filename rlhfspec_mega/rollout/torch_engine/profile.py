@@ -120,7 +120,8 @@ def _measure(engine: TorchEngine, script: ScriptedPolicy, size: int, length: int
         if size * (1 + script.shape.verified) > MOST_TOKENS and script.shape.verified > 1:
             break
         settling = 0 if script.shape.depth else SETTLING
-        whole = _decode(engine, script, requests, settling + REPEATS, deadline)[settling:]
+        whole = _decode(engine, script, requests, settling + REPEATS, deadline)
+        whole = whole[settling:] or whole[-1:]
         if whole:
             found.append(sorted(whole, key=lambda cost: cost.draft_seconds + cost.verify_seconds)[len(whole) // 2])
     script.shape = CATCHING_UP

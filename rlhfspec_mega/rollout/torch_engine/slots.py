@@ -125,8 +125,8 @@ class StepNoise:
             size = (len(self._states), self._depths, self._vocab_size)
             self._values = torch.empty(size, dtype=torch.float64, device=self._states.device)
         if self._made < self._depths:
-            deepest = depths if isinstance(depths, int) else int(depths.max())
-            while self._made <= deepest:
+            wanted = 1 + (depths if isinstance(depths, int) else int(depths.max()))
+            while self._made < min(wanted, self._depths):
                 self._make(self._values)
         return self._values[rows, depths]
 
