@@ -51,9 +51,7 @@ from rlhfspec_mega.planning.uniform import Fixed
 
 RESULTS = Path(__file__).parent / "results"
 DRAFT_TOKENS = 320  # of the longest sample that the draft learns from
-# Predictions are learnt from, and judged by, so many runs of other prompts, and so many tokens: of one sample a step
-# gains 4, give or take 2, and what is drafted for one prompt's samples is accepted more often than for another's.
-TAUGHT_RUNS, PREDICTED_RUNS = 6, 16
+# Predictions are learnt from, and judged by, so many tokens at least: of one sample a step gains 4, give or take 2.
 TAUGHT_TOKENS, PREDICTED_TOKENS = 512, 1536
 CHECKED = (1, 2, 4, 8, 16, 32)  # draft tokens at which predicted tokens per step are compared with realised ones
 
@@ -67,6 +65,8 @@ class Sizes:
         tokens: of each sample of a fixed batch.
         samples: of a decay.
         selecting, judging: repeats.
+        taught, predicted: runs, each of another prompt, that predictions are learnt from, and judged by, at least: what
+            is drafted for one prompt's samples is accepted more often than for another's.
     """
 
     model: str
@@ -76,14 +76,16 @@ class Sizes:
     samples: int
     selecting: int
     judging: int
+    taught: int
+    predicted: int
     draft_samples: int
     draft_steps: int
     device: str = "cpu"
     dtype: str = "float32"
 
 
-QUICK = Sizes("tiny", (1, 8, 32), (1,), 32, 16, 2, 6, 192, 300)
-FULL = Sizes("small", BATCHES, (1, 8, 32), 32, 32, 2, 7, 8192, 5000)
+QUICK = Sizes("tiny", (1, 8, 32), (1,), 32, 16, 2, 6, 2, 5, 192, 300)
+FULL = Sizes("small", BATCHES, (1, 8, 32), 32, 32, 2, 7, 6, 16, 8192, 5000)
 
 
 def usual_dtype(device: str) -> str:
@@ -149,7 +151,7 @@ def judge_choices(bench: Bench, scenario: Scenario, contender: Contender, repeat
     }
 
 
-def judge_predictions(bench: Bench, scenarios: Sequence[Scenario]) -> dict[str, Any]:
+def judge_predictions(bench: Bench, scenarios: Sequence[Scenario], sizes: Sizes) -> dict[str, Any]:
     """Predicted against realised tokens per step for every n, and predicted against measured seconds of a step.
 
     The first runs of a setting teach its models; errors are of the others together, with other noise and prompts.
@@ -161,8 +163,8 @@ def judge_predictions(bench: Bench, scenarios: Sequence[Scenario]) -> dict[str, 
         # The second half of a forced length lies beyond the answers that the models were taught.
         name = f"{scenario.name}, {max(scenario.lengths)} tokens"
         errors[name], deviations[name], times = {}, {}, list[float]()
-        taught = max(TAUGHT_RUNS, math.ceil(TAUGHT_TOKENS / scenario.tokens))
-        judged = max(PREDICTED_RUNS, math.ceil(PREDICTED_TOKENS / scenario.tokens))
+        taught = max(sizes.taught, math.ceil(TAUGHT_TOKENS / scenario.tokens))
+        judged = max(sizes.predicted, math.ceil(PREDICTED_TOKENS / scenario.tokens))
         for nodes in CHECKED:
             cost = bench.cost_model()
             policy = Fixed(AcceptanceModel(), cost, 4, 8, nodes)
@@ -215,7 +217,7 @@ def run(sizes: Sizes) -> dict[str, Any]:
     sampled = [s for s in scenarios(sizes) if s.temperature == 1]
     shares = {s.name: judge_choices(bench, s, adaptive, 99) for s in sampled}
     judged = [batch_scenario(batch, length * sizes.tokens, 1.0) for batch in (1, 8) for length in (1, 4)]
-    predictions = judge_predictions(bench, judged)
+    predictions = judge_predictions(bench, judged, sizes)
     words = rules_on_words(target, draft, word_prompts(112, target.tokenizer, "eval"), sizes.tokens)
     text = rules_on_text(quick=sizes.model == "tiny")
     peers = sizes.device == "cpu"  # where they run
