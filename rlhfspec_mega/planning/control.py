@@ -8,8 +8,8 @@ from rlhfspec_mega.planning.tree import Batch, StepRecord
 from rlhfspec_mega.types import DraftingTally
 
 FIRST, EVERY = 32, 128  # steps before the first control, and from one to the next: 3% of what speculation gains
-# Plain steps of a control. A machine takes a tenth longer for the first ones after other steps than for the rest:
-# the last one counts.
+# Plain steps of a control. The first ones after drafted steps take longer than the rest (on a CPU, in batches of up to
+# eight, about a tenth): the last one counts.
 LENGTH = 4
 SHARED = 7 / 8  # of the samples, at least, are in both steps of a pair
 

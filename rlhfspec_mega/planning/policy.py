@@ -11,8 +11,8 @@ from rlhfspec_mega.planning.tree import Batch, DraftTree, Floats, Ints, StepReco
 # Steps that costs are learnt from: all of the first ones, then every fourth with and every fourth without a draft, of
 # plain ones only such as follow others.
 COSTS_AT_FIRST, COSTS_EVERY = 32, 4
-# Plain steps in a row after which the next one's cost is that of a plain step: the first ones after drafting take a
-# tenth longer, and to take them for the usual would let drafting look better than it is.
+# Plain steps in a row after which the next one's cost is that of a plain step: the first ones after drafting take
+# longer (see `control.LENGTH`), and to take them for the usual would let drafting look better than it is.
 SETTLING = 3
 
 NONE = np.zeros(0, np.int64)

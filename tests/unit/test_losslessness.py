@@ -19,7 +19,7 @@ from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.policies import make_policy
 from rlhfspec_mega.planning.tree import DraftingPolicy
-from rlhfspec_mega.rollout.torch_engine import decoder
+from rlhfspec_mega.rollout.torch_engine import decoder, drafter
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.sampling.noise import sample_seed
 from rlhfspec_mega.types import GenerationRequest, GenerationResult
@@ -102,8 +102,12 @@ def test_every_policy_gives_the_tokens_of_plain_decoding(plain, name):
 
 def test_scores_made_in_pieces_choose_the_same_tokens(plain, monkeypatch):
     """A large vocabulary's scores do not exist for all inputs at once."""
-    monkeypatch.setattr(decoder, "LOGITS_AT_ONCE", 5 * SHAPE.vocab_size)
-    policy, scored = RandomTrees(7), list[int]()
+    policy, whole, scored = RandomTrees(7), RandomTrees(7), list[int]()
+    engine = make_engine(9, whole)
+    engine.submit(REQUESTS[:18])
+    finish(engine)
+    for module in (decoder, drafter):
+        monkeypatch.setattr(module, "LOGITS_AT_ONCE", 5 * SHAPE.vocab_size)
     logits = Transformer.logits
 
     def counted(self: Transformer, hidden: torch.Tensor) -> torch.Tensor:
@@ -114,7 +118,8 @@ def test_scores_made_in_pieces_choose_the_same_tokens(plain, monkeypatch):
     engine = make_engine(9, policy)
     engine.submit(REQUESTS[:18])
     found = finish(engine)
-    assert max(scored) == 5 and sum(int(record.accepted.sum()) for record in policy.records) > 20
+    accepted, expected = ([int(record.accepted.sum()) for record in p.records] for p in (policy, whole))
+    assert max(scored) == 5 and accepted == expected and sum(accepted) > 20, "the draft's tokens are the same as well"
     assert_same({name: plain[name] for name in found}, found, REQUESTS[:18], make_judge(SHAPE, WEIGHTS))
 
 
