@@ -1,9 +1,13 @@
 # make demo: set up, then one whole run on two CPU cores.   make test: set up, then every CPU test, ruff and mypy.
+# make sglang-cpu: SGLang for a CPU in an environment of its own.   make demo-sglang, make test-sglang: with it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SGLANG := .venv-sglang
+SGLANG_PINS := rlhfspec_mega/rollout/sglang_engine/cpu_kernels/requirements.txt
+PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test clean
+.PHONY: demo test sglang-cpu demo-sglang test-sglang clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python train.py name=demo-$$(date +%Y%m%d-%H%M%S)
@@ -13,7 +17,15 @@ test: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) tests
+
+sglang-cpu: $(SGLANG)/.installed
+
+demo-sglang: $(SGLANG)/.installed
+	$(SGLANG)/bin/python train.py rollout=sglang trainer.steps=10 name=demo-sglang-$$(date +%Y%m%d-%H%M%S)
+
+test-sglang: $(SGLANG)/.installed
+	OMP_NUM_THREADS=1 $(SGLANG)/bin/python $(PYTEST) tests/sglang
 
 $(VENV)/.installed: setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -24,5 +36,11 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/pip install --quiet --editable '.[test]'
 	touch $@
 
+$(SGLANG)/.installed: setup.py $(SGLANG_PINS)
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/pip install --quiet --editable '.[test]' --constraint $(SGLANG_PINS)
+	$(SGLANG)/bin/pip install --quiet --no-deps --requirement $(SGLANG_PINS)
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(SGLANG)

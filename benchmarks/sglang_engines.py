@@ -26,8 +26,9 @@ from rlhfspec_mega.rollout.sglang_engine.profile import measure
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, chains
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, WeightTarget
 
-# Kernels that need no package beside SGLang's own.
-PORTABLE: dict[str, Any] = {"attention_backend": "triton", "grammar_backend": "none"}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Kernels that need no package beside SGLang's own; on a CPU the engine chooses.
+PORTABLE: dict[str, Any] = {"attention_backend": "triton", "grammar_backend": "none"} if DEVICE == "cuda" else {}
 NOBODY = "nobody"  # a plug-in that is not there: SGLang loads none
 _numbers = itertools.count()
 _engines: list[Any] = []
@@ -46,6 +47,7 @@ def settings(model: Path, draft: Path | None, **given: Any) -> launch.EngineSett
         "tensor_parallel": 1,
         "memory": 0.1,
         "sleeps": False,
+        "device": DEVICE,
         "options": PORTABLE,
     }
     return launch.EngineSettings(model=model, draft=draft, **(usual | given))

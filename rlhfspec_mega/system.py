@@ -217,6 +217,8 @@ class System:
             "shape": self._shape,
             "config": self._config.rollout,
             "dtype": self._engine_dtype,
+            "device": self._device,
+            "deterministic": self._config.trainer.deterministic,
         }
         if self._reference is not None:
             arguments["reference"] = ReferenceSettings(
@@ -233,12 +235,7 @@ class System:
             arguments |= {"model": self._model, "memory": memory_share(self._config), "sleeps": self._sleeps}
         else:
             kind = "rlhfspec_mega.workers.engine.TorchEngineWorker"
-            arguments |= {
-                "device": self._device,
-                "deterministic": self._config.trainer.deterministic,
-                "seed": self._config.seed,
-                "drafting_state": self._load_learnt("drafting"),
-            }
+            arguments |= {"seed": self._config.seed, "drafting_state": self._load_learnt("drafting")}
         return [WorkerSpec(kind, arguments, devices) for devices in self._places[ENGINE]]
 
     @property

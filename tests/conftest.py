@@ -6,6 +6,10 @@ import os
 
 from hypothesis import settings
 
+from rlhfspec_mega.rollout.sglang_engine import pins
+
+collect_ignore = ["sglang"] if pins.missing("cpu") and pins.missing("cuda") else []  # make test-sglang installs it
+
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))

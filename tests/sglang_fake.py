@@ -364,7 +364,7 @@ class FakeRegistry:
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's modules as far as this package imports them, with the stand-in for its engine."""
-    monkeypatch.setattr(pins, "missing", lambda: None)
+    monkeypatch.setattr(pins, "missing", lambda device: None)
     monkeypatch.setenv("SGLANG_PLUGINS", "")  # so that what is set meanwhile is undone
     modules: dict[str, dict[str, Any]] = {
         "sglang": {"Engine": FakeEngine},

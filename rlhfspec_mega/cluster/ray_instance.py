@@ -16,7 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 from rlhfspec_mega.cluster.environment import LOOPBACK
-from rlhfspec_mega.cluster.ray_sweeper import Sweeper
+from rlhfspec_mega.cluster.sweeper import Sweeper
 from rlhfspec_mega.errors import UserError
 
 try:

@@ -16,6 +16,7 @@ from rlhfspec_mega.config.reach import ray_address
 from rlhfspec_mega.config.reallocation import check_reallocation, idle_reallocation
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.config.sglang import (
+    ENGINE_BYTES,
     check_positions,
     check_sglang,
     engine_gpus,
@@ -318,7 +319,8 @@ def _check_memory(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
     if device_type(config.cluster) == "cpu":
         workers = sizes.actor_ranks + sizes.engines
         need = sizes.actor_ranks * (actor.total + 2 * actor.weights) + sizes.engines * of_engine
-        need, have = (need + draft.actor + workers * PROCESS_BYTES) // config.cluster.nodes, host_memory()
+        need += draft.actor + workers * PROCESS_BYTES + (sizes.engines * ENGINE_BYTES if uses_sglang(config) else 0)
+        need, have = need // config.cluster.nodes, host_memory()
         where, hint = "this machine", "choose a smaller model or a machine with GPUs"
     elif not gpu_memory():
         return  # the GPUs of a Ray cluster, seen from a machine without

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rlhfspec_mega.cluster.sweeper import Sweeper
 from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig
 from rlhfspec_mega.models.draft_directory import read_draft_shape
 from rlhfspec_mega.models.draft_shape import DraftShape
@@ -21,7 +22,7 @@ from rlhfspec_mega.rollout.sglang_engine.control import DraftingControl
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.rollout.sglang_engine.kv import DRAFT, TARGET, KvAccess
 from rlhfspec_mega.rollout.sglang_engine.launch import EngineSettings, start
-from rlhfspec_mega.rollout.sglang_engine.profile import measure
+from rlhfspec_mega.rollout.sglang_engine.profile import Profile, measure
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, shapes_of
 from rlhfspec_mega.types import DraftingTally
 from rlhfspec_mega.workers.scoring import ReferenceSettings
@@ -39,6 +40,8 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
         model: Hugging Face directory of a model of this shape.
         memory: share of a GPU's memory for weights and KV; None: SGLang's choice.
         sleeps: gives its GPU memory back when told to.
+        device: cuda, or cpu for checking.
+        deterministic: decide nothing by the clock: draft a fixed number of tokens and measure no steps.
         draft: directory of an EAGLE-3 draft; None: plain decoding.
         reference: what to score with; None: this engine does not.
     """
@@ -53,13 +56,16 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
         model: Path,
         memory: float | None,
         sleeps: bool,
+        device: str,
+        deterministic: bool = False,
         draft: Path | None = None,
         drafting: DraftingConfig | None = None,
         reference: ReferenceSettings | None = None,
     ) -> None:
-        self._files = tempfile.TemporaryDirectory(prefix="rlhfspec_mega.sglang.")
-        directory, positions = Path(self._files.name), config.max_prompt_tokens + config.max_new_tokens
+        directory, positions = files_of_engine(), config.max_prompt_tokens + config.max_new_tokens
         shapes, fixed = shapes_of(drafting, config.sglang.trees) if draft and drafting else (DraftShapes(), None)
+        if deterministic and fixed is None:
+            shapes, fixed = shapes.with_middle_only()
         settings = EngineSettings(
             model=model,
             draft=draft,
@@ -73,39 +79,38 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
             tensor_parallel=config.sglang.tensor_parallel,
             memory=memory,
             sleeps=sleeps,
+            device=device,
             options=config.sglang.options,
         )
         engine = start(settings, directory)
         of_kv = kv_shapes(shape, read_draft_shape(draft, shape) if draft else None)
         kv = None
         if divides(config.sglang.tensor_parallel, of_kv):
-            self._shared = tempfile.TemporaryDirectory(
-                prefix="rlhfspec_mega.kv.", dir=MEMORY if MEMORY.is_dir() else None
-            )
-            kv = KvAccess(engine, Path(self._shared.name), of_kv, dtype, config.sglang.tensor_parallel)
+            kv = KvAccess(engine, directory, of_kv, dtype, config.sglang.tensor_parallel)
         super().__init__(engine, config.slots, positions, kv)
         self._control = DraftingControl(engine, directory) if draft else None
-        self._profile = measure(
-            engine,
-            shapes.counts,
-            self._control.force if self._control else _nothing_to_force,
-            slots=config.slots,
-            length=positions // 2,
-            vocabulary=shape.vocab_size,
-        )
-        if self._control:
-            self._control.learn_costs(self._profile.table)
-            self._control.force(FREE)
+        self._profile = None if deterministic else self._measure(shapes, positions // 2, shape.vocab_size)
         self._shapes = shapes
-        if torch.cuda.is_available():  # SGLang's processes then read a bucket where it lies (CUDA IPC)
+        if device == "cuda":  # SGLang's processes then read a bucket where it lies (CUDA IPC)
             torch.cuda.init()
-            self.weights_device = "cuda"
+            self.weights_device = device
         self._accepted = 0.0  # draft tokens per step of a sample with draft tokens, lately
         if reference is not None:
-            self.hold_reference(reference, positions, "cuda")
+            self.hold_reference(reference, positions, device)
+
+    def _measure(self, shapes: DraftShapes, length: int, vocabulary: int) -> Profile:
+        """Time its steps, on random weights, and have its choice of draft tokens go by them."""
+        force = self._control.force if self._control else _nothing_to_force
+        sizes = {"slots": self._slots, "length": length, "vocabulary": vocabulary}
+        found = measure(self._engine, shapes.counts, force, **sizes)
+        if self._control:
+            self._control.learn_costs(found.table)
+            self._control.force(FREE)
+        return found
 
     def pace(self, temperature: float) -> Throughput:
         """From the steps measured at start and the acceptance of late, taken to be alike at every depth."""
+        assert self._profile is not None, "a deterministic run moves no samples"
         table, chance = self._profile.table, self._accepted / (1.0 + self._accepted)
         depths = map(self._shapes.depth_of, table.counts)
         tokens = [1.0 + sum(chance**layer for layer in range(1, depth + 1)) for depth in depths]
@@ -115,6 +120,7 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
     def meet(self, temperature: float) -> Meeting:
         """As ServingEngine's; where KV cannot be copied, a sample that moves is prefilled."""
         meeting = super().meet(temperature)
+        assert self._profile is not None
         prefill = meeting.prefill_seconds if math.isfinite(meeting.prefill_seconds) else self._profile.prefill_seconds
         copy = min(meeting.copy_seconds, prefill / 2) if self._kv else prefill / 2
         room = min(meeting.kv_tokens, self.kv_room or meeting.kv_tokens)
@@ -151,7 +157,15 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
         """As SGLangEngine's; copies of samples that belong to others, and what scoring has left, go with it."""
         self.clear()
         super().sleep()
-        torch.cuda.empty_cache()
+        if self.weights_device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def files_of_engine() -> Path:
+    """A directory in memory that goes when this process does, however it ends: workers are killed at a run's end."""
+    directory = Path(tempfile.mkdtemp(prefix="rlhfspec_mega.sglang.", dir=MEMORY if MEMORY.is_dir() else None))
+    Sweeper(directory)
+    return directory
 
 
 def kv_shapes(shape: ModelShape, draft: DraftShape | None) -> dict[str, tuple[int, int, int]]:

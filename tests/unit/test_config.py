@@ -220,7 +220,7 @@ def test_bad_names_and_types(override: str, words: str) -> None:
         ("data.max_sum=3", "data.max_sum=3 is too small"),
         ("reward=custom", "reward.function is empty"),
         ("reward.function=len", "no import path"),
-        ("rollout=sglang", "rollout=sglang needs NVIDIA GPUs"),
+        ("rollout=sglang", "run make sglang-cpu"),
         ("cluster=8n8g", "cluster.nodes=8 needs a running Ray cluster: `ray start --head`"),
         ("cluster.nodes=2", "cluster.nodes=2, but launcher=local starts processes on one machine"),
         ("cluster.launcher=slurm", "cluster.launcher=slurm does not exist"),

@@ -26,19 +26,24 @@ def out(tmp_path: Path) -> str:
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with eight GPUs of 80 GiB and SGLang."""
-    for module in (hardware, checks, sglang):
+    for module in (hardware, checks):
         monkeypatch.setattr(module, "gpu_memory", lambda: (80 * GIB,) * 8)
-    monkeypatch.setattr(pins, "missing", lambda: None)
+    monkeypatch.setattr(pins, "missing", lambda device: None)
 
 
-def test_without_a_gpu_one_sentence_says_what_is_missing_and_what_to_do(tmp_path: Path) -> None:
+def test_without_sglang_one_sentence_says_what_is_missing_and_what_to_do(tmp_path: Path) -> None:
     """From the command line; quick, as neither torch nor SGLang is imported for it."""
     command = [sys.executable, "-X", "importtime", str(ROOT / "train.py"), "rollout=sglang"]
     found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert found.returncode == 2
     (sentence,) = (line for line in found.stderr.splitlines() if not line.startswith("import time:"))
     assert not re.search(r"\| +(torch|sglang)$", found.stderr, re.MULTILINE)
-    for words in ("needs NVIDIA GPUs", "sglang is not installed", "pip install", "python train.py rollout=torch"):
+    for words in (
+        "sglang is not installed",
+        "run make sglang-cpu",
+        ".venv-sglang/bin/python",
+        "python train.py rollout=torch",
+    ):
         assert words in sentence
     assert not list(tmp_path.iterdir())
 
@@ -47,7 +52,6 @@ def test_without_a_gpu_one_sentence_says_what_is_missing_and_what_to_do(tmp_path
     ("overrides", "words"),
     [
         ("drafting=uniform", "use drafting=adaptive, drafting=fixed or drafting=off"),
-        ("trainer.deterministic=true", "cannot be kept by SGLang"),
         ("rollout.sglang.tensor_parallel=3", "use a divisor"),
         ("rollout.sglang.memory=1.5", "is out of range: it must be above 0 and below 1"),
         ("drafting.width=2", "drafting.width=2 has no effect here: add rollout.sglang.trees=true"),
@@ -73,6 +77,17 @@ def test_options_of_sglang_count_with_it_only(option: str, out: str) -> None:
     assert "has no effect here: add rollout=sglang" in refusal(f"{plus}rollout.sglang.{option}", out)
 
 
+def test_a_share_of_gpu_memory_is_refused_on_a_cpu(out: str, gpus: None) -> None:
+    assert "add cluster=1n1g" in refusal("rollout=sglang", "rollout.sglang.memory=0.4", out)
+
+
+def test_kernels_for_cuda_do_not_run_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"sglang": pins.VERSION, pins.CUDA_KERNELS: "0.4.5"}
+    monkeypatch.setattr(pins, "_installed", versions.get)
+    assert pins.missing("cuda") is None
+    assert "make sglang-cpu" in (pins.missing("cpu") or "")
+
+
 def test_engines_of_several_gpus(out: str, gpus: None) -> None:
     given = (*GPUS, "rollout.sglang.tensor_parallel=2", out)
     sizes = checks.check_config(load(*given))
@@ -88,5 +103,7 @@ def test_trees_read_what_chains_do_not(out: str, gpus: None) -> None:
 
 
 def test_without_sglang_the_package_is_named(out: str, gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pins, "missing", lambda: "sglang 0.5.22 is installed and the hooks are for 0.5.17: pip ...")
+    monkeypatch.setattr(
+        pins, "missing", lambda device: "sglang 0.5.22 is installed and the hooks are for 0.5.17: pip ..."
+    )
     assert "sglang 0.5.22 is installed" in refusal(*GPUS, out)

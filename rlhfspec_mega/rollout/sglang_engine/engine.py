@@ -17,10 +17,9 @@ from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.observe.spans import SpanRecorder
 from rlhfspec_mega.rollout.migration.staging import Layout
 from rlhfspec_mega.rollout.protocol import DraftPast, SampleSnapshot
-from rlhfspec_mega.rollout.sglang_engine import pins
 from rlhfspec_mega.rollout.sglang_engine.kv import DRAFT, METHOD, TARGET, WOKEN, KvAccess
 from rlhfspec_mega.rollout.sglang_engine.loaders import INTO_DRAFT
-from rlhfspec_mega.rollout.sglang_engine.samples import Held, sampling_params
+from rlhfspec_mega.rollout.sglang_engine.samples import Held, aborted, sampling_params
 from rlhfspec_mega.rollout.sglang_engine.weights import BucketedUpdate
 from rlhfspec_mega.types import (
     EngineLoad,
@@ -49,15 +48,11 @@ class SGLangEngine:
     Attributes:
         last_decode: when the last poll began, in seconds since the epoch, and what a decode step took in it.
         spans: what the time goes into; a poll is one.
-
-    Raises UserError where SGLang is not there in the version that the plug-in is for.
     """
 
     least_copy = 2 << 20
 
     def __init__(self, engine: Any, slots: int, max_positions: int, kv: KvAccess | None = None) -> None:
-        if (wrong := pins.missing()) is not None:
-            raise UserError(f"rollout=sglang cannot be used: {wrong}; or use rollout=torch.")
         self._engine, self._slots, self.max_positions, self._kv = engine, slots, max_positions, kv
         self._held: dict[str, Held] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -131,12 +126,13 @@ class SGLangEngine:
     def _collect(self) -> None:
         """File the samples that have ended. Raises what following one of them has raised."""
         for name, task in list(self._tasks.items()):
-            if task.done():
-                del self._tasks[name]
+            if not task.done():
+                continue
+            del self._tasks[name]
+            if not task.cancelled():
                 task.result()
-                held = self._held.pop(name)
-                assert held.reason is not None
-                self._finished.append(held.result(held.reason))
+            if (reason := self._held[name].reason) is not None:
+                self._finished.append(self._held.pop(name).result(reason))
 
     def progress(self) -> list[SampleProgress]:
         """What unfinished samples have gained since the last call."""
@@ -144,7 +140,8 @@ class SGLangEngine:
 
     def abort(self, sample_ids: Sequence[str]) -> list[GenerationResult]:
         """Stop these samples and return what they have; unknown ids and those that end just then are skipped."""
-        withdrawn = [self._withdraw(name) for name in sample_ids]
+        self._stop(sample_ids)
+        withdrawn = [self._held.pop(name, None) for name in sample_ids]
         return [held.result(FinishReason.ABORTED) for held in withdrawn if held is not None]
 
     def clear(self) -> None:
@@ -169,7 +166,8 @@ class SGLangEngine:
 
         Raises RunError for a sample that is not here, or that ends in this moment and is returned by the next poll.
         """
-        held = self._withdraw(sample_id)
+        self._stop([sample_id])
+        held = self._held.pop(sample_id, None)
         if held is None:
             raise RunError(f"Sample {sample_id} is not on this engine any more and cannot leave it.")
         snapshot = held.snapshot()
@@ -223,8 +221,7 @@ class SGLangEngine:
         Returns when SGLang is idle: it reads the weights in the passes that are under way. Raises RunError if it does
         not become so.
         """
-        for name in list(self._tasks):
-            self._stop(name)
+        self._stop(list(self._tasks))
         self._wake(WEIGHTS)
         self._empty()
         send = self._load if target is WeightTarget.ACTOR else self._load_draft
@@ -246,7 +243,7 @@ class SGLangEngine:
             self._version = version
         for held in self._held.values() if self._version >= 0 else ():
             self._attempts += 1
-            held.attempt, held.given = self._attempts, len(held.tokens)
+            held.ask_anew(self._attempts)
             self._start(held)
 
     # Memory
@@ -315,7 +312,8 @@ class SGLangEngine:
         self._tasks[held.request.sample_id] = self._engine.loop.create_task(self._follow(held))
 
     async def _follow(self, held: Held) -> None:
-        """Read a request's outputs to their end."""
+        """Read a request's outputs to their end, or until it is stopped."""
+        held.asked = True
         outputs = await self._engine.async_generate(
             input_ids=[*held.request.prompt_tokens, *held.tokens],
             sampling_params=sampling_params(held.request, held.given),
@@ -325,6 +323,8 @@ class SGLangEngine:
         )
         resumed = bool(held.tokens)
         async for output in outputs:
+            if held.stopped and aborted(output):  # its last tokens may go beyond its end
+                continue
             before = len(held.tokens)
             held.take(output, self._version)
             self._generated += len(held.tokens) - before
@@ -333,23 +333,27 @@ class SGLangEngine:
                 self._spared += output["meta_info"].get("cached_tokens", 0)
                 resumed = False
 
-    def _withdraw(self, sample_id: str) -> Held | None:
-        """The sample, stopped and removed; None where there is none or it has ended."""
-        self._stop(sample_id)
-        return self._held.pop(sample_id, None)
+    def _stop(self, sample_ids: Sequence[str]) -> None:
+        """End requests of samples; tokens that they still make are made again elsewhere, the same ones.
 
-    def _stop(self, sample_id: str) -> None:
-        """End a request; tokens that it still makes are made again elsewhere, the same ones.
+        Others may end meanwhile, and so may these: they are collected. A task that waits for an output is not
+        cancelled: in Python 3.11 asyncio.wait_for, by which SGLang waits, loses a cancellation just after the output.
 
-        Others may end meanwhile, and so may this one: they are collected.
+        Raises RunError if SGLang does not give them up.
         """
-        task = self._tasks.get(sample_id)
-        if task is None:
+        names = [name for name in sample_ids if name in self._tasks]
+        if not names:
             return
-        task.cancel()  # SGLang then aborts the request
-        self._engine.loop.run_until_complete(asyncio.wait([task]))
-        if task.cancelled():
-            del self._tasks[sample_id]
+        for name in names:
+            held = self._held[name]
+            held.stopped = True
+            if held.asked:
+                self._engine.tokenizer_manager.abort_request(held.rid)
+            else:
+                self._tasks[name].cancel()
+        waiting = asyncio.wait([self._tasks[name] for name in names], timeout=IDLE_SECONDS)
+        if self._engine.loop.run_until_complete(waiting)[1]:
+            raise RunError(f"SGLang did not stop {', '.join(names)} within {IDLE_SECONDS:g} s.")
         self._collect()
 
     def _empty(self) -> None:

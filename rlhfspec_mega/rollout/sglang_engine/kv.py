@@ -110,7 +110,8 @@ def pools(scheduler: Any) -> dict[str, Any]:
 def gather(scheduler: Any, part: str, rid: str, first: int, last: int) -> Tensor:
     """[layers, 2, heads, rows, size] of a decoding request's committed positions from `first` to `last`."""
     pool, slots = pools(scheduler)[part], torch.zeros(0, dtype=torch.int64)
-    for request in scheduler.running_batch.reqs:
+    prefilled = scheduler.last_batch  # may not have joined those that decode yet
+    for request in (*scheduler.running_batch.reqs, *(prefilled.reqs if prefilled else ())):
         if request.rid == rid and not request.finished():
             row = scheduler.req_to_token_pool.req_to_token[request.req_pool_idx]
             slots = row[first : min(last, request.kv_committed_len)].long()

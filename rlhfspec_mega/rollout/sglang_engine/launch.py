@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rlhfspec_mega.errors import UserError
-from rlhfspec_mega.rollout.sglang_engine import pins, plugin
+from rlhfspec_mega.rollout.sglang_engine import cpu_kernels, pins, plugin
 from rlhfspec_mega.rollout.sglang_engine.choice import write_config
 from rlhfspec_mega.rollout.sglang_engine.loaders import INTO_DRAFT
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes
 
+logger = logging.getLogger(__name__)
+
+MODELS = frozenset({"llama", "llama_eagle3", "qwen2", "qwen3"})  # files of sglang.srt.models
+LOADS = "/dev/shm/sglang_loads_"
 CONFIG_FILE = "sglang_drafting.json"
 
 
@@ -33,6 +42,7 @@ class EngineSettings:
         tensor_parallel: GPUs of this engine.
         memory: share of a GPU's memory for weights and KV; None: SGLang's choice.
         sleeps: whether its GPU memory can be given back between rollouts.
+        device: cuda, or cpu for checking.
         options: further arguments of SGLang by name; they win.
     """
 
@@ -48,6 +58,7 @@ class EngineSettings:
     tensor_parallel: int
     memory: float | None
     sleeps: bool
+    device: str
     options: dict[str, Any]
 
 
@@ -63,7 +74,9 @@ def arguments(settings: EngineSettings, directory: Path) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "dtype": settings.dtype,
         "context_length": settings.max_positions + settings.shapes.spare_positions,
-        "max_running_requests": settings.slots,
+        # One more than may run: a prompt in chunks counts as running and as new, which would keep a slot empty.
+        "max_running_requests": settings.slots + 1,
+        "pp_max_micro_batch_size": settings.slots,
         "chunked_prefill_size": settings.prefill_chunk,
         "tp_size": settings.tensor_parallel,
         "enable_memory_saver": settings.sleeps,
@@ -86,7 +99,20 @@ def arguments(settings: EngineSettings, directory: Path) -> dict[str, Any]:
             "custom_weight_loader": [INTO_DRAFT],
             "enable_draft_weights_cpu_backup": settings.sleeps,
         }
+    if settings.device == "cpu":
+        found |= _on_cpu(settings, found["context_length"])
     return found | settings.options
+
+
+def _on_cpu(settings: EngineSettings, context: int) -> dict[str, Any]:
+    """What SGLang is told on a CPU: among it, room for all slots at their longest, not a share of all memory."""
+    return {
+        "device": "cpu",
+        "attention_backend": "intel_amx",
+        "grammar_backend": "none",
+        "disable_cuda_graph": True,
+        "max_total_tokens": (settings.slots + 1) * context,
+    }
 
 
 def start(settings: EngineSettings, directory: Path) -> Any:
@@ -99,8 +125,12 @@ def start(settings: EngineSettings, directory: Path) -> Any:
         UserError: SGLang is not there in the version that the plug-in is for, or an option does not exist.
         RunError: a hook could not be applied in this process.
     """
-    if (wrong := pins.missing()) is not None:
+    if (wrong := pins.missing(settings.device)) is not None:
         raise UserError(f"rollout=sglang cannot be used: {wrong}; or use rollout=torch.")
+    _load_few_models()
+    if settings.device == "cpu" and cpu_kernels.prepare(settings.tensor_parallel):
+        logger.warning(cpu_kernels.NOTICE)
+        cpu_kernels.allow_attention()
     import sglang
     from sglang.srt.server_args import ServerArgs
 
@@ -111,4 +141,38 @@ def start(settings: EngineSettings, directory: Path) -> Any:
     given = arguments(settings, directory)
     if unknown := sorted(given.keys() - {field.name for field in fields(ServerArgs)}):
         raise UserError(f"rollout.sglang.options has {', '.join(unknown)}, which sglang {pins.VERSION} does not know.")
-    return sglang.Engine(**given)
+    with _temporary_files_in(directory):
+        engine = sglang.Engine(**given)
+    _unlink_shared_memory(engine)
+    return engine
+
+
+@contextmanager
+def _temporary_files_in(directory: Path) -> Iterator[None]:
+    """Have SGLang put the sockets of an engine's processes here: it never removes them."""
+    before, tempfile.tempdir = tempfile.tempdir, str(directory)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+
+
+def _unlink_shared_memory(engine: Any) -> None:
+    """Remove the name of the memory in which SGLang reports its load: nobody opens it again once it is read from here.
+
+    SGLang would remove it at an orderly end, which no process of a run has.
+    """
+    engine.loop.run_until_complete(engine.tokenizer_manager.get_loads())
+    mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    for path in mapped:
+        if path.startswith(LOADS):
+            Path(path).unlink(missing_ok=True)
+
+
+def _load_few_models() -> None:
+    """Have SGLang import the model files that this project has models for, not all of its 200: they take seconds."""
+    where = find_spec("sglang")
+    assert where is not None and where.submodule_search_locations
+    models = Path(where.submodule_search_locations[0]) / "srt" / "models"
+    others = {file.stem for file in models.glob("*.py")} - MODELS
+    os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(sorted(others)))

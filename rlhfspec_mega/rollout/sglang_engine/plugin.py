@@ -9,11 +9,12 @@ applied and no setting goes around them, and ends with a sentence if not.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.rollout.sglang_engine import control, float32, kv, pins, seams, shared_noise
+from rlhfspec_mega.rollout.sglang_engine import control, cpu_kernels, float32, kv, pins, seams, shared_noise
 from rlhfspec_mega.rollout.sglang_engine.choice import DraftChoice, read_shapes
 from rlhfspec_mega.rollout.sglang_engine.loaders import DRAFTS
 from rlhfspec_mega.rollout.sglang_engine.shared_noise import MOST_ROWS, DraftNoise, last_positions
@@ -98,6 +99,7 @@ def hooks() -> list[tuple[str, Any, str]]:
         (seams.WIDTHS.target, width_of_state, "AROUND"),
         (seams.CONTROLLER.target, StateSwitch, "REPLACE"),
         (seams.NORM.target, float32.normalize, "AROUND"),
+        *cpu_kernels.hooks(),
     ]
 
 
@@ -106,17 +108,19 @@ def install() -> None:
     if NAME not in os.environ.get("SGLANG_PLUGINS", "").split(","):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from tqdm import tqdm
 
     registered = hooks()
 
     def check(original: Callable[..., None], scheduler: Any, server_args: Any, *given: Any, **named: Any) -> None:
         refuse(server_args, [target for target, _, _ in registered if target not in HookRegistry._patched])
+        tqdm.set_lock(threading.RLock())  # its own lock stays in /dev/shm when this process is killed
         original(scheduler, server_args, *given, **named)
         control.attach(scheduler)
         kv.attach(scheduler)
 
     HookRegistry.register(seams.SCHEDULER.target, check, HookType.AROUND)  # first: what follows may fail
-    if pins.missing() is None:
+    if pins.missing(cpu_kernels.device()) is None:
         for target, hook, kind in registered:
             HookRegistry.register(target, hook, HookType[kind])
 
@@ -148,7 +152,7 @@ def refuse(server_args: Any, lost: Sequence[str]) -> None:
     Args:
         lost: targets whose hooks were not applied.
     """
-    if (wrong := pins.missing()) is not None:
+    if (wrong := pins.missing(cpu_kernels.device())) is not None:
         raise UserError(f"The plug-in {NAME} cannot be used: {wrong}.")
     for name, fine in BYPASSES.items():
         if getattr(server_args, name) != fine:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from rlhfspec_mega.planning.chain import StepTable
 
 STEPS = 24  # decode steps of a measurement, if no draft token is accepted
+SECONDS = 30.0  # in which batches between the smallest and the largest are measured; the others are interpolated
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,19 @@ def batches_up_to(slots: int) -> tuple[int, ...]:
 
 
 def measure(
-    engine: Any, counts: Sequence[int], force: Callable[[int], None], *, slots: int, length: int, vocabulary: int
+    engine: Any,
+    counts: Sequence[int],
+    force: Callable[[int], None],
+    *,
+    slots: int,
+    length: int,
+    vocabulary: int,
+    seconds: float = SECONDS,
 ) -> Profile:
     """Time an idle engine's steps; acceptance does not matter, steps are counted.
+
+    The smallest and the largest batch are measured with each number of draft tokens, then those between them while
+    there is time, widely spaced ones first.
 
     Args:
         engine: a started `sglang.Engine`.
@@ -41,45 +54,90 @@ def measure(
         force: has it use one of them from now on.
         length: tokens of a typical sample in the middle of its decoding.
         vocabulary: tokens to make prompts of.
+        seconds: see above.
     """
-    numbers, batches = itertools.count(), batches_up_to(slots)
-    rows: list[list[float]] = [[] for _ in batches]
-    prefills: list[float] = []
+    runs, batches, end = _Runs(engine, length, vocabulary), batches_up_to(slots), time.monotonic() + seconds
+    found: dict[tuple[int, int], float] = {}
     for count in counts:
         force(count)
-        _run(engine, numbers, 1, 8, vocabulary, STEPS)  # kernels that are compiled on first use
-        for row, batch in zip(rows, batches, strict=True):
-            started = time.perf_counter()
-            outputs = _run(engine, numbers, batch, length, vocabulary, STEPS)
-            row.append(_step_seconds(outputs))
-            prefills.append((max(times[0] for times in outputs) - started) / (batch * length))
-    table = StepTable(batches, tuple(counts), tuple(map(tuple, rows)))
-    return Profile(table, sorted(prefills)[len(prefills) // 2])
+        runs.warm_up()
+        for batch in {batches[-1]: None, batches[0]: None}:
+            found[batch, count] = runs.step_seconds(batch)
+    for batch in _widely_spaced(batches):
+        if time.monotonic() > end:
+            break
+        for count in counts:
+            force(count)
+            found[batch, count] = runs.step_seconds(batch)
+    return Profile(_table(batches, counts, found), runs.prefill_seconds)
 
 
-def _run(
-    engine: Any, numbers: itertools.count[int], batch: int, length: int, vocabulary: int, tokens: int
-) -> list[list[float]]:
-    """When each of so many requests put out tokens; no two requests of a profile share a prompt."""
+def _widely_spaced(batches: Sequence[int]) -> Iterable[int]:
+    """All but the first and the last: the middle one, then those in the middle of what is left, and so on."""
+    spans = [(0, len(batches) - 1)]
+    while spans:
+        first, last = spans.pop(0)
+        if last - first > 1:
+            middle = (first + last) // 2
+            yield batches[middle]
+            spans += [(first, middle), (middle, last)]
 
-    async def follow(number: int) -> list[float]:
-        outputs = await engine.async_generate(
-            input_ids=_prompt(number, length, vocabulary),
-            sampling_params={"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True, "sampling_seed": number},
-            stream=True,
-            rid=f"profile/{number}/",
-        )
-        return [time.perf_counter() async for _ in outputs]
 
-    async def all_of_them() -> list[list[float]]:
-        return await asyncio.gather(*(follow(next(numbers)) for _ in range(batch)))
+def _table(batches: Sequence[int], counts: Sequence[int], found: dict[tuple[int, int], float]) -> StepTable:
+    """Straight lines between the batches that were measured."""
+    measured = sorted({batch for batch, _ in found})
+    columns = [np.interp(batches, measured, [found[batch, count] for batch in measured]) for count in counts]
+    return StepTable(tuple(batches), tuple(counts), tuple(tuple(map(float, row)) for row in np.array(columns).T))
 
-    found: list[list[float]] = engine.loop.run_until_complete(all_of_them())
-    return found
+
+class _Runs:
+    """Requests of a profile: those of a batch have the same prompts every time, so that each is prefilled once."""
+
+    def __init__(self, engine: Any, length: int, vocabulary: int) -> None:
+        self._engine, self._length, self._vocabulary = engine, length, vocabulary
+        self._numbers = itertools.count()
+        self._prefilled = 0
+        self.prefill_seconds = 0.0  # of a prompt token, from the largest batch seen first
+
+    def warm_up(self) -> None:
+        """Kernels that are compiled on first use."""
+        self._outputs(1, 8)
+
+    def step_seconds(self, batch: int) -> float:
+        started = time.perf_counter()
+        outputs = self._outputs(batch, self._length)
+        if not self._prefilled:
+            self._prefilled = batch
+            self.prefill_seconds = (max(times[0] for times in outputs) - started) / (batch * self._length)
+        return _step_seconds(outputs)
+
+    def _outputs(self, batch: int, length: int) -> list[list[float]]:
+        """When each of so many requests put out tokens."""
+
+        async def follow(prompt: int) -> list[float]:
+            number = next(self._numbers)
+            outputs = await self._engine.async_generate(
+                input_ids=_prompt(prompt, length, self._vocabulary),
+                sampling_params={
+                    "temperature": 1.0,
+                    "max_new_tokens": STEPS,
+                    "ignore_eos": True,
+                    "sampling_seed": number,
+                },
+                stream=True,
+                rid=f"profile/{number}/",
+            )
+            return [time.perf_counter() async for _ in outputs]
+
+        async def all_of_them() -> list[list[float]]:
+            return await asyncio.gather(*(follow(prompt) for prompt in range(batch)))
+
+        found: list[list[float]] = self._engine.loop.run_until_complete(all_of_them())
+        return found
 
 
 def _prompt(number: int, length: int, vocabulary: int) -> list[int]:
-    """Tokens that begin like those of no other number: nothing is found in a cache of prefixes."""
+    """Tokens that begin like those of no other number: nothing of another prompt is found in a cache of prefixes."""
     digits = [number % vocabulary, number // vocabulary % vocabulary]
     return (digits + [place * 31 % vocabulary for place in range(length)])[:length]
 

@@ -28,6 +28,12 @@ def sampling_params(request: GenerationRequest, generated: int) -> dict[str, Any
     }
 
 
+def aborted(output: Mapping[str, Any]) -> bool:
+    """Whether SGLang has given the request up in this output."""
+    reason = output["meta_info"].get("finish_reason")
+    return reason is not None and reason["type"] == "abort"
+
+
 @dataclass
 class Held:
     """A sample that this engine has.
@@ -38,6 +44,8 @@ class Held:
         reported: tokens that the driver knows of.
         started: whether SGLang has answered with a token.
         outputs: that the request has put out since somebody set it to 0; each is a decode step.
+        asked: whether the request was sent to SGLang.
+        stopped: whether SGLang was asked to give it up.
     """
 
     request: GenerationRequest
@@ -49,6 +57,8 @@ class Held:
     reported: int = 0
     started: bool = False
     outputs: int = 0
+    asked: bool = False
+    stopped: bool = False
     reason: FinishReason | None = None
 
     @classmethod
@@ -58,6 +68,10 @@ class Held:
         reported = given if snapshot.reported is None else snapshot.reported
         lists = list(snapshot.tokens), list(snapshot.logprobs), list(snapshot.versions)
         return cls(snapshot.request, attempt, *lists, given=given, reported=reported)
+
+    def ask_anew(self, attempt: int) -> None:
+        """Make another request of it, which goes on from its tokens."""
+        self.attempt, self.given, self.asked, self.stopped = attempt, len(self.tokens), False, False
 
     @property
     def rid(self) -> str:
@@ -77,7 +91,7 @@ class Held:
         """
         tokens, meta = output["output_ids"], output["meta_info"]
         found, reason = meta["output_token_logprobs"], meta.get("finish_reason")
-        if reason is not None and reason["type"] == "abort":
+        if aborted(output):
             raise RunError(f"SGLang gave sample {self.request.sample_id} up: {reason.get('message')}")
         new = len(tokens) - (len(self.tokens) - self.given)
         fresh = list(zip(tokens[len(tokens) - new :], found[len(tokens) - new :], strict=False))

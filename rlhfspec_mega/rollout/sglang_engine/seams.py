@@ -77,6 +77,21 @@ NORM = Seam(
     ("forward_native",),
 )
 
+# SGLang on a CPU, where its attention backend forgets the lengths that it has prepared for drafting and verification.
+_AMX = "sglang.srt.layers.attention.intel_amx_backend"
+_LAYER = ("self", "q", "k", "v", "layer", "forward_batch")
+AMX_DECODE = Seam(_AMX, "IntelAMXAttnBackend.forward_decode", _LAYER, ("draft_decode_metadata", "seq_lens"))
+AMX_EXTEND = Seam(_AMX, "IntelAMXAttnBackend.forward_extend", _LAYER, ("extend_metadata", "seq_lens"))
+_CPU = (
+    Seam(
+        "sglang.srt.arg_groups.overrides",
+        "_attention_backend_platform_fallbacks",
+        ("view",),
+        ("cpu_has_amx_support", "attention_backend", "intel_amx"),
+    ),
+    Seam("sglang.srt.models.registry", "import_model_classes", (), ("SGLANG_DISABLED_MODEL_ARCHS",)),
+)
+
 # How many draft tokens: SGLang's adaptive speculation, whose controller is replaced, and what trees promise.
 CONTROLLER = Seam(
     f"{_SPEC}.adaptive_runtime_state",
@@ -185,16 +200,14 @@ CALLS = (
         "Scheduler",
         (),
         (
-            *("ps", "tp_rank", "tp_worker", "draft_worker", "running_batch", "req_to_token_pool"),
+            *("ps", "tp_rank", "tp_worker", "draft_worker", "running_batch", "last_batch", "req_to_token_pool"),
             *("token_to_kv_pool_allocator", "tree_cache", "forward_stream"),
         ),
     ),
     Seam("sglang.srt.entrypoints.engine", "Engine.release_memory_occupation", ("self", "tags")),
     Seam("sglang.srt.entrypoints.engine", "Engine.resume_memory_occupation", ("self", "tags")),
     Seam("sglang.srt.entrypoints.engine", "Engine._serialize_tensors_per_rank", ("self", "tensors", "load_format")),
-    Seam(
-        "sglang.srt.managers.tokenizer_manager", "TokenizerManager._discard_pending_req_states", ("self",)
-    ),  # of a cancelled one
+    Seam("sglang.srt.managers.tokenizer_manager", "TokenizerManager.abort_request", ("self", "rid")),
     Seam(
         "sglang.srt.managers.tokenizer_manager",
         "TokenizerManager",
@@ -255,7 +268,15 @@ OPTIONS = Seam(
     (),
     (
         *("model_path", "load_format", "skip_tokenizer_init", "dtype", "context_length", "max_running_requests"),
-        *("chunked_prefill_size", "tp_size", "enable_memory_saver", "page_size", "sampling_backend", "log_level"),
+        *(
+            "pp_max_micro_batch_size",
+            "chunked_prefill_size",
+            "tp_size",
+            "enable_memory_saver",
+            "page_size",
+            "sampling_backend",
+            "log_level",
+        ),
         *("mem_fraction_static", "speculative_algorithm", "speculative_draft_model_path"),
         *("speculative_draft_load_format", "speculative_num_steps", "speculative_eagle_topk"),
         *("speculative_num_draft_tokens", "speculative_adaptive", "speculative_adaptive_config"),
@@ -283,6 +304,7 @@ RECORDS = (
 
 SEAMS = (
     *(SEEDS, BATCH_INFO, PLAIN, VERIFY, DRAFT_LOGITS, FORWARD, *DRAFTING, NORM),
+    *(AMX_DECODE, AMX_EXTEND, *_CPU),
     *(CONTROLLER, UNSUPPORTED, ORGANISE, FIRST_STATE, WIDTHS, *_SWITCHING),
     *(SCHEDULER, REGISTRY, *CALLS, OPTIONS, *KV, *RECORDS),
 )

@@ -29,6 +29,11 @@ class DraftShapes:
         """Layers that are drafted for so many draft tokens."""
         return min(count, self.depth)
 
+    def with_middle_only(self) -> tuple[DraftShapes, int]:
+        """The number in the middle of those to choose from, fixed, with plain decoding for a collapse."""
+        middle = self.counts[len(self.counts) // 2]
+        return DraftShapes(tuple(sorted({0, middle})), self.depth_of(middle), self.branches), middle
+
     @property
     def spare_positions(self) -> int:
         """Positions of the context beyond prompt and response together.

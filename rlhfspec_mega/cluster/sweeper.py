@@ -1,5 +1,6 @@
-"""Main module of a process that outlives the driver by a moment: ends what is left of an own Ray instance, even if the
-driver was killed with -9. Ray's daemons then die with the driver, but its agents wait for them for over a minute."""
+"""Main module of a process that outlives its owner by a moment: ends what uses the owner's directory and removes that,
+even if the owner was killed with -9: Ray's agents wait for daemons that are gone, SGLang's files lie in memory.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ _SWEEP_SECONDS, _PAUSE_SECONDS = 10.0, 0.1
 
 
 class Sweeper:
-    """The driver's end. The process waits until this is closed or the driver ends, whichever way."""
+    """The owner's end. The process waits until this is closed or its owner ends, whichever way."""
 
     def __init__(self, directory: Path) -> None:
-        """`directory`: of the instance; every process of Ray has log files open in it."""
-        command = [sys.executable, "-m", "rlhfspec_mega.cluster.ray_sweeper", str(directory)]
+        """`directory`: of nobody else's; who has a file open in it, but for the owner, is ended too."""
+        command = [sys.executable, "-m", "rlhfspec_mega.cluster.sweeper", str(directory)]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, start_new_session=True, env=os.environ | {"PYTHONPATH": path}
@@ -33,11 +34,11 @@ class Sweeper:
         self._process.wait()
 
 
-def sweep(directory: Path, driver: int) -> None:
-    """Kill every process, other than the driver, that has a file open in the directory, and remove it."""
+def sweep(directory: Path, owner: int) -> None:
+    """Kill every process, other than the owner, that has a file open in the directory, and remove it."""
     end = time.monotonic() + _SWEEP_SECONDS
     while time.monotonic() < end:
-        users = processes_using(directory) - {driver}  # Ray's library in the driver keeps its log open
+        users = processes_using(directory) - {owner}  # Ray's library in the driver keeps its log open
         for pid in users:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -60,9 +61,9 @@ def processes_using(directory: Path) -> set[int]:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    driver = os.getppid()
+    owner = os.getppid()
     sys.stdin.buffer.read()
-    sweep(Path(sys.argv[1]), driver)
+    sweep(Path(sys.argv[1]), owner)
 
 
 if __name__ == "__main__":

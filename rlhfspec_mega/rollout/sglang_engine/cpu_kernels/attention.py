@@ -1,0 +1,126 @@
+"""Attention over the KV slots of requests, in place of SGLang's csrc/cpu/decode.cpp and extend.cpp.
+
+Arguments have the order of the operators torch.ops.sgl_kernel.*; those not mentioned are not used here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """[B, T, H, D] for queries [B, T, H, D], keys and values [B, S, KVH, D], visible bool [B, T, S]."""
+    queries, keys, values = (one.transpose(1, 2) for one in (q, k, v))
+    found = scaled_dot_product_attention(
+        queries, keys, values, attn_mask=visible[:, None], scale=scale, enable_gqa=queries.shape[1] != keys.shape[1]
+    )
+    return found.transpose(1, 2)
+
+
+def decode_attention_cpu(
+    q: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    out: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    new_slots: Tensor,
+    scratch: Tensor,
+    req_to_token: Tensor,
+    requests: Tensor,
+    lengths: Tensor,
+    scale: float,
+    logit_cap: float,
+    is_cross: bool,
+    window: int,
+    encoder_lengths: Tensor | None,
+    sinks: Tensor | None,
+) -> None:
+    """One new token per request (decode.cpp, decode_attention_cpu): stores its KV, then attends to all of the request.
+
+    Args:
+        q, out: [B, H, D].
+        k_buffer, v_buffer: [slots, KVH, D] of one layer.
+        k, v: of the new tokens, for `new_slots` [B]; None: they are there.
+        req_to_token: slots by request and position.
+        requests, lengths: [B] rows of req_to_token, and positions with the new one.
+    """
+    _refuse(logit_cap, is_cross, window, sinks)
+    if k is not None and v is not None:
+        k_buffer[new_slots] = k.view(len(new_slots), *k_buffer.shape[1:]).to(k_buffer.dtype)
+        v_buffer[new_slots] = v.view(len(new_slots), *v_buffer.shape[1:]).to(v_buffer.dtype)
+    slots, there = _slots(req_to_token, requests, lengths)
+    out.copy_(attend(q[:, None], k_buffer[slots], v_buffer[slots], there[:, None], scale)[:, 0])
+
+
+def extend_attention_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    req_to_token: Tensor,
+    requests: Tensor,
+    lengths: Tensor,
+    extends: Tensor,
+    starts: Tensor,
+    longest_extend: int,
+    scale: float,
+    logit_cap: float,
+    is_cross: bool,
+    window: int,
+    encoder_lengths: Tensor | None,
+    sinks: Tensor | None,
+    tree_mask: Tensor | None,
+) -> None:
+    """Several new tokens per request, whose KV is in the buffers already (extend.cpp, extend_attention_cpu).
+
+    Args:
+        q, out: [sum of extends, H, D], request by request.
+        lengths: [B] positions with the new ones.
+        extends, starts: [B] new tokens of each request, and where they begin in `q`.
+        tree_mask: bool, flat, extend x extend of each request: which of its new tokens each of them sees; None: those
+            before it.
+    """
+    _refuse(logit_cap, is_cross, window, sinks)
+    slots, there = _slots(req_to_token, requests, lengths)
+    counts = extends.tolist()
+    batch, most, width = len(counts), max(counts), slots.shape[1]
+    queries = q.new_zeros(batch, most, *q.shape[1:])
+    # What stands for no query sees something, or its softmax would be of nothing.
+    visible = there[:, None].expand(batch, most, width).clone()
+    done = 0
+    for row, (count, start, length) in enumerate(zip(counts, starts.tolist(), lengths.tolist(), strict=True)):
+        queries[row, :count] = q[start : start + count]
+        if tree_mask is None:
+            own = torch.ones(count, count, dtype=torch.bool).tril()
+        else:
+            own = tree_mask[done : done + count * count].view(count, count).bool()
+        visible[row, :count, length - count : length] = own
+        done += count * count
+    found = attend(queries, k_buffer[slots], v_buffer[slots], visible, scale)
+    for row, (count, start) in enumerate(zip(counts, starts.tolist(), strict=True)):
+        out[start : start + count] = found[row, :count]
+
+
+def _slots(req_to_token: Tensor, requests: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Slots int64 [B, longest] of requests, and which of them are theirs; the others repeat their last one.
+
+    Another request's slot, or one that nobody has, may hold what is no number, which even a weight of 0 passes on.
+    """
+    places = torch.arange(int(lengths.max()))
+    there = places < lengths[:, None]
+    return req_to_token[requests[:, None], places.minimum(lengths[:, None] - 1)].long(), there
+
+
+def _refuse(logit_cap: float, is_cross: bool, window: int, sinks: Any) -> None:
+    if logit_cap > 0 or is_cross or window > 0 or sinks is not None:
+        raise NotImplementedError(
+            "These stand-ins for SGLang's CPU kernels have no soft cap, cross attention, sliding window or sinks: no "
+            "model of this project has them."
+        )

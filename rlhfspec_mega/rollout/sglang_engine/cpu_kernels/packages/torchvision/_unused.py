@@ -1,0 +1,20 @@
+"""Names that are imported and never used."""
+
+from __future__ import annotations
+
+
+def unused(name: str) -> type:
+    """As a module's __getattr__: a class that refuses to be used, and whose attributes may be named as defaults."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def refuse(*given: object, **named: object) -> None:
+        raise NotImplementedError(f"torchvision's {name} is not here: install torchvision to work with images.")
+
+    class Meta(type):
+        def __getattr__(cls, attribute: str) -> str:
+            if attribute.startswith("__"):
+                raise AttributeError(attribute)
+            return attribute
+
+    return Meta(name, (), {"__init__": refuse})

@@ -1,0 +1,3 @@
+"""What SGLang and transformers import by name."""
+
+from torchvision._unused import unused as __getattr__  # noqa: F401

@@ -1,0 +1,3 @@
+"""What transformers imports by name."""
+
+from torchvision._unused import unused as __getattr__  # noqa: F401
