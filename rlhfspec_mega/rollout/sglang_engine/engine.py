@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
 
-from rlhfspec_mega.errors import RunError, UserError
+from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.observe.spans import SpanRecorder
 from rlhfspec_mega.rollout.migration.staging import Layout
 from rlhfspec_mega.rollout.protocol import DraftPast, SampleSnapshot
@@ -21,6 +21,7 @@ from rlhfspec_mega.rollout.sglang_engine.kv import DRAFT, METHOD, TARGET, WOKEN,
 from rlhfspec_mega.rollout.sglang_engine.loaders import INTO_DRAFT
 from rlhfspec_mega.rollout.sglang_engine.samples import Held, aborted, sampling_params
 from rlhfspec_mega.rollout.sglang_engine.weights import BucketedUpdate
+from rlhfspec_mega.rollout.torch_engine.checks import check_request
 from rlhfspec_mega.types import (
     EngineLoad,
     FinishReason,
@@ -74,27 +75,28 @@ class SGLangEngine:
     # Samples
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue samples. Raises UserError for one that does not fit, or whose length is forced."""
+        """Queue samples. Raises UserError for a bad one or one whose length is forced; then none is queued."""
+        taken = set(self._held)
+        for request in requests:
+            self._check(request, taken)
+            taken.add(request.sample_id)
         for request in requests:
             self.import_sample(SampleSnapshot(request, [], [], []))
 
     def import_sample(self, snapshot: SampleSnapshot) -> None:
-        """Go on with a sample from its tokens. Raises UserError as `submit` does, RunError for one it has."""
+        """Go on with a sample from its tokens. Raises UserError as `submit` does."""
         request = snapshot.request
-        if request.sample_id in self._held:
-            raise RunError(f"Sample {request.sample_id} was handed to an engine that has it.")
-        needed = len(request.prompt_tokens) + request.max_new_tokens
-        if needed > self.max_positions:
-            raise UserError(
-                f"Sample {request.sample_id} needs {needed} positions and the engine has {self.max_positions}: raise "
-                "rollout.max_prompt_tokens or rollout.max_new_tokens."
-            )
-        sampling_params(request, len(snapshot.tokens))
+        self._check(request, self._held.keys())
         self._take_kv(snapshot)
         self._attempts += 1
         held = self._held[request.sample_id] = Held.of(snapshot, self._attempts)
         if self._update is None and self._version >= 0:
             self._start(held)
+
+    def _check(self, request: GenerationRequest, taken: Set[str]) -> None:
+        """Raises UserError for what SGLang would refuse only later, or not at all."""
+        check_request(request, self._engine.tokenizer_manager.model_config.vocab_size, self.max_positions, taken)
+        sampling_params(request, 0)
 
     def poll(self, seconds: float) -> list[GenerationResult]:
         """Samples finished until about `seconds` have passed or all have ended."""

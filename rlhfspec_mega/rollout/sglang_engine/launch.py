@@ -112,6 +112,7 @@ def _on_cpu(settings: EngineSettings, context: int) -> dict[str, Any]:
         "grammar_backend": "none",
         "disable_cuda_graph": True,
         "max_total_tokens": (settings.slots + 1) * context,
+        "sleep_on_idle": True,  # or an engine without samples takes a core from those that have some
     }
 
 

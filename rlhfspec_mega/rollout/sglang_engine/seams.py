@@ -212,8 +212,9 @@ CALLS = (
         "sglang.srt.managers.tokenizer_manager",
         "TokenizerManager",
         (),
-        ("output_ids", "meta_info", "finish_reason", "output_token_logprobs", "cached_tokens"),
+        ("output_ids", "meta_info", "finish_reason", "output_token_logprobs", "cached_tokens", "model_config"),
     ),
+    Seam("sglang.srt.configs.model_config", "ModelConfig", (), ("vocab_size",)),
     Seam(
         "sglang.srt.managers.tokenizer_control_mixin",
         "TokenizerControlMixin.update_weights_from_tensor",
@@ -280,7 +281,8 @@ OPTIONS = Seam(
         *("mem_fraction_static", "speculative_algorithm", "speculative_draft_model_path"),
         *("speculative_draft_load_format", "speculative_num_steps", "speculative_eagle_topk"),
         *("speculative_num_draft_tokens", "speculative_adaptive", "speculative_adaptive_config"),
-        *("custom_weight_loader", "enable_draft_weights_cpu_backup"),
+        *("custom_weight_loader", "enable_draft_weights_cpu_backup", "device", "attention_backend", "grammar_backend"),
+        *("disable_cuda_graph", "max_total_tokens", "sleep_on_idle"),
     ),
 )
 
