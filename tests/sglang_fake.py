@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import make_dataclass
 from enum import StrEnum
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfspec_mega.rollout.sglang_engine import control, kv, pins
+from rlhfspec_mega.rollout.sglang_engine import control, cpu_kernels, kv, pins
 from rlhfspec_mega.rollout.sglang_engine.seams import OPTIONS
 from rlhfspec_mega.rollout.sglang_engine.states import StateSwitch, start_with_most
 
@@ -26,7 +27,7 @@ STOP = 0
 SLOTS, REQUESTS, POSITIONS, LAYERS, SIZE = 1 << 15, 200, 1024, 2, 4
 KNOWN = (  # further arguments that the real one takes
     *("attention_backend", "grammar_backend", "max_total_tokens"),
-    *("cuda_graph_bs_decode", "disable_prefill_cuda_graph"),
+    *("device", "disable_cuda_graph", "cuda_graph_bs_decode", "disable_prefill_cuda_graph"),
 )
 
 
@@ -44,6 +45,7 @@ class FakeManager:
         self.asleep: set[str] = set()
         self.load: dict[str, int] = {}  # none before the first step
         self.refuses = self.busy = False
+        self.aborted: set[str] = set()
         self._subprocess_watchdog = SimpleNamespace(stop=lambda: None)
 
     async def flush_cache(self, timeout_s: float | None = None) -> Any:
@@ -52,6 +54,10 @@ class FakeManager:
         while self.running:
             await asyncio.sleep(0.001)
         return SimpleNamespace(success=not self.busy)
+
+    def abort_request(self, rid: str) -> None:
+        """The request ends with its next output."""
+        self.aborted.add(rid)
 
     async def get_loads(self) -> list[Any]:
         return [SimpleNamespace(**self.load)] if self.load else []
@@ -154,7 +160,7 @@ class FakeScheduler:
         if drafts:
             runner = SimpleNamespace(token_to_kv_pool=FakePool(1, heads, SIZE))
             self.draft_worker = SimpleNamespace(draft_worker=SimpleNamespace(draft_runner=runner))
-        self.running_batch = SimpleNamespace(reqs=list[Any]())
+        self.running_batch, self.last_batch = SimpleNamespace(reqs=list[Any]()), None
         self.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros(REQUESTS, POSITIONS, dtype=torch.int32))
         self.token_to_kv_pool_allocator = FakeAllocator()
         self.tree_cache = FakeTree(drafts, self.token_to_kv_pool_allocator)
@@ -312,6 +318,8 @@ class FakeEngine:
                         break
                 self.scheduler.commit(request, [*prompt, *tokens][:-1])
                 reason = self.reason or reason
+                if rid in self.tokenizer_manager.aborted:
+                    reason = {"type": "abort", "message": "Abort in waiting queue"}
                 pairs = [(-0.01 * token, token, None) for token in tokens]
                 meta = {"output_token_logprobs": pairs[self.loses_logprobs :], "finish_reason": reason}
                 meta["cached_tokens"] = request.known
@@ -365,7 +373,9 @@ class FakeRegistry:
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's modules as far as this package imports them, with the stand-in for its engine."""
     monkeypatch.setattr(pins, "missing", lambda device: None)
-    monkeypatch.setenv("SGLANG_PLUGINS", "")  # so that what is set meanwhile is undone
+    monkeypatch.setattr(cpu_kernels, "prepare", lambda ranks=1: False)
+    for name in ("SGLANG_PLUGINS", "SGLANG_DISABLED_MODEL_ARCHS"):  # so that what is set meanwhile is undone
+        monkeypatch.setenv(name, "")
     modules: dict[str, dict[str, Any]] = {
         "sglang": {"Engine": FakeEngine},
         "sglang.srt": {},
@@ -382,6 +392,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, content in modules.items():
         module = ModuleType(name)
         vars(module).update(content)
+        module.__spec__ = ModuleSpec(name, None, is_package=True)
+        module.__spec__.submodule_search_locations = [str(Path(__file__).parent)]
         monkeypatch.setitem(sys.modules, name, module)
 
 

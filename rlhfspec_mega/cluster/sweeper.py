@@ -21,17 +21,22 @@ class Sweeper:
 
     def __init__(self, directory: Path) -> None:
         """`directory`: of nobody else's; who has a file open in it, but for the owner, is ended too."""
-        command = [sys.executable, "-m", "rlhfspec_mega.cluster.sweeper", str(directory)]
+        command = [sys.executable, "-m", "rlhfspec_mega.cluster.sweeper", str(directory), str(os.getpid())]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, start_new_session=True, env=os.environ | {"PYTHONPATH": path}
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": path},
         )
+        self._process.wait()  # what goes on is a child of nobody here: SGLang kills all children of its process
 
     def close(self) -> None:
         """Sweep now and wait for it."""
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait()
+        self._process.stdout.read()  # nothing comes but its end
 
 
 def sweep(directory: Path, owner: int) -> None:
@@ -61,9 +66,10 @@ def processes_using(directory: Path) -> set[int]:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    owner = os.getppid()
+    if os.fork():
+        os._exit(0)
     sys.stdin.buffer.read()
-    sweep(Path(sys.argv[1]), owner)
+    sweep(Path(sys.argv[1]), int(sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +18,20 @@ from rlhfspec_mega.models.draft_directory import read_draft_shape
 from rlhfspec_mega.models.draft_shape import DraftShape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.rollout_state import Throughput
-from rlhfspec_mega.rollout.migration.messages import Meeting
+from rlhfspec_mega.rollout.migration.messages import Meeting, Orders
+from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.sglang_engine.choice import FREE
 from rlhfspec_mega.rollout.sglang_engine.control import DraftingControl
-from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
+from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine, SilentEngineError
 from rlhfspec_mega.rollout.sglang_engine.kv import DRAFT, TARGET, KvAccess
 from rlhfspec_mega.rollout.sglang_engine.launch import EngineSettings, start
 from rlhfspec_mega.rollout.sglang_engine.profile import Profile, measure
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, shapes_of
-from rlhfspec_mega.types import DraftingTally
+from rlhfspec_mega.types import DraftingTally, EngineReport
 from rlhfspec_mega.workers.scoring import ReferenceSettings
 from rlhfspec_mega.workers.serving import ServingEngine
 
+_sweepers: list[Sweeper] = []  # they live as long as this process
 MEMORY = Path("/dev/shm")  # a file system in memory, on Linux
 
 
@@ -108,6 +112,14 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
             self._control.force(FREE)
         return found
 
+    def advance(self, samples: Sequence[SampleSnapshot], seconds: float, orders: Orders | None = None) -> EngineReport:
+        """As ServingEngine's. An engine that has gone silent ends its process: another one takes its place."""
+        try:
+            return super().advance(samples, seconds, orders)
+        except SilentEngineError as error:
+            print(f"{error} This engine ends; its samples go on elsewhere.", file=sys.stderr, flush=True)
+            os._exit(1)
+
     def pace(self, temperature: float) -> Throughput:
         """From the steps measured at start and the acceptance of late, taken to be alike at every depth."""
         assert self._profile is not None, "a deterministic run moves no samples"
@@ -164,7 +176,7 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
 def files_of_engine() -> Path:
     """A directory in memory that goes when this process does, however it ends: workers are killed at a run's end."""
     directory = Path(tempfile.mkdtemp(prefix="rlhfspec_mega.sglang.", dir=MEMORY if MEMORY.is_dir() else None))
-    Sweeper(directory)
+    _sweepers.append(Sweeper(directory))
     return directory
 
 

@@ -23,7 +23,7 @@ from tests.near_tie import assert_same
 from tests.sglang.conftest import requests_of, torch_results
 from tests.sglang.support import FP32
 
-DRAFTED = {"chains": (chains(8), (0, 4, FREE)), "trees": (trees(12, 4, 4), (12, FREE))}
+DRAFTED = {"chains": (chains(8), (0, 5, FREE)), "trees": (trees(12, 4, 4), (12, FREE))}
 BATCHES = (1, 3, 8, 16)
 TOKENS = 20_000
 

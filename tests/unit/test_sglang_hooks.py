@@ -208,7 +208,7 @@ def start(registry: FakeRegistry, arguments: Any) -> list[Any]:
 
 
 def test_a_scheduler_without_all_hooks_does_not_start(registry: FakeRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pins, "missing", lambda: None)
+    monkeypatch.setattr(pins, "missing", lambda device: None)
     plugin.install()
     with pytest.raises(RunError, match=r"has not applied the hooks of .*eagle_sample"):
         start(registry, FINE)
@@ -220,7 +220,7 @@ def test_a_scheduler_without_all_hooks_does_not_start(registry: FakeRegistry, mo
 def test_a_setting_that_goes_around_the_hooks_is_refused(
     registry: FakeRegistry, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(pins, "missing", lambda: None)
+    monkeypatch.setattr(pins, "missing", lambda device: None)
     plugin.install()
     with pytest.raises(UserError, match=f"{name}=on samples past the plug-in"):
         start(registry, SimpleNamespace(**(plugin.BYPASSES | {name: "on"})))
@@ -231,7 +231,7 @@ def test_arguments_that_were_resolved_without_the_hooks_are_refused(
     adaptive: bool, tokens: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Nine are what the file asks for."""
-    monkeypatch.setattr(pins, "missing", lambda: None)
+    monkeypatch.setattr(pins, "missing", lambda device: None)
     write_config(tmp_path / "drafting.json", DraftShapes((0, 8), 5, branches=4), collapse_ratio=0.5)
     given = {
         "speculative_adaptive_config": str(tmp_path / "drafting.json"),
@@ -252,7 +252,7 @@ def test_arguments_that_were_resolved_without_the_hooks_are_refused(
 def test_hooks_are_applied_in_a_process_that_has_loaded_its_plugins_before(
     applied: bool, registry: FakeRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pins, "missing", lambda: None)
+    monkeypatch.setattr(pins, "missing", lambda device: None)
     sys.modules["sglang.srt.plugins"].load_plugins = lambda: None  # type: ignore[attr-defined]
     registry.unknown = seams.VERIFY.target if applied else seams.FIRST_STATE.target
     if not applied:

@@ -35,6 +35,11 @@ from rlhfspec_mega.types import (
 WEIGHTS = ("weights",)
 ALL_MEMORY = ("kv_cache", "cuda_graph", *WEIGHTS)  # as SGLang names its parts
 IDLE_SECONDS = 60.0  # in which requests that were stopped have left the engine
+SILENCE_SECONDS = 300.0  # without an output of any sample: longer than a prefill takes, SGLang's own watchdog's time
+
+
+class SilentEngineError(RunError):
+    """SGLang's processes are there and do nothing any more."""
 
 
 class SGLangEngine:
@@ -64,6 +69,7 @@ class SGLangEngine:
         self._update: BucketedUpdate | None = None
         self._updating = WeightTarget.ACTOR
         self._asleep: list[str] = []
+        self._heard = 0.0  # when an output came last, or something else was waited for; time.monotonic()
         self.last_decode = 0.0, 0.0
         self.spans = SpanRecorder()
 
@@ -99,7 +105,10 @@ class SGLangEngine:
         sampling_params(request, 0)
 
     def poll(self, seconds: float) -> list[GenerationResult]:
-        """Samples finished until about `seconds` have passed or all have ended."""
+        """Samples finished until about `seconds` have passed or all have ended.
+
+        Raises SilentEngineError when nothing has come of them for SILENCE_SECONDS.
+        """
         if self._held and self._update is None:
             if self._version < 0:
                 raise RunError("The engine has samples but no weights; send it a weight update before polling.")
@@ -117,6 +126,8 @@ class SGLangEngine:
         ended = time.time()
         running = [one for one in held if one.outputs]
         steps = max((one.outputs for one in running), default=0)
+        if not steps and time.monotonic() - self._heard > SILENCE_SECONDS:
+            raise SilentEngineError(f"SGLang has put out nothing for {SILENCE_SECONDS:g} s, of {len(held)} samples.")
         self._steps += steps
         self.last_decode = started, (ended - started) / steps if steps else self.last_decode[1]
         if steps:
@@ -137,8 +148,12 @@ class SGLangEngine:
                 self._finished.append(self._held.pop(name).result(reason))
 
     def progress(self) -> list[SampleProgress]:
-        """What unfinished samples have gained since the last call."""
-        return [held.progress() for held in self._held.values() if len(held.tokens) > held.reported]
+        """What unfinished samples have gained since the last call; not those that end in this moment.
+
+        Else one whose last token is known, and whose engine dies before it is returned, would go on beyond its end.
+        """
+        going_on = (held for held in self._held.values() if held.reason is None)
+        return [held.progress() for held in going_on if len(held.tokens) > held.reported]
 
     def abort(self, sample_ids: Sequence[str]) -> list[GenerationResult]:
         """Stop these samples and return what they have; unknown ids and those that end just then are skipped."""
@@ -311,6 +326,8 @@ class SGLangEngine:
 
     def _start(self, held: Held) -> None:
         self._wake(ALL_MEMORY)
+        if not self._tasks:
+            self._heard = time.monotonic()
         self._tasks[held.request.sample_id] = self._engine.loop.create_task(self._follow(held))
 
     async def _follow(self, held: Held) -> None:
@@ -327,7 +344,7 @@ class SGLangEngine:
         async for output in outputs:
             if held.stopped and aborted(output):  # its last tokens may go beyond its end
                 continue
-            before = len(held.tokens)
+            before, self._heard = len(held.tokens), time.monotonic()
             held.take(output, self._version)
             self._generated += len(held.tokens) - before
             if resumed:

@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.rollout.sglang_engine import cpu_kernels, pins, plugin
 from rlhfspec_mega.rollout.sglang_engine.choice import write_config
@@ -21,7 +23,7 @@ from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes
 logger = logging.getLogger(__name__)
 
 MODELS = frozenset({"llama", "llama_eagle3", "qwen2", "qwen3"})  # files of sglang.srt.models
-LOADS = "/dev/shm/sglang_loads_"
+SHARED_MEMORY = ("/dev/shm/sglang_loads_", "/dev/shm/sgl_shm_mq_")  # its load, and messages between its ranks
 CONFIG_FILE = "sglang_drafting.json"
 
 
@@ -159,15 +161,17 @@ def _temporary_files_in(directory: Path) -> Iterator[None]:
 
 
 def _unlink_shared_memory(engine: Any) -> None:
-    """Remove the name of the memory in which SGLang reports its load: nobody opens it again once it is read from here.
+    """Remove the names of memory that SGLang's processes share: nobody opens it again once it is read from here.
 
-    SGLang would remove it at an orderly end, which no process of a run has.
+    SGLang would remove them at an orderly end, which no process of a run has.
     """
     engine.loop.run_until_complete(engine.tokenizer_manager.get_loads())
-    mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
-    for path in mapped:
-        if path.startswith(LOADS):
-            Path(path).unlink(missing_ok=True)
+    own = psutil.Process()
+    for process in (own, *own.children(recursive=True)):
+        lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        for path in {line.split(maxsplit=5)[-1] for line in lines}:
+            if path.startswith(SHARED_MEMORY):
+                Path(path).unlink(missing_ok=True)
 
 
 def _load_few_models() -> None:

@@ -41,7 +41,7 @@ def measure(
     slots: int,
     length: int,
     vocabulary: int,
-    seconds: float = SECONDS,
+    seconds: float | None = None,
 ) -> Profile:
     """Time an idle engine's steps; acceptance does not matter, steps are counted.
 
@@ -54,9 +54,10 @@ def measure(
         force: has it use one of them from now on.
         length: tokens of a typical sample in the middle of its decoding.
         vocabulary: tokens to make prompts of.
-        seconds: see above.
+        seconds: see above; None: SECONDS.
     """
-    runs, batches, end = _Runs(engine, length, vocabulary), batches_up_to(slots), time.monotonic() + seconds
+    runs, batches = _Runs(engine, length, vocabulary), batches_up_to(slots)
+    end = time.monotonic() + (SECONDS if seconds is None else seconds)
     found: dict[tuple[int, int], float] = {}
     for count in counts:
         force(count)

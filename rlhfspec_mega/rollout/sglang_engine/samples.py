@@ -109,9 +109,12 @@ class Held:
             self._end(reason)
 
     def _end(self, reason: Mapping[str, Any]) -> None:
-        """Note why it ended. Raises RunError unless that is what was asked for."""
-        stopped = reason["type"] == "stop"
-        if (self.tokens[-1] not in self.request.stop_tokens) if stopped else not self._full:
+        """Note why it ended: by a stop token, the last one allowed included, which SGLang calls an end by length.
+
+        Raises RunError unless that is what was asked for.
+        """
+        stopped = self.tokens[-1] in self.request.stop_tokens
+        if not stopped and (reason["type"] == "stop" or not self._full):
             raise RunError(
                 f"SGLang ended sample {self.request.sample_id} after {len(self.tokens)} of "
                 f"{self.request.max_new_tokens} tokens by {dict(reason)}: its model's own end-of-text tokens, or a "

@@ -1,0 +1,122 @@
+"""500 samples on two engines in processes of their own: they move all the time, and one engine dies or freezes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from benchmarks.sglang_engines import DEVICE, PORTABLE, send
+from rlhfspec_mega.cluster.interface import WorkerSpec
+from rlhfspec_mega.cluster.local import LocalCluster
+from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig, SGLangConfig
+from rlhfspec_mega.models.hf_directory import read_shape
+from rlhfspec_mega.planning.lengths import LengthPredictor
+from rlhfspec_mega.rollout import reallocation
+from rlhfspec_mega.rollout.manager import RolloutManager
+from rlhfspec_mega.rollout.reallocation import Reallocation
+from rlhfspec_mega.rollout.sglang_engine import engine, profile
+from rlhfspec_mega.workers.sglang import SGLangEngineWorker
+from tests.clusters import local_cluster
+from tests.e2e.test_migration import MortalEngine
+from tests.engine_pool import opened
+from tests.near_tie import assert_same
+from tests.sglang.conftest import requests_of, torch_results
+from tests.unit.test_migration import RandomMoves
+
+SAMPLES = 500
+
+
+class MortalWorker(SGLangEngineWorker):
+    """A worker that can be told when to die, or to freeze what decodes for it."""
+
+    die_when = MortalEngine.die_when
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        profile.SECONDS = 0.0
+        super().__init__(*arguments, **named)
+
+    def take_weights(self, model: Path) -> None:
+        send(self, model, 0)
+
+    def freeze_scheduler(self, seconds: float) -> None:
+        """Stop SGLang's scheduler as SIGSTOP does, now; the engine may be silent for so long."""
+        engine.SILENCE_SECONDS = seconds
+        for process in psutil.Process().children(recursive=True):
+            if "sglang::scheduler" in " ".join(process.cmdline()):
+                os.kill(process.pid, signal.SIGSTOP)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
+    cluster = local_cluster(tmp_path, start_seconds=240.0)
+    yield cluster
+    cluster.close()
+
+
+@pytest.mark.parametrize("trouble", [None, "sent, not acknowledged", "frozen"])
+def test_500_samples(
+    trouble: str | None,
+    made: tuple[Path, Path],
+    judge: Callable[[list[int]], torch.Tensor],
+    cluster: LocalCluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None is lost, none comes twice (the ledger sees to it), and all tokens are the torch engine's."""
+    monkeypatch.setattr(reallocation, "PLAN_SHARE", 1.0)  # many moves
+    config = RolloutConfig(
+        engine="sglang", slots=8, max_prompt_tokens=150, max_new_tokens=150, sglang=SGLangConfig(options=PORTABLE)
+    )
+    memory = 0.1 if DEVICE == "cuda" else None
+    arguments = {
+        "shape": read_shape(made[0]),
+        "config": config,
+        "dtype": "float32",
+        "model": made[0],
+        "memory": memory,
+        "sleeps": False,
+        "device": DEVICE,
+        "draft": made[1],
+        "drafting": DraftingConfig(),
+    }
+    spec = WorkerSpec("tests.sglang.test_migration.MortalWorker", arguments)
+    engines = cluster.launch("engine", [spec, spec], replaceable=True)
+    cluster.wait_started()
+    engines.call("take_weights", made[0], phase="load")
+    cluster.publish(0)
+    for rank in range(2):
+        engines.confirm(rank, 0)
+    lengths = random.Random(0)
+    requests = [
+        replace(one, max_new_tokens=lengths.choice((1, 10, 60, 120))) for one in requests_of(made[0], SAMPLES // 4)
+    ]
+    assert len(requests) == SAMPLES
+    wanted = torch_results(made[0], requests)
+    sign = tmp_path / "died"
+    if trouble == "frozen":
+        cluster.wait([engines.start(0, "freeze_scheduler", 5.0)], "freeze")
+    elif trouble:
+        engines.call("die_when", trouble, sign, phase="arm")
+    policy = RandomMoves(1, 0.4)
+    manager = RolloutManager(
+        engines,
+        cluster.wait,
+        revive=lambda: None,
+        poll_seconds=0.02,
+        reallocation=Reallocation(policy, LengthPredictor(limit=150), plan_seconds=0.0),
+    )
+    results = manager.generate(requests, opened(requests), "generate")
+    assert sign.exists() == (trouble == "sent, not acknowledged")
+    assert_same(wanted, results, requests, judge)
+    tail = manager.take_tail()
+    print(f"{trouble}: {tail.migrations} moves")
+    assert policy.moves > 20 and (trouble or tail.migrations > 20)
