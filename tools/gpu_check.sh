@@ -6,15 +6,20 @@
 #   torch      the torch engine and Megatron on CUDA: tests/gpu/test_cuda.py, test_scoring.py
 #   identity   SGLang's tokens are the torch engine's, whatever is drafted
 #   chi_square SGLang's samples have the model's probabilities
-#   migration  samples move between two engines on one GPU
+#   contract   what holds for every engine; the worker around SGLang's: profile, moves, sleep
+#   migration  KV of samples that move against a prefill's; 500 samples while an engine dies or freezes
 #   weights    updates of target and draft; sleep
-#   train      train.py rollout=sglang
+#   pressure   a pool of KV so small that SGLang retracts requests
+#   train      train.py rollout=sglang: a scheduler killed, resumed, the same run as the torch engine's
 #   trees      as identity, drafting trees
+#   models     as identity: Qwen2, Qwen3, untied embeddings, a reduced draft vocabulary; TP 2 where there are two GPUs
+#   mutations  a wrong draft offset, noise seed, slot of KV and a dropped hook are noticed
 #   updates    seconds of a weight update, 8 billion weights
 #   curve      seconds of a step by batch, length and draft tokens, 8 billion weights
 #   speed      tokens per second beside SGLang's own settings (SPEED_MODEL=tiny or small)
 #   generation the torch engine's drafting policies on CUDA: benchmarks.generation
 #
+# SGLang's tests are those of make test-sglang; docs/sglang.md lists what only a GPU can show.
 # Needs an NVIDIA GPU, this package's [gpu] and [test] extras (or their sources on PYTHONPATH). Each stage writes
 # $GPU_OUT/gpu_STAGE.json (default: benchmarks/results) with GPU, driver and versions when it has passed; a stage whose
 # file exists is skipped: delete it to run the stage again. The first stage that fails ends the script.
@@ -39,10 +44,12 @@ tests() { # STAGE FILE... -- [pytest options]
 run() {
     case $1 in
     torch) tests torch tests/gpu/test_cuda.py tests/gpu/test_scoring.py ;;
-    identity) tests identity tests/gpu/test_sglang.py -k "test_identity and not trees" ;;
-    trees) tests trees tests/gpu/test_sglang.py -k test_identity_of_trees ;;
-    chi_square | migration | train) tests "$1" tests/gpu/test_sglang.py -k "test_$1" ;;
-    weights) tests weights tests/gpu/test_sglang.py -k "test_weights or test_sleep" ;;
+    identity) tests identity tests/sglang/test_identity.py -k "not trees" ;;
+    trees) tests trees tests/sglang/test_identity.py -k trees ;;
+    chi_square) tests chi_square tests/sglang/test_losslessness.py ;;
+    contract) tests contract tests/sglang/test_engine_contract.py tests/sglang/test_worker.py ;;
+    migration) tests migration tests/sglang/test_moves.py tests/sglang/test_migration.py ;;
+    weights | pressure | train | models | mutations) tests "$1" "tests/sglang/test_$1.py" ;;
     updates | curve) "$python" -m benchmarks.gpu_generation "$1" --out "$out" ;;
     speed) "$python" -m benchmarks.gpu_generation speed --out "$out" --model "${SPEED_MODEL:-tiny}" ;;
     generation)
@@ -56,7 +63,10 @@ run() {
 }
 
 stages=("$@")
-[ ${#stages[@]} -gt 0 ] || stages=(torch identity chi_square migration weights train trees updates curve speed generation)
+[ ${#stages[@]} -gt 0 ] || stages=(
+    torch identity chi_square contract migration weights pressure train trees models mutations
+    updates curve speed generation
+)
 for stage in "${stages[@]}"; do
     if [ -e "$out/gpu_$stage.json" ]; then
         echo "gpu_check: $stage is done, see $out/gpu_$stage.json"

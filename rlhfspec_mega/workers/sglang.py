@@ -1,4 +1,4 @@
-"""The worker of role engine that decodes with SGLang. Not run on a GPU yet."""
+"""The worker of role engine that decodes with SGLang."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 
 from rlhfspec_mega.cluster.sweeper import Sweeper
 from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig
+from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.draft_directory import read_draft_shape
 from rlhfspec_mega.models.draft_shape import DraftShape
 from rlhfspec_mega.models.shape import ModelShape
@@ -48,6 +49,8 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
         deterministic: decide nothing by the clock: draft a fixed number of tokens and measure no steps.
         draft: directory of an EAGLE-3 draft; None: plain decoding.
         reference: what to score with; None: this engine does not.
+
+    Raises UserError where KV has no room for the longest sample, and what `start` raises.
     """
 
     turn_seconds = 0.01
@@ -92,6 +95,11 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
         if divides(config.sglang.tensor_parallel, of_kv):
             kv = KvAccess(engine, directory, of_kv, dtype, config.sglang.tensor_parallel)
         super().__init__(engine, config.slots, positions, kv)
+        if (room := self.kv_room) is not None and room < settings.longest:
+            raise UserError(
+                f"SGLang has room for {room} tokens of KV and a sample may take {settings.longest}: raise "
+                "rollout.sglang.memory (or options.max_total_tokens), or lower rollout.max_new_tokens."
+            )
         self._control = DraftingControl(engine, directory) if draft else None
         self._profile = None if deterministic else self._measure(shapes, positions // 2, shape.vocab_size)
         self._shapes = shapes

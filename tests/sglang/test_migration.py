@@ -57,7 +57,7 @@ class MortalWorker(SGLangEngineWorker):
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
-    cluster = local_cluster(tmp_path, start_seconds=240.0)
+    cluster = local_cluster(tmp_path, use_gpus=DEVICE == "cuda", start_seconds=240.0)
     yield cluster
     cluster.close()
 
@@ -88,7 +88,7 @@ def test_500_samples(
         "draft": made[1],
         "drafting": DraftingConfig(),
     }
-    spec = WorkerSpec("tests.sglang.test_migration.MortalWorker", arguments)
+    spec = WorkerSpec("tests.sglang.test_migration.MortalWorker", arguments, (0,))
     engines = cluster.launch("engine", [spec, spec], replaceable=True)
     cluster.wait_started()
     engines.call("take_weights", made[0], phase="load")

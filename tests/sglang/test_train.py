@@ -81,7 +81,7 @@ def test_a_run_resumes_where_a_scheduler_was_killed_in_between(made: tuple[Path,
         time.sleep(0.05)
     others = set(psutil.Process(process.pid).children(recursive=True))
     schedulers = [other for other in others if "sglang::scheduler" in " ".join(other.cmdline())]
-    assert len(schedulers) == 2
+    assert schedulers
     os.kill(schedulers[0].pid, signal.SIGKILL)
     output, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, output[-3000:] + errors[-3000:]

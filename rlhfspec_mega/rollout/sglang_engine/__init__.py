@@ -1,1 +1,1 @@
-"""SGLang as a generation engine, through its plug-in hooks. Nothing here has run on a GPU yet."""
+"""SGLang as a generation engine, through its plug-in hooks. It has run on CPUs, not on a GPU yet."""

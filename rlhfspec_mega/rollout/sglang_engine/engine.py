@@ -1,4 +1,4 @@
-"""SGLang's engine behind the `RolloutEngine` protocol. Not run on a GPU yet.
+"""SGLang's engine behind the `RolloutEngine` protocol.
 
 SGLang decodes in processes of its own, also between two polls. A sample that moves is stopped here and asked for anew
 there, with its tokens as prompt: its KV, copied before into the radix cache there, spares all but the end of a prefill.
@@ -18,9 +18,8 @@ from rlhfspec_mega.observe.spans import SpanRecorder
 from rlhfspec_mega.rollout.migration.staging import Layout
 from rlhfspec_mega.rollout.protocol import DraftPast, SampleSnapshot
 from rlhfspec_mega.rollout.sglang_engine.kv import DRAFT, METHOD, TARGET, WOKEN, KvAccess
-from rlhfspec_mega.rollout.sglang_engine.loaders import INTO_DRAFT
 from rlhfspec_mega.rollout.sglang_engine.samples import Held, aborted, sampling_params
-from rlhfspec_mega.rollout.sglang_engine.weights import BucketedUpdate
+from rlhfspec_mega.rollout.sglang_engine.weights import BucketedUpdate, sender
 from rlhfspec_mega.rollout.torch_engine.checks import check_request
 from rlhfspec_mega.types import (
     EngineLoad,
@@ -241,8 +240,7 @@ class SGLangEngine:
         self._stop(list(self._tasks))
         self._wake(WEIGHTS)
         self._empty()
-        send = self._load if target is WeightTarget.ACTOR else self._load_draft
-        self._update, self._updating = BucketedUpdate(version, tensors, send), target
+        self._update, self._updating = BucketedUpdate(version, tensors, sender(self._engine, target)), target
 
     def update_weights(self, pieces: Sequence[tuple[str, int, torch.Tensor]]) -> None:
         """Write pieces (name, first element in the flattened full tensor, flat values) of the announced tensors."""
@@ -385,24 +383,3 @@ class SGLangEngine:
         if self._update is None:
             raise RunError("Weights came outside an update; call begin_update first.")
         return self._update
-
-    def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Load full tensors into the target; by default the same dict would be loaded into the draft first."""
-        self._send(tensors, disable_draft_model=True)
-
-    def _load_draft(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Load full tensors into the draft; the loader passes the target over."""
-        self._send(tensors, disable_draft_model=False, load_format=INTO_DRAFT)
-
-    def _send(self, tensors: list[tuple[str, torch.Tensor]], **how: Any) -> None:
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-
-        request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=self._engine._serialize_tensors_per_rank(tensors, None),
-            flush_cache=False,  # asserts that the engine is idle, and ends it if not
-            **how,
-        )
-        manager = self._engine.tokenizer_manager
-        success, message = self._engine.loop.run_until_complete(manager.update_weights_from_tensor(request, None))[:2]
-        if not success:
-            raise RunError(f"SGLang did not load a bucket of weights: {message}")

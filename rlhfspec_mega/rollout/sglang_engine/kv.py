@@ -1,7 +1,7 @@
 """KV of single samples, read from SGLang's pools while they decode and put into its radix cache elsewhere.
 
 What is put there is like the KV of a request that has ended: it is evicted where room is needed, and a sample whose
-tokens begin with it is prefilled only from its end on. So nothing depends on it but time. Not run on a GPU yet.
+tokens begin with it is prefilled only from its end on. So nothing depends on it but time.
 """
 
 from __future__ import annotations

@@ -63,6 +63,11 @@ class EngineSettings:
     device: str
     options: dict[str, Any]
 
+    @property
+    def longest(self) -> int:
+        """Tokens that SGLang sets aside for the longest sample."""
+        return self.max_positions + self.shapes.spare_positions
+
 
 def arguments(settings: EngineSettings, directory: Path) -> dict[str, Any]:
     """Arguments of sglang.Engine.
@@ -75,7 +80,7 @@ def arguments(settings: EngineSettings, directory: Path) -> dict[str, Any]:
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": settings.dtype,
-        "context_length": settings.max_positions + settings.shapes.spare_positions,
+        "context_length": settings.longest,
         # One more than may run: a prompt in chunks counts as running and as new, which would keep a slot empty.
         "max_running_requests": settings.slots + 1,
         "pp_max_micro_batch_size": settings.slots,
@@ -102,18 +107,18 @@ def arguments(settings: EngineSettings, directory: Path) -> dict[str, Any]:
             "enable_draft_weights_cpu_backup": settings.sleeps,
         }
     if settings.device == "cpu":
-        found |= _on_cpu(settings, found["context_length"])
+        found |= _on_cpu(settings)
     return found | settings.options
 
 
-def _on_cpu(settings: EngineSettings, context: int) -> dict[str, Any]:
+def _on_cpu(settings: EngineSettings) -> dict[str, Any]:
     """What SGLang is told on a CPU: among it, room for all slots at their longest, not a share of all memory."""
     return {
         "device": "cpu",
         "attention_backend": "intel_amx",
         "grammar_backend": "none",
         "disable_cuda_graph": True,
-        "max_total_tokens": (settings.slots + 1) * context,
+        "max_total_tokens": (settings.slots + 1) * settings.longest,
         "sleep_on_idle": True,  # or an engine without samples takes a core from those that have some
     }
 

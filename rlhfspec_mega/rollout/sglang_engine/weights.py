@@ -3,16 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.rollout.sglang_engine.loaders import INTO_DRAFT
 from rlhfspec_mega.rollout.torch_engine.update import WeightUpdate
-from rlhfspec_mega.types import TensorInfo
+from rlhfspec_mega.types import TensorInfo, WeightTarget
 
 BUCKET_BYTES = 512 * 2**20
 Send = Callable[[list[tuple[str, Tensor]]], None]
+
+
+def sender(engine: Any, target: WeightTarget) -> Send:
+    """Loads full tensors into the target of a started `sglang.Engine`, or into its draft.
+
+    By default SGLang would load the target's into the draft first; for the draft's a loader passes the target over.
+    What is returned raises RunError where SGLang does not load them.
+    """
+    how: dict[str, Any] = {"disable_draft_model": True}
+    if target is WeightTarget.DRAFT:
+        how = {"disable_draft_model": False, "load_format": INTO_DRAFT}
+
+    def send(tensors: list[tuple[str, Tensor]]) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=engine._serialize_tensors_per_rank(tensors, None),
+            flush_cache=False,  # asserts that the engine is idle, and ends it if not
+            **how,
+        )
+        loading = engine.tokenizer_manager.update_weights_from_tensor(request, None)
+        success, message = engine.loop.run_until_complete(loading)[:2]
+        if not success:
+            raise RunError(f"SGLang did not load a bucket of weights: {message}")
+
+    return send
 
 
 class BucketedUpdate:
