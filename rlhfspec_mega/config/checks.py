@@ -31,6 +31,7 @@ from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.memory import GIB
 from rlhfspec_mega.planning.placement import place
+from rlhfspec_mega.rollout.sglang_engine.cpu_kernels import NOTICE
 
 # The constants Megatron hard-codes for Llama 3's rotary scaling; only the factor can be chosen.
 MEGATRON_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192.0}
@@ -71,6 +72,8 @@ def notes(config: RunConfig) -> list[str]:
     dtypes = {config.actor.dtype, config.rollout.dtype or config.actor.dtype}
     if "bfloat16" in dtypes and device_type(config.cluster) == "cpu" and not cpu_has_fast_bf16():
         found.append("This CPU has no bf16 instructions, so bfloat16 is many times slower here than float32.")
+    if uses_sglang(config) and device_type(config.cluster) == "cpu":
+        found.append(NOTICE)
     if config.data.kind == "files" and config.model.path is None:
         found.append(f"Model {config.model.name} is warmed up on chain sums only: data of yours may be beyond it.")
     if note := drafting_note(config):

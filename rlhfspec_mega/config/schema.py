@@ -71,7 +71,8 @@ class TrainerConfig:
     checkpoint_every: int = 0  # 0: only at the end
     keep_checkpoints: int = 2
     resume: bool = False
-    deterministic: bool = False  # the same bits again, whatever the clock does or an engine dies of
+    # The same bits again, whatever the clock does or an engine dies of; from SGLang the same tokens up to near ties.
+    deterministic: bool = False
     export: bool = True  # final weights as a Hugging Face directory
 
 
