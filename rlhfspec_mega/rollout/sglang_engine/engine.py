@@ -34,6 +34,7 @@ from rlhfspec_mega.types import (
 WEIGHTS = ("weights",)
 ALL_MEMORY = ("kv_cache", "cuda_graph", *WEIGHTS)  # as SGLang names its parts
 IDLE_SECONDS = 60.0  # in which requests that were stopped have left the engine
+ASK_SECONDS = 1.0  # between two requests to stop one
 SILENCE_SECONDS = 300.0  # without an output of any sample: longer than a prefill takes, SGLang's own watchdog's time
 
 
@@ -361,16 +362,19 @@ class SGLangEngine:
         names = [name for name in sample_ids if name in self._tasks]
         if not names:
             return
-        for name in names:
-            held = self._held[name]
-            held.stopped = True
-            if held.asked:
-                self._engine.tokenizer_manager.abort_request(held.rid)
-            else:
-                self._tasks[name].cancel()
-        waiting = asyncio.wait([self._tasks[name] for name in names], timeout=IDLE_SECONDS)
-        if self._engine.loop.run_until_complete(waiting)[1]:
-            raise RunError(f"SGLang did not stop {', '.join(names)} within {IDLE_SECONDS:g} s.")
+        end, going_on = time.monotonic() + IDLE_SECONDS, {self._tasks[name]: self._held[name] for name in names}
+        while going_on:
+            if time.monotonic() > end:
+                raise RunError(f"SGLang did not stop {', '.join(names)} within {IDLE_SECONDS:g} s.")
+            for task, held in going_on.items():
+                held.stopped = True
+                if held.asked:  # again and again: one that was on its way to SGLang was not known there
+                    self._engine.tokenizer_manager.abort_request(held.rid)
+                else:
+                    task.cancel()
+            waiting = asyncio.wait(going_on, timeout=ASK_SECONDS)
+            done, _ = self._engine.loop.run_until_complete(waiting)
+            going_on = {task: held for task, held in going_on.items() if task not in done}
         self._collect()
 
     def _empty(self) -> None:

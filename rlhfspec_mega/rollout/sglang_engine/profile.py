@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhfspec_mega.planning.chain import StepTable
 
-STEPS = 24  # decode steps of a measurement, if no draft token is accepted
+STEPS, HASTY_STEPS = 24, 4  # decode steps of a measurement, if no draft token is accepted; when time has run out
 SECONDS = 30.0  # in which batches between the smallest and the largest are measured; the others are interpolated
 
 
@@ -45,8 +45,8 @@ def measure(
 ) -> Profile:
     """Time an idle engine's steps; acceptance does not matter, steps are counted.
 
-    The smallest and the largest batch are measured with each number of draft tokens, then those between them while
-    there is time, widely spaced ones first.
+    The smallest and the largest batch are measured with each number of draft tokens, in few steps once time has run
+    out, then those between them while there is time, widely spaced ones first.
 
     Args:
         engine: a started `sglang.Engine`.
@@ -61,6 +61,7 @@ def measure(
     found: dict[tuple[int, int], float] = {}
     for count in counts:
         force(count)
+        runs.steps = STEPS if time.monotonic() < end else HASTY_STEPS
         runs.warm_up()
         for batch in {batches[-1]: None, batches[0]: None}:
             found[batch, count] = runs.step_seconds(batch)
@@ -97,8 +98,8 @@ class _Runs:
     def __init__(self, engine: Any, length: int, vocabulary: int) -> None:
         self._engine, self._length, self._vocabulary = engine, length, vocabulary
         self._numbers = itertools.count()
-        self._prefilled = 0
-        self.prefill_seconds = 0.0  # of a prompt token, from the largest batch seen first
+        self.steps = STEPS
+        self.prefill_seconds = 0.0  # of a prompt token, in the first batch
 
     def warm_up(self) -> None:
         """Kernels that are compiled on first use."""
@@ -107,8 +108,7 @@ class _Runs:
     def step_seconds(self, batch: int) -> float:
         started = time.perf_counter()
         outputs = self._outputs(batch, self._length)
-        if not self._prefilled:
-            self._prefilled = batch
+        if not self.prefill_seconds:
             self.prefill_seconds = (max(times[0] for times in outputs) - started) / (batch * self._length)
         return _step_seconds(outputs)
 
@@ -121,7 +121,7 @@ class _Runs:
                 input_ids=_prompt(prompt, length, self._vocabulary),
                 sampling_params={
                     "temperature": 1.0,
-                    "max_new_tokens": STEPS,
+                    "max_new_tokens": self.steps,
                     "ignore_eos": True,
                     "sampling_seed": number,
                 },
