@@ -24,10 +24,10 @@ SHORTEST_POLL = 0.001  # seconds: about a step of the torch engine; SGLang decod
 Results = Mapping[str, GenerationResult]
 
 
-def random_weights(seed: int) -> dict[str, torch.Tensor]:
+def random_weights(seed: int, shape: ModelShape = SHAPE) -> dict[str, torch.Tensor]:
     """Weights large enough that the next token is far from uniform and depends on the whole context."""
     generator = torch.Generator().manual_seed(seed)
-    names = Transformer(SHAPE, max_positions=1, dtype=torch.float32, device="cpu").hf_tensors()
+    names = Transformer(shape, max_positions=1, dtype=torch.float32, device="cpu").hf_tensors()
     return {
         name: torch.randn(t.shape, generator=generator) * (0.35 if t.dim() == 2 else 0.2) + (t.dim() == 1)
         for name, t in names.items()

@@ -12,22 +12,25 @@ from hypothesis import strategies as st
 from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.rollout.protocol import RolloutEngine
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
-from rlhfspec_mega.types import FinishReason, GenerationRequest, TensorInfo
+from rlhfspec_mega.types import FinishReason, GenerationRequest, GenerationResult, TensorInfo
 from tests.engine_contract import EngineContract
 from tests.engine_samples import (
     JUDGE,
     MAX_POSITIONS,
     SHAPE,
+    WEIGHTS,
     assert_right,
     finish,
     generate,
     infos,
     make_requests,
+    random_weights,
     references,
     send_weights,
 )
 from tests.near_tie import assert_same
 
+__all__ = ["WEIGHTS", "random_weights"]
 REQUESTS = make_requests(forced=0.2)
 
 
@@ -50,14 +53,20 @@ def make_engine(slots: int = 16, prefill_chunk: int = 64) -> TorchEngine:
     return engine
 
 
+@pytest.fixture(scope="module")
+def alone() -> dict[str, GenerationResult]:
+    """The results that every way of decoding must reproduce."""
+    return references(REQUESTS)
+
+
 class TestContract(EngineContract):
     @pytest.fixture
     def engines(self) -> tuple[RolloutEngine, RolloutEngine]:
         return empty_engine(6, 64), empty_engine(5, 7)
 
 
-def test_the_samples_are_worth_comparing():
-    results = references(REQUESTS).values()
+def test_the_samples_are_worth_comparing(alone):
+    results = alone.values()
     tokens = [token for result in results for token in result.tokens]
     assert len(tokens) > 200 and len(set(tokens)) > SHAPE.vocab_size // 2
     assert {result.finish_reason for result in results} == {FinishReason.STOP, FinishReason.LENGTH}

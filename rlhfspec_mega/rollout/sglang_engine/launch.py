@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 MODELS = frozenset({"llama", "llama_eagle3", "qwen2", "qwen3"})  # files of sglang.srt.models
 SHARED_MEMORY = ("/dev/shm/sglang_loads_", "/dev/shm/sgl_shm_mq_")  # its load, and messages between its ranks
+LONGEST_DIRECTORY = 90  # letters; a socket's path has 107 at most
 CONFIG_FILE = "sglang_drafting.json"
 
 
@@ -157,8 +158,10 @@ def start(settings: EngineSettings, directory: Path) -> Any:
 
 @contextmanager
 def _temporary_files_in(directory: Path) -> Iterator[None]:
-    """Have SGLang put the sockets of an engine's processes here: it never removes them."""
-    before, tempfile.tempdir = tempfile.tempdir, str(directory)
+    """Have SGLang put the sockets of an engine's processes here, as it never removes them, where their names fit."""
+    before = tempfile.tempdir
+    if len(str(directory)) <= LONGEST_DIRECTORY:
+        tempfile.tempdir = str(directory)
     try:
         yield
     finally:
