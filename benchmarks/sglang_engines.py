@@ -30,13 +30,6 @@ from rlhfspec_mega.types import GenerationRequest, GenerationResult, WeightTarge
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Kernels that need no package beside SGLang's own; on a CPU the engine chooses.
 PORTABLE: dict[str, Any] = {"attention_backend": "triton", "grammar_backend": "none"} if DEVICE == "cuda" else {}
-ON_CPU = {  # of an engine without the plug-in, as launch tells ours
-    "device": "cpu",
-    "attention_backend": "intel_amx",
-    "grammar_backend": "none",
-    "disable_cuda_graph": True,
-    "sleep_on_idle": True,
-}
 NOBODY = "nobody"  # a plug-in that is not there: SGLang loads none
 _numbers = itertools.count()
 _engines: list[Any] = []
@@ -89,14 +82,14 @@ def _costs(engine: Any, chosen: launch.EngineSettings, control: DraftingControl)
 def stock(arguments: dict[str, Any]) -> Any:
     """An `sglang.Engine` as SGLang ships it."""
     if DEVICE == "cpu" and cpu_kernels.prepare():
-        launch._load_few_models()
+        launch.load_few_models()
         cpu_kernels.allow_attention()
     import sglang
 
     os.environ["SGLANG_PLUGINS"] = NOBODY
     given = PORTABLE | {"skip_tokenizer_init": True, "log_level": "warning"} | arguments
     if DEVICE == "cpu":
-        given |= ON_CPU
+        given |= launch.ON_CPU
     return started(lambda: sglang.Engine(**given))
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from rlhfspec_mega.rollout.sglang_engine.profile import (
+    HASTY_STEPS,
     STEPS,
     _step_seconds,
     _table,
@@ -24,10 +25,11 @@ def test_the_smallest_and_the_largest_batch_come_first(seconds: float, requests:
     found = measure(engine, (0, 2), forced.append, slots=8, length=10, vocabulary=VOCABULARY, seconds=seconds)
     assert len(engine.requests) == 2 * requests and forced[:2] == [0, 2]
     assert found.table.batches == (1, 2, 4, 8) and found.table.counts == (0, 2)
-    assert all(0.0005 < step < 0.5 for row in found.table.seconds for step in row), "an output takes a millisecond"
+    assert all(step > 0 for row in found.table.seconds for step in row)
     prompts = Counter(tuple(given["input_ids"]) for given in engine.requests if len(given["input_ids"]) == 10)
     assert len(prompts) == 8, "those of a batch are the same every time, and differ from each other"
-    assert {given["sampling_params"]["max_new_tokens"] for given in engine.requests} == {STEPS}
+    tokens = {given["sampling_params"]["max_new_tokens"] for given in engine.requests}
+    assert tokens == {STEPS if seconds else HASTY_STEPS}
 
 
 def test_batches_between_are_on_straight_lines() -> None:

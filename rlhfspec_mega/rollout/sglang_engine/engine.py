@@ -372,7 +372,7 @@ class SGLangEngine:
                     self._engine.tokenizer_manager.abort_request(held.rid)
                 else:
                     task.cancel()
-            waiting = asyncio.wait(going_on, timeout=ASK_SECONDS)
+            waiting = asyncio.wait(going_on, timeout=min(ASK_SECONDS, IDLE_SECONDS))
             done, _ = self._engine.loop.run_until_complete(waiting)
             going_on = {task: held for task, held in going_on.items() if task not in done}
         self._collect()

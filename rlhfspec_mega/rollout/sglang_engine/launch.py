@@ -24,6 +24,14 @@ logger = logging.getLogger(__name__)
 
 MODELS = frozenset({"llama", "llama_eagle3", "qwen2", "qwen3"})  # files of sglang.srt.models
 SHARED_MEMORY = ("/dev/shm/sglang_loads_", "/dev/shm/sgl_shm_mq_")  # its load, and messages between its ranks
+# What SGLang is told on a CPU.
+ON_CPU: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "intel_amx",
+    "grammar_backend": "none",
+    "disable_cuda_graph": True,
+    "sleep_on_idle": True,  # or an engine without samples takes a core from those that have some
+}
 LONGEST_DIRECTORY = 90  # letters; a socket's path has 107 at most
 CONFIG_FILE = "sglang_drafting.json"
 
@@ -107,21 +115,9 @@ def arguments(settings: EngineSettings, directory: Path) -> dict[str, Any]:
             "custom_weight_loader": [INTO_DRAFT],
             "enable_draft_weights_cpu_backup": settings.sleeps,
         }
-    if settings.device == "cpu":
-        found |= _on_cpu(settings)
+    if settings.device == "cpu":  # room for all slots at their longest, not a share of the machine's memory
+        found |= ON_CPU | {"max_total_tokens": (settings.slots + 1) * settings.longest}
     return found | settings.options
-
-
-def _on_cpu(settings: EngineSettings) -> dict[str, Any]:
-    """What SGLang is told on a CPU: among it, room for all slots at their longest, not a share of all memory."""
-    return {
-        "device": "cpu",
-        "attention_backend": "intel_amx",
-        "grammar_backend": "none",
-        "disable_cuda_graph": True,
-        "max_total_tokens": (settings.slots + 1) * settings.longest,
-        "sleep_on_idle": True,  # or an engine without samples takes a core from those that have some
-    }
 
 
 def start(settings: EngineSettings, directory: Path) -> Any:
@@ -136,7 +132,7 @@ def start(settings: EngineSettings, directory: Path) -> Any:
     """
     if (wrong := pins.missing(settings.device)) is not None:
         raise UserError(f"rollout=sglang cannot be used: {wrong}; or use rollout=torch.")
-    _load_few_models()
+    load_few_models()
     if settings.device == "cpu" and cpu_kernels.prepare(settings.tensor_parallel):
         logger.warning(cpu_kernels.NOTICE)
         cpu_kernels.allow_attention()
@@ -182,7 +178,7 @@ def _unlink_shared_memory(engine: Any) -> None:
                 Path(path).unlink(missing_ok=True)
 
 
-def _load_few_models() -> None:
+def load_few_models() -> None:
     """Have SGLang import the model files that this project has models for, not all of its 200: they take seconds."""
     where = find_spec("sglang")
     assert where is not None and where.submodule_search_locations
