@@ -8,6 +8,7 @@ setup(
     description="RLHF training on Megatron-core with workload-aware speculative generation",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["rlhfspec_mega", "rlhfspec_mega.*"]),
+    package_data={"rlhfspec_mega.rollout.sglang_engine.cpu_kernels": ["packages/**/*.py", "requirements.txt"]},
     install_requires=[
         # What megatron-core 0.16 and sglang 0.5.17 were tried with.
         "torch>=2.11,<2.14",

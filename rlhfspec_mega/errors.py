@@ -17,6 +17,10 @@ class WorkerDied(RunError):
     """A worker process ended. Another may take its place: the work it held is known to the driver."""
 
 
+class SilentEngineError(RunError):
+    """The processes behind an engine are there and do nothing any more: a worker that sees it ends, as if they died."""
+
+
 class Stopped(Exception):
     """A run that a signal stopped after a step and a checkpoint: exit status 75, to be resumed."""
 

@@ -65,6 +65,7 @@ class FakeEngine:
         reason: with which the next output ends.
         loses_logprobs: the first one of every output.
         late: outputs of a request that still come after it was stopped, as results do that are on their way.
+        seconds: that an output takes.
     """
 
     def __init__(self) -> None:
@@ -72,7 +73,7 @@ class FakeEngine:
         self.tokenizer_manager = FakeManager()
         self.requests: list[dict[str, Any]] = []
         self.reason: dict[str, Any] | None = None
-        self.loses_logprobs, self.late = False, 0
+        self.loses_logprobs, self.late, self.seconds = False, 0, 0.001
 
     def __del__(self) -> None:
         self.loop.close()
@@ -84,7 +85,7 @@ class FakeEngine:
     async def _outputs(self, prompt: list[int], params: dict[str, Any], rid: str) -> AsyncIterator[dict[str, Any]]:
         tokens, reason, late = list[int](), None, self.late
         while reason is None:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(self.seconds)
             if rid in self.tokenizer_manager.aborted:
                 late -= 1
             if late >= 0:

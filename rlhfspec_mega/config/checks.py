@@ -72,7 +72,8 @@ def notes(config: RunConfig) -> list[str]:
     dtypes = {config.actor.dtype, config.rollout.dtype or config.actor.dtype}
     if "bfloat16" in dtypes and device_type(config.cluster) == "cpu" and not cpu_has_fast_bf16():
         found.append("This CPU has no bf16 instructions, so bfloat16 is many times slower here than float32.")
-    if uses_sglang(config) and device_type(config.cluster) == "cpu":
+    real_kernels = importlib.util.find_spec("sgl_kernel") is not None
+    if uses_sglang(config) and device_type(config.cluster) == "cpu" and not real_kernels:
         found.append(NOTICE)
     if config.data.kind == "files" and config.model.path is None:
         found.append(f"Model {config.model.name} is warmed up on chain sums only: data of yours may be beyond it.")

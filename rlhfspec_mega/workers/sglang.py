@@ -6,7 +6,8 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from rlhfspec_mega.cluster.sweeper import Sweeper
 from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig
-from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.errors import SilentEngineError, UserError
 from rlhfspec_mega.models.draft_directory import read_draft_shape
 from rlhfspec_mega.models.draft_shape import DraftShape
 from rlhfspec_mega.models.shape import ModelShape
@@ -23,17 +24,17 @@ from rlhfspec_mega.rollout.migration.messages import Meeting, Orders
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.sglang_engine.choice import FREE
 from rlhfspec_mega.rollout.sglang_engine.control import DraftingControl
-from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine, SilentEngineError
+from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.rollout.sglang_engine.kv import DRAFT, TARGET, KvAccess
 from rlhfspec_mega.rollout.sglang_engine.launch import EngineSettings, start
 from rlhfspec_mega.rollout.sglang_engine.profile import Profile, measure
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, shapes_of
-from rlhfspec_mega.types import DraftingTally, EngineReport
+from rlhfspec_mega.types import DraftingTally, EngineReport, TensorInfo, WeightTarget
 from rlhfspec_mega.workers.scoring import ReferenceSettings
 from rlhfspec_mega.workers.serving import ServingEngine
 
-_sweepers: list[Sweeper] = []  # they live as long as this process
 MEMORY = Path("/dev/shm")  # a file system in memory, on Linux
+_sweepers: list[Sweeper] = []  # they live as long as this process
 
 
 class SGLangEngineWorker(SGLangEngine, ServingEngine):
@@ -121,12 +122,16 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
         return found
 
     def advance(self, samples: Sequence[SampleSnapshot], seconds: float, orders: Orders | None = None) -> EngineReport:
-        """As ServingEngine's. An engine that has gone silent ends its process: another one takes its place."""
-        try:
+        """As ServingEngine's."""
+        with _ending_if_silent():
             return super().advance(samples, seconds, orders)
-        except SilentEngineError as error:
-            print(f"{error} This engine ends; its samples go on elsewhere.", file=sys.stderr, flush=True)
-            os._exit(1)
+
+    def begin_update(
+        self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget = WeightTarget.ACTOR
+    ) -> None:
+        """As SGLangEngine's."""
+        with _ending_if_silent():
+            super().begin_update(version, tensors, target)
 
     def pace(self, temperature: float) -> Throughput:
         """From the steps measured at start and the acceptance of late, taken to be alike at every depth."""
@@ -148,12 +153,14 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
 
     def clear(self) -> None:
         """Forget every sample, and those on their way here and from here."""
-        super().clear()
+        with _ending_if_silent():
+            super().clear()
         self.forget_moves()
 
     def end_update(self, version: int) -> None:
         """Make weights live; the draft is watched anew, and the memory of buckets is for SGLang and the actor again."""
-        super().end_update(version)
+        with _ending_if_silent():
+            super().end_update(version)
         if self.weights_device == "cuda":
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
@@ -179,6 +186,16 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
         super().sleep()
         if self.weights_device == "cuda":
             torch.cuda.empty_cache()
+
+
+@contextmanager
+def _ending_if_silent() -> Iterator[None]:
+    """Have an engine that has gone silent end its process: another one takes its place, as after any other death."""
+    try:
+        yield
+    except SilentEngineError as error:
+        print(f"{error} This engine ends; its samples go on elsewhere.", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def files_of_engine() -> Path:

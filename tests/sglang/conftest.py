@@ -24,7 +24,13 @@ from rlhfspec_mega.sampling.noise import sample_seed  # noqa: E402
 from rlhfspec_mega.types import GenerationRequest, GenerationResult  # noqa: E402
 
 torch.set_num_threads(1)
+SECONDS = 900  # of a test: several engines start in it, on a GPU each for minutes
 TEMPERATURES = (0.0, 1.0, 1.0, 0.7)  # of a group's members: greedy and sampled ones side by side in every batch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.timeout(SECONDS))
 
 
 @pytest.fixture(scope="session")

@@ -133,26 +133,6 @@ def begun_or_ended(engine: SGLangEngine, sample_id: str) -> bool:
     return not engine.waits(sample_id)
 
 
-def test_kv_is_there_when_a_prompt_has_been_read(engines: tuple[SGLangEngine, SGLangEngine]) -> None:
-    """Before the first decode step, which is when the sample joins those that decode: not every look comes in time."""
-    engine, rows = engines[1], set[int]()
-    send_weights(engine)
-    for request in long_requests(40, most=4):
-        engine.submit([request])
-        engine.poll(0.0)
-        while engine.waits(request.sample_id) and not rows & {len(request.prompt_tokens)}:
-            rows.add(read_rows(engine, request.sample_id))
-            engine.poll(0.0)
-        finish(engine)
-    assert len(request.prompt_tokens) in rows
-
-
-def read_rows(engine: SGLangEngine, sample_id: str) -> int:
-    """Positions whose KV can be read now."""
-    assert engine._kv is not None
-    return engine._kv.read(engine._held[sample_id].rid, "target", 0, MAX_POSITIONS).shape[3]
-
-
 def test_all_slots_decode_at_once_while_prompts_come_in_chunks(engines: tuple[SGLangEngine, SGLangEngine]) -> None:
     """Each prompt takes five passes, and none waits for another to end."""
     engine = engines[0]

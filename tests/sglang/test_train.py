@@ -6,15 +6,20 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import psutil
 import pytest
+import torch
 
 from benchmarks.sglang_engines import DEVICE, PORTABLE
+from rlhfspec_mega.sampling.noise import sample_seed
+from rlhfspec_mega.types import GenerationRequest
 from tests.e2e.conftest import marked, small_run, start
+from tests.near_tie import MAX_GAP, perturbed_scores
 from tests.sglang.compare import compare, samples_of
 
 SECONDS = 400.0
@@ -48,7 +53,10 @@ def finished(*given: str) -> str:
     """What the run says; nothing of it may be left a moment after."""
     mark = uuid4().hex
     process = start(*given, mark=mark)
-    output, errors = process.communicate(timeout=SECONDS)
+    try:
+        output, errors = process.communicate(timeout=SECONDS)
+    finally:
+        process.kill()  # its workers end with it
     assert process.returncode == 0, output[-3000:] + errors[-3000:]
     assert_nothing_left(mark, set())
     return output
@@ -96,18 +104,32 @@ def test_a_run_resumes_where_a_scheduler_was_killed_in_between(made: tuple[Path,
     assert [row["step"] for row in metrics(run)] == list(range(STEPS + 2))
 
 
-def test_the_torch_engine_gives_the_same_run(made: tuple[Path, Path], tmp_path: Path) -> None:
-    """trainer.deterministic with drafting in both: the same samples but for near ties, and equal rewards."""
+def test_the_torch_engine_gives_the_same_run(
+    made: tuple[Path, Path], judge: Callable[[list[int]], torch.Tensor], tmp_path: Path
+) -> None:
+    """trainer.deterministic with drafting in both: the same samples but for a near tie, and equal rewards.
+
+    The start model judges a near tie of the first step; after one the runs learn from other samples.
+    """
     for engine in ("torch", "sglang"):
         finished(*options(made, tmp_path, engine, f"rollout={engine}", "trainer.deterministic=true"))
     found = compare(tmp_path / "torch", tmp_path / "sglang")
     assert found.samples == STEPS * 12 and found.tokens > 250
-    assert len(found.parted) <= 1 and found.rewards_differ == [] and found.logprob_difference < 1e-3
+    assert found.rewards_differ == [] and found.logprob_difference < 1e-4
+    assert all(name.startswith("0.") for name in found.parted) and len(found.parted) <= 1
+    for name, at in found.parted.items():
+        sample = samples_of(tmp_path / "torch")[name]
+        before = [*sample["prompt_tokens"], *sample["response_tokens"][:at]]
+        request = GenerationRequest(
+            name, name, tuple(before), sample_seed(0, 0, sample["prompt_index"], sample["member"]), 1, 1.0
+        )
+        best = perturbed_scores(judge(before), request, len(before) - 1).topk(2).values
+        assert best[0] - best[1] < MAX_GAP
     drafted = [row["tokens_per_step"] for row in metrics(tmp_path / "sglang") if "tokens_per_step" in row]
     assert len(drafted) == STEPS and min(drafted) > 1.2, "hardly anything was drafted"
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="the Ray of a GPU machine is checked by its own stage")
+@pytest.mark.skipif(DEVICE == "cuda", reason="one GPU has room for one engine's run")
 def test_under_ray(made: tuple[Path, Path], tmp_path: Path) -> None:
     finished(*options(made, tmp_path, "ray", "rollout=sglang", "cluster=ray"))
     assert len(samples_of(tmp_path / "ray")) == STEPS * 12

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.errors import RunError, SilentEngineError
 from rlhfspec_mega.rollout.sglang_engine import engine as engine_module
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.types import FinishReason, GenerationRequest, TensorInfo
@@ -99,15 +100,35 @@ def test_a_sample_that_ends_while_another_is_stopped_has_ended(engine: SGLangEng
     assert (ended.sample_id, ended.tokens) == ("s1", wanted(short))
 
 
-def test_a_stop_that_is_not_heard_ends_the_run(
+def test_a_stop_that_is_heard_too_late_loses_no_sample(
     engine: SGLangEngine, fake: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The engine is called silent; where nobody ends it for that, the sample is asked for anew."""
     monkeypatch.setattr(engine_module, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(engine_module, "ASK_SECONDS", 0.002)
     fake.tokenizer_manager.deaf = True
-    engine.submit([replace(request(1, most=50), stop_tokens=())])
+    one = replace(request(1, most=55), stop_tokens=())
+    engine.submit([one])
     engine.poll(0.004)
-    with pytest.raises(RunError, match="did not stop s1 within"):
+    with pytest.raises(SilentEngineError, match="did not stop s1 within"):
         engine.abort(["s1"])
+    fake.tokenizer_manager.aborted.add(engine._held["s1"].rid)
+    assert drain(engine)["s1"].tokens == wanted(one)
+    assert len(fake.requests) == 2
+
+
+def test_an_engine_that_puts_out_nothing_is_called_silent(
+    engine: SGLangEngine, fake: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After so much time of polls, not of anything else."""
+    monkeypatch.setattr(engine_module, "SILENCE_SECONDS", 0.02)
+    fake.seconds = 60.0
+    engine.submit([request(1, most=50)])
+    time.sleep(0.03)
+    engine.poll(0.005)
+    with pytest.raises(SilentEngineError, match="put out nothing"):
+        for _ in range(100):
+            engine.poll(0.005)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import math
 import time
 from dataclasses import dataclass, field
 
-from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.errors import RunError, SilentEngineError
 from rlhfspec_mega.rollout.migration.messages import Arrival, Dropped, MigrationOrder
 from rlhfspec_mega.rollout.migration.shipment import SharedShipment, Shipment, StreamedShipment
 from rlhfspec_mega.rollout.migration.staging import Layout
@@ -253,6 +253,8 @@ class Departures:
             if one and settled:
                 delta = self._advance(sample_id, one.own, settled, 1 << 62)
             snapshot = self._engine.export_sample(sample_id, with_kv=False)
+        except SilentEngineError:
+            raise
         except (OSError, RunError) as error:
             if one:
                 one.own.shipment.close()

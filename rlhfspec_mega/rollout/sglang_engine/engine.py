@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.errors import RunError, SilentEngineError
 from rlhfspec_mega.observe.spans import SpanRecorder
 from rlhfspec_mega.rollout.migration.staging import Layout
 from rlhfspec_mega.rollout.protocol import DraftPast, SampleSnapshot
@@ -35,11 +35,7 @@ WEIGHTS = ("weights",)
 ALL_MEMORY = ("kv_cache", "cuda_graph", *WEIGHTS)  # as SGLang names its parts
 IDLE_SECONDS = 60.0  # in which requests that were stopped have left the engine
 ASK_SECONDS = 1.0  # between two requests to stop one
-SILENCE_SECONDS = 300.0  # without an output of any sample: longer than a prefill takes, SGLang's own watchdog's time
-
-
-class SilentEngineError(RunError):
-    """SGLang's processes are there and do nothing any more."""
+SILENCE_SECONDS = 300.0  # of polls without an output: longer than a prefill takes, the time of SGLang's own watchdog
 
 
 class SGLangEngine:
@@ -69,7 +65,7 @@ class SGLangEngine:
         self._update: BucketedUpdate | None = None
         self._updating = WeightTarget.ACTOR
         self._asleep: list[str] = []
-        self._heard = 0.0  # when an output came last, or something else was waited for; time.monotonic()
+        self._silent = 0.0  # seconds of polls without an output, since the last one
         self.last_decode = 0.0, 0.0
         self.spans = SpanRecorder()
 
@@ -107,11 +103,12 @@ class SGLangEngine:
     def poll(self, seconds: float) -> list[GenerationResult]:
         """Samples finished until about `seconds` have passed or all have ended.
 
-        Raises SilentEngineError when nothing has come of them for SILENCE_SECONDS.
+        Raises SilentEngineError when nothing has come of them in SILENCE_SECONDS of polls.
         """
         if self._held and self._update is None:
             if self._version < 0:
                 raise RunError("The engine has samples but no weights; send it a weight update before polling.")
+            self._ask_anew()
             self._run(seconds)
         self._collect()
         finished, self._finished = self._finished, []
@@ -126,7 +123,8 @@ class SGLangEngine:
         ended = time.time()
         running = [one for one in held if one.outputs]
         steps = max((one.outputs for one in running), default=0)
-        if not steps and time.monotonic() - self._heard > SILENCE_SECONDS:
+        self._silent = 0.0 if steps else self._silent + ended - started
+        if self._silent > SILENCE_SECONDS:
             raise SilentEngineError(f"SGLang has put out nothing for {SILENCE_SECONDS:g} s, of {len(held)} samples.")
         self._steps += steps
         self.last_decode = started, (ended - started) / steps if steps else self.last_decode[1]
@@ -257,10 +255,8 @@ class SGLangEngine:
         self._update = None
         if self._updating is WeightTarget.ACTOR:
             self._version = version
-        for held in self._held.values() if self._version >= 0 else ():
-            self._attempts += 1
-            held.ask_anew(self._attempts)
-            self._start(held)
+        if self._version >= 0:
+            self._ask_anew()
 
     # Memory
 
@@ -323,10 +319,16 @@ class SGLangEngine:
         found = self._engine.loop.run_until_complete(self._engine.tokenizer_manager.get_loads())
         return found[0] if found else None
 
+    def _ask_anew(self) -> None:
+        """Ask for samples that were stopped and not taken away: by an update, or by a stop that was heard too late."""
+        for name, held in self._held.items():
+            if name not in self._tasks:
+                self._attempts += 1
+                held.ask_anew(self._attempts)
+                self._start(held)
+
     def _start(self, held: Held) -> None:
         self._wake(ALL_MEMORY)
-        if not self._tasks:
-            self._heard = time.monotonic()
         self._tasks[held.request.sample_id] = self._engine.loop.create_task(self._follow(held))
 
     async def _follow(self, held: Held) -> None:
@@ -343,7 +345,7 @@ class SGLangEngine:
         async for output in outputs:
             if held.stopped and aborted(output):  # its last tokens may go beyond its end
                 continue
-            before, self._heard = len(held.tokens), time.monotonic()
+            before = len(held.tokens)
             held.take(output, self._version)
             self._generated += len(held.tokens) - before
             if resumed:
@@ -357,7 +359,7 @@ class SGLangEngine:
         Others may end meanwhile, and so may these: they are collected. A task that waits for an output is not
         cancelled: in Python 3.11 asyncio.wait_for, by which SGLang waits, loses a cancellation just after the output.
 
-        Raises RunError if SGLang does not give them up.
+        Raises SilentEngineError if SGLang does not give them up.
         """
         names = [name for name in sample_ids if name in self._tasks]
         if not names:
@@ -365,14 +367,14 @@ class SGLangEngine:
         end, going_on = time.monotonic() + IDLE_SECONDS, {self._tasks[name]: self._held[name] for name in names}
         while going_on:
             if time.monotonic() > end:
-                raise RunError(f"SGLang did not stop {', '.join(names)} within {IDLE_SECONDS:g} s.")
+                raise SilentEngineError(f"SGLang did not stop {', '.join(names)} within {IDLE_SECONDS:g} s.")
             for task, held in going_on.items():
                 held.stopped = True
                 if held.asked:  # again and again: one that was on its way to SGLang was not known there
                     self._engine.tokenizer_manager.abort_request(held.rid)
                 else:
                     task.cancel()
-            waiting = asyncio.wait(going_on, timeout=min(ASK_SECONDS, IDLE_SECONDS))
+            waiting = asyncio.wait(going_on, timeout=ASK_SECONDS)
             done, _ = self._engine.loop.run_until_complete(waiting)
             going_on = {task: held for task, held in going_on.items() if task not in done}
         self._collect()
@@ -381,7 +383,7 @@ class SGLangEngine:
         """Wait until SGLang is idle, and make its cached KV void."""
         flushing = self._engine.tokenizer_manager.flush_cache(timeout_s=IDLE_SECONDS)
         if not self._engine.loop.run_until_complete(flushing).success:
-            raise RunError(f"SGLang did not become idle for a weight update within {IDLE_SECONDS:g} s.")
+            raise SilentEngineError(f"SGLang did not become idle for a weight update within {IDLE_SECONDS:g} s.")
 
     def _open_update(self) -> BucketedUpdate:
         if self._update is None:

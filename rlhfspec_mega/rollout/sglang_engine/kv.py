@@ -115,6 +115,8 @@ def gather(scheduler: Any, part: str, rid: str, first: int, last: int) -> Tensor
         if request.rid == rid and not request.finished():
             row = scheduler.req_to_token_pool.req_to_token[request.req_pool_idx]
             slots = row[first : min(last, request.kv_committed_len)].long()
+    if torch.cuda.is_available():  # the pass under way may still write what was just prefilled
+        torch.cuda.current_stream().wait_stream(scheduler.forward_stream)
     slots = slots.to(pool.k_buffer[0].device)
     layers = [torch.stack((k[slots], v[slots])) for k, v in zip(pool.k_buffer, pool.v_buffer, strict=True)]
     return torch.stack(layers).transpose(2, 3).cpu()

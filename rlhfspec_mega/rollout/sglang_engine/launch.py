@@ -6,7 +6,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -172,10 +172,11 @@ def _unlink_shared_memory(engine: Any) -> None:
     engine.loop.run_until_complete(engine.tokenizer_manager.get_loads())
     own = psutil.Process()
     for process in (own, *own.children(recursive=True)):
-        lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-        for path in {line.split(maxsplit=5)[-1] for line in lines}:
-            if path.startswith(SHARED_MEMORY):
-                Path(path).unlink(missing_ok=True)
+        with suppress(OSError):  # it has just ended
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            for path in {line.split(maxsplit=5)[-1] for line in lines}:
+                if path.startswith(SHARED_MEMORY):
+                    Path(path).unlink(missing_ok=True)
 
 
 def load_few_models() -> None:

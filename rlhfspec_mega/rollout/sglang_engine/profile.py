@@ -46,7 +46,8 @@ def measure(
     """Time an idle engine's steps; acceptance does not matter, steps are counted.
 
     The smallest and the largest batch are measured with each number of draft tokens, in few steps once time has run
-    out, then those between them while there is time, widely spaced ones first.
+    out, then those between them while there is time, widely spaced ones first: `seconds` is when the next one is not
+    begun any more.
 
     Args:
         engine: a started `sglang.Engine`.

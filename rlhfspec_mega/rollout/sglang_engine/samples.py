@@ -71,7 +71,8 @@ class Held:
 
     def ask_anew(self, attempt: int) -> None:
         """Make another request of it, which goes on from its tokens."""
-        self.attempt, self.given, self.asked, self.stopped = attempt, len(self.tokens), False, False
+        self.attempt, self.given = attempt, len(self.tokens)
+        self.asked = self.stopped = self.started = False
 
     @property
     def rid(self) -> str:

@@ -59,7 +59,10 @@ def allow_attention() -> None:
 
 
 def hooks() -> list[tuple[str, Callable[..., Any], str]]:
-    """(target, hook, kind) for SGLang's registry of plug-in hooks; none unless it runs on a CPU."""
+    """(target, hook, kind) for SGLang's registry of plug-in hooks; none unless it runs on a CPU.
+
+    What they mend is SGLang's own, whoever's kernels it calls.
+    """
     if device() == "cuda":
         return []
     from rlhfspec_mega.rollout.sglang_engine import seams
