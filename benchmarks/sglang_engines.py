@@ -101,6 +101,15 @@ def started(start: Callable[[], Any]) -> Any:
     return engine
 
 
+def end(engine: Any) -> None:
+    """End the processes of an `sglang.Engine`: its own shutdown ends all that this process has started."""
+    watchdog = engine.tokenizer_manager._subprocess_watchdog
+    watchdog.stop()
+    for process in watchdog._processes:
+        process.kill()
+        process.join()
+
+
 def _call_watchdogs_off() -> None:
     while _engines:
         _engines.pop().tokenizer_manager._subprocess_watchdog.stop()

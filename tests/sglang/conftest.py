@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from rlhfspec_mega.rollout.sglang_engine import cpu_kernels
 
@@ -17,9 +18,11 @@ if DEVICE == "cpu":
 import pytest  # noqa: E402
 import transformers  # noqa: E402
 
+import rlhfspec_mega.workers.sglang as sglang_worker  # noqa: E402
 from benchmarks.gpu_generation import pair  # noqa: E402
 from benchmarks.samples import load_target, plain_engine, word_prompts  # noqa: E402
-from benchmarks.sglang_engines import finish  # noqa: E402
+from benchmarks.sglang_engines import end, finish  # noqa: E402
+from rlhfspec_mega.rollout.sglang_engine import launch  # noqa: E402
 from rlhfspec_mega.sampling.noise import sample_seed  # noqa: E402
 from rlhfspec_mega.types import GenerationRequest, GenerationResult  # noqa: E402
 
@@ -31,6 +34,42 @@ TEMPERATURES = (0.0, 1.0, 1.0, 0.7)  # of a group's members: greedy and sampled 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.timeout(SECONDS))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def alive() -> Iterator[list[Any]]:
+    """Every engine that was started in this process and not ended: each takes 1.5 GB and, idle, a share of a core."""
+    found: list[Any] = []
+    start = launch.start
+
+    def noted(*given: Any) -> Any:
+        found.append(start(*given))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (launch, sglang_worker):
+            patch.setattr(module, "start", noted)
+        yield found
+
+
+def _end_all_but(alive: list[Any], count: int) -> None:
+    while len(alive) > count:
+        end(alive.pop())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def end_engines_of_the_module(alive: list[Any]) -> Iterator[None]:
+    before = len(alive)
+    yield
+    _end_all_but(alive, before)
+
+
+@pytest.fixture(autouse=True)
+def end_engines_of_the_test(alive: list[Any], end_engines_of_the_module: None) -> Iterator[None]:
+    """Those that fixtures of the module have started were there before."""
+    before = len(alive)
+    yield
+    _end_all_but(alive, before)
 
 
 @pytest.fixture(scope="session")
