@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -24,7 +23,8 @@ from rlhfspec_mega.drafting.learner import STEPS, DraftLearner, Target
 from rlhfspec_mega.generation import stop_tokens
 from rlhfspec_mega.models.draft_directory import write_draft
 from rlhfspec_mega.models.draft_shape import DraftShape, draft_shape
-from rlhfspec_mega.models.hf_directory import CONFIG, HfWeights, keep_first, read_shape
+from rlhfspec_mega.models.hf_directory import CONFIG, HfWeights, read_shape
+from rlhfspec_mega.models.made_once import made_once
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.observe.console import Console
@@ -79,9 +79,8 @@ def first_draft(config: RunConfig, model: Path, console: Console) -> Path:
         # The built-in task as it stands by default: the draft must not depend on the run that happens to make it.
         stream, _ = make_prompts(DataConfig(), tokenizer, RolloutConfig.max_prompt_tokens, 0, seed=recipe.seed)
         prompts = [prompt.tokens for prompt in stream.next_batch(recipe.prompts)]
-        made = directory.with_name(f"{directory.name}.{os.getpid()}")
-        make_draft(model, made, prompts, stop_tokens(tokenizer, model), recipe, console)
-        keep_first(made, directory)
+        stops = stop_tokens(tokenizer, model)
+        made_once(directory, lambda made: make_draft(model, made, prompts, stops, recipe, console), console.note)
     return directory
 
 

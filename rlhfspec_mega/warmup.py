@@ -22,8 +22,9 @@ from rlhfspec_mega.data.tokenizer import load_tokenizer, make_byte_tokenizer
 from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.generation import SampleGenerator
 from rlhfspec_mega.ledger import Ledger
-from rlhfspec_mega.models.hf_directory import keep_first, write_directory
+from rlhfspec_mega.models.hf_directory import write_directory
 from rlhfspec_mega.models.initialize import initial_tensors
+from rlhfspec_mega.models.made_once import made_once
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.observe.console import Console
@@ -45,13 +46,10 @@ def tokenizer_directory(config: RunConfig) -> Path:
     """The byte-level tokenizer of models made here, written on first use."""
     directory = cache_root(config) / "byte_tokenizer"
     if not (directory / "tokenizer.json").exists():
-        partial = directory.with_name(f"{directory.name}.{os.getpid()}")
         try:
-            partial.mkdir(parents=True)
+            made_once(directory, make_byte_tokenizer)
         except OSError as error:
-            raise UserError(f"{partial} cannot be made ({error.strerror}): set model.cache_dir=DIR.") from None
-        make_byte_tokenizer(partial)
-        keep_first(partial, directory)
+            raise UserError(f"{directory} cannot be made ({error.strerror}): set model.cache_dir=DIR.") from None
     return directory
 
 
@@ -62,9 +60,7 @@ def warm_model(config: RunConfig, shape: ModelShape, run_dir: Path, console: Con
     directory = cache_root(config) / f"{config.model.name}-{key}"
     if not (directory / "config.json").exists():
         console.note(f"Model {config.model.name} is made here on first use and kept in {directory}.")
-        made = directory.with_name(f"{directory.name}.{os.getpid()}")
-        _WarmUp(config, shape, run_dir, console).run(made)
-        keep_first(made, directory)
+        made_once(directory, _WarmUp(config, shape, run_dir, console).run, console.note)
     return directory
 
 

@@ -341,19 +341,6 @@ def listed(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + rest
 
 
-def keep_first(made: Path, path: Path) -> None:
-    """Give the complete directory `made` the name `path`, or drop it where another process was quicker.
-
-    Nothing is replaced: the first one may be in use.
-    """
-    try:
-        made.rename(path)
-    except OSError:
-        if not path.is_dir():
-            raise
-        shutil.rmtree(made)
-
-
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
     """A temporary directory beside `path` that takes its name on success and vanishes on failure."""

@@ -1,4 +1,4 @@
-"""500 samples on two engines in processes of their own: they move all the time, and one engine dies or freezes."""
+"""Samples on two engines in processes of their own: they move all the time, and one engine dies or freezes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from tests.near_tie import assert_same
 from tests.sglang.conftest import requests_of, torch_results
 from tests.unit.test_migration import RandomMoves
 
-SAMPLES = 500
+# By what happens to an engine.
+SAMPLES: dict[str | None, int] = {None: 200, "sent, not acknowledged": 500, "frozen": 200}
 
 
 class MortalWorker(SGLangEngineWorker):
@@ -73,8 +74,8 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
     cluster.close()
 
 
-@pytest.mark.parametrize("trouble", [None, "sent, not acknowledged", "frozen"])
-def test_500_samples(
+@pytest.mark.parametrize("trouble", list(SAMPLES))
+def test_no_sample_is_lost(
     trouble: str | None,
     made: tuple[Path, Path],
     judge: Callable[[list[int]], torch.Tensor],
@@ -108,9 +109,10 @@ def test_500_samples(
         engines.confirm(rank, 0)
     lengths = random.Random(0)
     requests = [
-        replace(one, max_new_tokens=lengths.choice((1, 10, 60, 120))) for one in requests_of(made[0], SAMPLES // 4)
+        replace(one, max_new_tokens=lengths.choice((1, 10, 60, 120)))
+        for one in requests_of(made[0], SAMPLES[trouble] // 4)
     ]
-    assert len(requests) == SAMPLES
+    assert len(requests) == SAMPLES[trouble]
     wanted = torch_results(made[0], requests)
     sign = tmp_path / "died"
     if trouble == "frozen":
