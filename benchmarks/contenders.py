@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.rivals import Bandit, EmaTiers
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
-from rlhfspec_mega.planning.rivals import Bandit, EmaTiers
 from rlhfspec_mega.planning.strategy import Adaptive
 from rlhfspec_mega.planning.tree import DraftingPolicy
 from rlhfspec_mega.planning.uniform import Fixed, Uniform

@@ -15,10 +15,10 @@ from benchmarks.samples import PROGRESS_SECONDS, Target, sample
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.drafting.collect import collect_examples
 from rlhfspec_mega.drafting.trainer import DraftTrainer
+from rlhfspec_mega.making.warmup import cache_root
 from rlhfspec_mega.models.draft_directory import load_draft, load_target_ids, write_draft
 from rlhfspec_mega.models.draft_model import DraftModel
 from rlhfspec_mega.models.draft_shape import DraftShape, draft_shape
-from rlhfspec_mega.warmup import cache_root
 
 PHASES = ((2e-3, 0.6), (6e-4, 0.25), (2e-4, 0.15))  # learning rate and share of the steps
 SAMPLING_SEED = 5

@@ -16,6 +16,7 @@ from rlhfspec_mega.config.schema import DataConfig
 from rlhfspec_mega.data.chain_sums import TERM, ChainSums
 from rlhfspec_mega.data.prompts import encode_prompts
 from rlhfspec_mega.data.tokenizer import load_tokenizer
+from rlhfspec_mega.making.warmup import warm_model
 from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer
@@ -23,7 +24,6 @@ from rlhfspec_mega.observe.console import Console
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.sampling.noise import sample_seed
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, TensorInfo
-from rlhfspec_mega.warmup import warm_model
 
 SLOTS, PREFILL_CHUNK = 64, 512
 PROGRESS_SECONDS = 30.0  # between two lines that tell how far long work has come

@@ -30,7 +30,7 @@ from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.rollout.migration.messages import Orders
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.startup import Run, started
-from rlhfspec_mega.system import System
+from rlhfspec_mega.system import system
 from rlhfspec_mega.trainer import train_step
 from rlhfspec_mega.types import EngineReport, SampleProgress
 from rlhfspec_mega.workers.engine import TorchEngineWorker
@@ -127,7 +127,7 @@ def measure(pairs: int, overrides: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="benchmark.") as output:
         own = [f"output_dir={output}", "actor.optimizer.lr=1e-30", "logger.console=false", "seed=0"]
         config = load_config([*own, "reallocation=off", *overrides])
-        System._engine_specs = _switched_specs(System._engine_specs)  # type: ignore[method-assign]
+        system.engine_specs = _switched_specs(system.engine_specs)
         (Path(output) / config.name).mkdir()
         with started(config) as run:
             run.system.reshard(0)
@@ -158,8 +158,8 @@ def _beats(run: Run) -> float:
 
 
 def _switched_specs(specs: Any) -> Any:
-    def switched(system: System) -> list[WorkerSpec]:
-        return [WorkerSpec("benchmarks.supervision.SwitchedEngine", s.arguments, s.devices) for s in specs(system)]
+    def switched(*args: Any) -> list[WorkerSpec]:
+        return [WorkerSpec("benchmarks.supervision.SwitchedEngine", s.arguments, s.devices) for s in specs(*args)]
 
     return switched
 

@@ -27,9 +27,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.data.tokenizer import load_tokenizer, make_byte_tokenizer
+from rlhfspec_mega.making.warmup import cache_root
 from rlhfspec_mega.models.initialize import initial_tensors
 from rlhfspec_mega.types import TensorInfo
-from rlhfspec_mega.warmup import cache_root
 
 STEPS = 600
 HIDDEN, LAYERS, HEADS, KV_HEADS, FFN, POSITIONS = 128, 4, 4, 2, 384, 1024  # the sizes of model=tiny

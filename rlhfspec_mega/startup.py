@@ -10,24 +10,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhfspec_mega.algorithms.choice import make_algorithm
+from rlhfspec_mega.algorithms.policy_gradient import REFERENCE, PolicyGradient
 from rlhfspec_mega.config.checks import notes
 from rlhfspec_mega.config.drafting import drafts
 from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.config.output_dir import output_dir
 from rlhfspec_mega.config.schema import RunConfig
-from rlhfspec_mega.config.sizes import Sizes, derive_sizes, engines_score, size_rows
+from rlhfspec_mega.config.sizes import Sizes, derive_sizes, size_rows
 from rlhfspec_mega.data.prompts import PromptStream, make_prompts
 from rlhfspec_mega.data.tokenizer import load_tokenizer
-from rlhfspec_mega.first_draft import first_draft
 from rlhfspec_mega.generation import SampleGenerator, stop_tokens
 from rlhfspec_mega.ledger import Ledger
+from rlhfspec_mega.making.first_draft import first_draft
+from rlhfspec_mega.making.warmup import tokenizer_directory, warm_model
 from rlhfspec_mega.observe.console import Console
 from rlhfspec_mega.observe.phases import PhaseTimer
 from rlhfspec_mega.observe.timeline import TIMELINE_FILE, Timeline
 from rlhfspec_mega.reward.runner import RewardRunner
-from rlhfspec_mega.system import System
+from rlhfspec_mega.system.setup import Setup
+from rlhfspec_mega.system.system import System
 from rlhfspec_mega.types import Prompt
-from rlhfspec_mega.warmup import tokenizer_directory, warm_model
 
 
 @dataclass
@@ -52,6 +55,7 @@ class Run:
     system: System
     ledger: Ledger
     generator: SampleGenerator
+    algorithm: PolicyGradient
     started: float = field(default_factory=time.monotonic)
     beginning: dict[str, Any] = field(init=False)
 
@@ -78,25 +82,17 @@ def started(config: RunConfig) -> Iterator[Run]:
         tokenizer = load_tokenizer(config.model.path or tokenizer_directory(config))
         wanted = config.trainer.eval_prompts if config.trainer.eval_every else 0
         prompts, held_out = make_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens, wanted, config.seed)
+        algorithm = make_algorithm(config.algorithm, config.trainer.samples_per_prompt, sizes.samples_per_update)
         reward = config.reward
         with RewardRunner(reward.function, reward.time_limit, reward.arguments) as rewards:
             model = Path(config.model.path or warm_model(config, shape, directory, console))
             draft = start_draft(config, model, console)
-            reference = model if engines_score(config) else None
+            reference = model if REFERENCE in algorithm.models else None
             console.phase("starting workers")
             timeline = Timeline(directory / TIMELINE_FILE)
-            with System(
-                config,
-                sizes,
-                shape,
-                directory,
-                total_updates=sizes.total_updates,
-                model=model,
-                draft=draft,
-                reference=reference,
-                timeline=timeline,
-            ) as system:
-                load_start(system, model)
+            setup = Setup(config, sizes, shape, directory, sizes.total_updates, model, draft, reference)
+            with System(setup, timeline) as system:
+                system.load_start(model)
                 ledger, stops = Ledger(), stop_tokens(tokenizer, model)
                 generator = SampleGenerator(system.rollout, ledger, tokenizer, stops, config.rollout, config.seed)
                 phases = PhaseTimer(entered=console.phase, charged=timeline.phase)
@@ -114,6 +110,7 @@ def started(config: RunConfig) -> Iterator[Run]:
                     system,
                     ledger,
                     generator,
+                    algorithm,
                     begin,
                 )
 
@@ -123,9 +120,3 @@ def start_draft(config: RunConfig, model: Path, console: Console) -> Path | None
     if not drafts(config):
         return None
     return Path(config.drafting.path or first_draft(config, model, console))
-
-
-def load_start(system: System, model: Path) -> None:
-    """Give a fresh actor the start weights, and keep them as the reference."""
-    system.actor.load_weights(model)
-    system.actor.freeze_reference()

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from rlhfspec_mega import checkpoints, learning
+from rlhfspec_mega import checkpoints
+from rlhfspec_mega.algorithms.policy_gradient import note_on_samples
+from rlhfspec_mega.checkpoints.recovery import driver_state, recover, resume
 from rlhfspec_mega.config.drafting import drafts
 from rlhfspec_mega.config.schema import RunConfig
-from rlhfspec_mega.config.sizes import engines_score
 from rlhfspec_mega.drafting.trainer import RefreshReport
 from rlhfspec_mega.errors import CheckpointError, Stopped, WorkerDied
 from rlhfspec_mega.ledger import Purpose
 from rlhfspec_mega.observe.drafting import collapse_notes, drafting_metrics
 from rlhfspec_mega.observe.reporter import Reporter, sample_metrics
 from rlhfspec_mega.observe.tail import tail_metrics
-from rlhfspec_mega.recovery import driver_state, recover, resume
 from rlhfspec_mega.rollout.fusion import ScoringQueue
 from rlhfspec_mega.startup import Run, started
 from rlhfspec_mega.stop import StopSignals
@@ -65,46 +65,58 @@ def train(run: Run, reporter: Reporter, first: int, signals: StopSignals) -> Non
 
 def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
     """One step of RL: every sample generated is trained on exactly once."""
-    trainer, algorithm, actor, phases = run.config.trainer, run.config.algorithm, run.system.actor, run.phases
+    system, algorithm, phases = run.system, run.algorithm, run.phases
     refreshes = drafts(run.config) and is_due(step + 1, run.config.drafting.refresh_every)
-    with phases.measure("generate"):
-        prompts = run.prompts.next_batch(trainer.prompts_per_step)
-        scoring = ScoringQueue() if engines_score(run.config) else None
-        if refreshes:
-            run.system.allow_freed_refresh()
-        samples = run.generator.sample(prompts, trainer.samples_per_prompt, step, run.console.progress, scoring)
-    with phases.measure("score"):
-        score(run, samples)
-    if scoring is not None:
-        with phases.measure("reference"):
-            run.system.rollout.finish_scoring(scoring, "reference")
-            learning.take_reference_logprobs(samples, scoring.results)
-    with phases.measure("generate"):
-        tallies, tail = run.system.rollout.take_tallies("generate"), run.system.rollout.take_tail()
-    moved = {} if trainer.deterministic else tail_metrics(tail)  # then nothing moves, and the rest is the clock's
-    for note in collapse_notes(tallies):
-        run.console.note(note)
+    samples, scored, metrics = rollout(run, step, refreshes)
+    experience = algorithm.experience(samples)
     with phases.measure("draft"):
-        refreshed = run.system.take_freed_refresh() if refreshes else None  # the actor is needed from here on
-    if algorithm.kl_coef > 0 and scoring is None:
-        with phases.measure("reference"):
-            learning.add_reference_logprobs(actor, samples)
+        refreshed = system.take_freed_refresh() if refreshes else None  # the actor is needed from here on
+    with phases.measure("reference"):
+        if scored is not None:
+            algorithm.take_reference(samples, experience, scored)
+        elif system.reference is not None:
+            algorithm.add_reference(experience, system.reference)
     with phases.measure("logprobs"):
-        run.system.rest_engines()  # the actor needs their memory from here on
-        metrics = drafting_metrics(tallies) | moved | learning.add_old_logprobs(actor, samples, refreshes)
+        system.rest_engines()  # the actor needs their memory from here on
+        metrics |= algorithm.add_old_logprobs(experience, system.actor, refreshes)
     with phases.measure("update"):
-        learning.assign_advantages(samples, trainer.samples_per_prompt, algorithm, shuffle_generator(run.config, step))
-        metrics |= learning.update(actor, samples, run.sizes.samples_per_update, algorithm)
+        algorithm.add_advantages(experience, shuffle_generator(run.config, step))
+        metrics |= algorithm.update(experience, system.actor)
+    note_on_samples(samples, experience)
     run.ledger.advance([sample.sample_id for sample in samples], SampleState.TRAINED)
     run.ledger.settle(step, Purpose.TRAIN)
     if refreshes:
         with phases.measure("draft"):
             metrics |= refresh_draft(run, refreshed)
     with phases.measure("reshard"):
-        run.system.reshard(step + 1)
-    for rank, spans in enumerate(actor.take_spans()):
+        system.reshard(step + 1)
+    for rank, spans in enumerate(system.actor.take_spans()):
         run.timeline.actor(rank, spans)
     return samples, metrics
+
+
+def rollout(
+    run: Run, step: int, refreshes: bool
+) -> tuple[list[Sample], dict[str, list[float]] | None, dict[str, float]]:
+    """Samples with their rewards, the reference's log-probs by sample id where engines score, and metrics."""
+    trainer, system = run.config.trainer, run.system
+    with run.phases.measure("generate"):
+        prompts = run.prompts.next_batch(trainer.prompts_per_step)
+        scoring = ScoringQueue() if system.engines_score else None
+        if refreshes:
+            system.allow_freed_refresh()
+        samples = run.generator.sample(prompts, trainer.samples_per_prompt, step, run.console.progress, scoring)
+    with run.phases.measure("score"):
+        score(run, samples)
+    if scoring is not None:
+        with run.phases.measure("reference"):
+            system.rollout.finish_scoring(scoring, "reference")
+    with run.phases.measure("generate"):
+        tallies, tail = system.rollout.take_tallies("generate"), system.rollout.take_tail()
+    for note in collapse_notes(tallies):
+        run.console.note(note)
+    moved = {} if trainer.deterministic else tail_metrics(tail)  # then nothing moves, and the rest is the clock's
+    return samples, scoring.results if scoring else None, drafting_metrics(tallies) | moved
 
 
 def refresh_draft(run: Run, done: RefreshReport | None) -> dict[str, float]:

@@ -14,7 +14,7 @@ from rlhfspec_mega.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-    from rlhfspec_mega.actor.rendezvous import Rendezvous
+    from rlhfspec_mega.megatron.rendezvous import Rendezvous
     from rlhfspec_mega.resharding.buckets import Bucket
 
 

@@ -1,23 +1,26 @@
-"""A worker for tests: an Actor rank that also reports gradients and weights under their Hugging Face names."""
+"""Workers for tests: a model's rank that also reports gradients and weights under their Hugging Face names."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlhfspec_mega.actor.actor import Actor, on_megatron
-from rlhfspec_mega.actor.initialize import shutdown
-from rlhfspec_mega.actor.rendezvous import Rendezvous
-from rlhfspec_mega.actor.step import accumulate_gradients
-from rlhfspec_mega.actor.weights import mapped_parameters, merge_parameter
 from rlhfspec_mega.algorithm.microbatch import MicroBatch
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.cluster.supervised import Group
 from rlhfspec_mega.config.schema import ActorConfig
+from rlhfspec_mega.megatron.description import Learning, ModelDescription, ParallelRanks, describe
+from rlhfspec_mega.megatron.groups import positions
+from rlhfspec_mega.megatron.model import MegatronModel, on_megatron
+from rlhfspec_mega.megatron.process import join, leave, seed_megatron
+from rlhfspec_mega.megatron.rendezvous import Rendezvous
+from rlhfspec_mega.megatron.weights import mapped_parameters, merge_parameter
 from rlhfspec_mega.models.hf_directory import read_shape
+from rlhfspec_mega.models.shape import ModelShape
 from tests.clusters import local_cluster
 
 
@@ -28,32 +31,58 @@ def negative_logprob(
     return -logprobs, {"entropy": entropy}
 
 
+def described(
+    model: Path | ModelShape, config: ActorConfig, ranks: int, temperature: float = 1.0, total_updates: int = 100
+) -> ModelDescription:
+    """A model that learns, by the name of "actor"."""
+    shape = model if isinstance(model, ModelShape) else read_shape(model)
+    learning = Learning(config.optimizer, total_updates)
+    return describe("actor", shape, config, ranks=ranks, temperature=temperature, learning=learning)
+
+
+def worker_specs(
+    meeting_point: Path,
+    models: Sequence[ModelDescription],
+    seed: int = 0,
+    kind: str = "rlhfspec_mega.workers.megatron.MegatronWorker",
+) -> list[WorkerSpec]:
+    """The workers of these models, which meet in a file."""
+    world = models[0].parallel.ranks
+    return [
+        WorkerSpec(
+            kind,
+            {
+                "models": models,
+                "rendezvous": Rendezvous(f"file://{meeting_point}", rank, world, 600.0),
+                "device": "cpu",
+                "seed": seed,
+            },
+            devices=(rank,),
+        )
+        for rank in range(world)
+    ]
+
+
 class Probe:
-    """Rebuilds an Actor per model, so that one set of processes serves many cases of the same parallel sizes."""
+    """Rebuilds a model per case, so that one set of processes serves many cases of the same parallel sizes."""
 
     def __init__(self, rank: int, world_size: int, meeting_point: str, device: str = "cpu") -> None:
         torch.set_num_threads(1)
         self.rank, self.world_size, self.meeting_point, self.device = rank, world_size, meeting_point, device
         self.builds = 0
 
-    def build(
-        self, config: ActorConfig, model: Path, temperature: float = 1.0, load: bool = True
-    ) -> tuple[int, int, int]:
-        shutdown()
+    def build(self, config: ActorConfig, model: Path, temperature: float = 1.0, load: bool = True) -> ParallelRanks:
+        leave()
         self.builds += 1
         rendezvous = Rendezvous(f"file://{self.meeting_point}.{self.builds}", self.rank, self.world_size, 60)
-        self.actor = Actor(
-            read_shape(model),
-            config,
-            rendezvous,
-            device=self.device,
-            seed=0,
-            temperature=temperature,
-            total_updates=100,
-        )
+        device = torch.device("cuda:0" if self.device == "cuda" else self.device)
+        join(rendezvous, device)
+        description = described(model, config, self.world_size, temperature)
+        seed_megatron(0, positions(description.parallel)[self.rank])
+        self.actor = MegatronModel(description, range(self.world_size), device, 60.0)
         if load:
             self.actor.load_weights(model)
-        return self.actor.ranks.tp, self.actor.ranks.pp, self.actor.ranks.dp
+        return self.actor.position
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.actor, method)(*args)
@@ -61,7 +90,7 @@ class Probe:
     def update(
         self, shards: list[list[MicroBatch]], loss: Any = negative_logprob, metrics: tuple[str, ...] = ("entropy",)
     ) -> dict[str, float]:
-        return self.actor.update(shards[self.actor.ranks.dp], loss, metrics)
+        return self.actor.accumulate(shards[self.actor.position.dp], loss, metrics) | self.actor.step()
 
     def betas(self) -> list[tuple[float, float]]:
         return sorted({tuple(group["betas"]) for group in self.actor.optimizer.param_groups})
@@ -69,25 +98,27 @@ class Probe:
     @on_megatron
     def gradients(self, batches: list[MicroBatch]) -> dict[str, torch.Tensor] | None:
         """Averaged gradients by Hugging Face name (first TP rank of each stage); the weights are left as they were."""
-        accumulate_gradients(self.actor.chunks, batches, self.actor._logits, negative_logprob)
-        return self._merged(use_gradients=True)
+        self.actor.accumulate(batches, negative_logprob, [])
+        return merged(self.actor, use_gradients=True)
 
     @on_megatron
     def weights(self) -> dict[str, torch.Tensor] | None:
         """Full weights by Hugging Face name (first TP rank of each stage)."""
-        return self._merged(use_gradients=False)
+        return merged(self.actor, use_gradients=False)
 
-    def _merged(self, use_gradients: bool) -> dict[str, torch.Tensor] | None:
-        found: dict[str, torch.Tensor] = {}
-        for mapped in mapped_parameters(self.actor.chunks, self.actor.shape):
-            saved = mapped.parameter.data
-            if use_gradients:
-                mapped.parameter.data = mapped.parameter.main_grad.clone()
-            merged = merge_parameter(mapped, self.actor.shape)
-            mapped.parameter.data = saved
-            if merged is not None and not mapped.is_tied_copy:
-                found |= merged
-        return found or None
+
+def merged(model: MegatronModel, use_gradients: bool) -> dict[str, torch.Tensor] | None:
+    """Full weights or gradients by Hugging Face name (first TP rank of each stage)."""
+    found: dict[str, torch.Tensor] = {}
+    for mapped in mapped_parameters(model.chunks, model.shape):
+        saved = mapped.parameter.data
+        if use_gradients:
+            mapped.parameter.data = mapped.parameter.main_grad.clone()
+        full = merge_parameter(mapped, model.shape, model.groups.tp)
+        mapped.parameter.data = saved
+        if full is not None and not mapped.is_tied_copy:
+            found |= full
+    return found or None
 
 
 def start_probes(tmp_path: Path, world_size: int, device: str = "cpu") -> tuple[LocalCluster, Group]:

@@ -25,12 +25,14 @@ def replay(rollouts: Path, step: int, out: Path, overrides: list[str]) -> dict[s
         UserError: bad configuration, rollouts or model.
         RunError: a worker failed.
     """
-    from rlhfspec_mega import learning
+    from rlhfspec_mega.algorithms.choice import make_algorithm
+    from rlhfspec_mega.algorithms.policy_gradient import REFERENCE, note_on_samples
     from rlhfspec_mega.config.checks import check_config
     from rlhfspec_mega.config.compose import load_config
     from rlhfspec_mega.config.model_shape import model_shape
     from rlhfspec_mega.observe.rollouts import read_rollouts
-    from rlhfspec_mega.system import System
+    from rlhfspec_mega.system.setup import Setup
+    from rlhfspec_mega.system.system import System
     from rlhfspec_mega.trainer import shuffle_generator
 
     config = load_config([*overrides, f"output_dir={out.parent}", f"name={out.name}"])
@@ -45,16 +47,20 @@ def replay(rollouts: Path, step: int, out: Path, overrides: list[str]) -> dict[s
         )
     out.mkdir(parents=True)
     shape = model_shape(config.model)
-    with System(config, sizes, shape, out, total_updates=sizes.total_updates, with_engines=False) as system:
-        model = Path(config.model.path)
-        system.actor.load_weights(model)
-        system.actor.freeze_reference()
-        if config.algorithm.kl_coef > 0:
-            learning.add_reference_logprobs(system.actor, samples)
-        metrics = learning.add_old_logprobs(system.actor, samples, refresh_follows=False)
-        learning.assign_advantages(samples, members, config.algorithm, shuffle_generator(config, step))
-        metrics |= learning.update(system.actor, samples, min(sizes.samples_per_update, len(samples)), config.algorithm)
+    model = Path(config.model.path)
+    algorithm = make_algorithm(config.algorithm, members, min(sizes.samples_per_update, len(samples)))
+    reference = model if REFERENCE in algorithm.models else None
+    setup = Setup(config, sizes, shape, out, sizes.total_updates, reference=reference, with_engines=False)
+    with System(setup) as system:
+        system.load_start(model)
+        experience = algorithm.experience(samples)
+        if system.reference is not None:
+            algorithm.add_reference(experience, system.reference)
+        metrics = algorithm.add_old_logprobs(experience, system.actor)
+        algorithm.add_advantages(experience, shuffle_generator(config, step))
+        metrics |= algorithm.update(experience, system.actor)
         system.export(out / "model", model)
+    note_on_samples(samples, experience)
     result = {"metrics": metrics, "logprobs": {sample.sample_id: sample.old_logprobs for sample in samples}}
     (out / "replay.json").write_text(json.dumps(result), encoding="utf-8")
     return result

@@ -61,8 +61,8 @@ def train_draft(arguments: argparse.Namespace) -> None:
     from rlhfspec_mega.config.schema import DataConfig
     from rlhfspec_mega.data.prompts import make_prompts
     from rlhfspec_mega.data.tokenizer import load_tokenizer
-    from rlhfspec_mega.first_draft import DraftRecipe, make_draft
     from rlhfspec_mega.generation import stop_tokens
+    from rlhfspec_mega.making.first_draft import DraftRecipe, make_draft
     from rlhfspec_mega.observe.console import Console
 
     _check_device(arguments.device)

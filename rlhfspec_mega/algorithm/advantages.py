@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from rlhfspec_mega.config.schema import AlgorithmConfig
-from rlhfspec_mega.errors import UserError
 
 _EQUAL = 1e-6  # rewards of a group closer than this carry no signal
 
@@ -59,22 +58,7 @@ def learning_samples(truncated: Tensor, config: AlgorithmConfig) -> Tensor:
     return ~truncated if config.overlong == "mask" else torch.ones_like(truncated)
 
 
-def compute_advantages(
-    rewards: Tensor, truncated: Tensor, kl: Tensor | None, config: AlgorithmConfig, generator: torch.Generator
-) -> Tensor:
-    """Advantages [prompts, members] as the configuration asks; arguments as in `shaped_rewards`.
-
-    `generator` serves shuffle_advantages only, the control experiment in which advantages change places among all
-    samples, so that nothing can be learnt. Raises UserError for an unknown kind of advantage.
-    """
-    shaped = shaped_rewards(rewards, truncated, kl, config)
-    if config.advantage == "grpo":
-        advantages = grpo(shaped, config.normalize_by_std)
-    elif config.advantage == "rloo":
-        advantages = rloo(shaped)
-    else:
-        raise UserError(f"algorithm.advantage={config.advantage} is unknown: use grpo or rloo.")
-    if config.shuffle_advantages:
-        order = torch.randperm(advantages.numel(), generator=generator)
-        advantages = advantages.flatten()[order].view_as(advantages)
-    return advantages
+def shuffled(advantages: Tensor, generator: torch.Generator) -> Tensor:
+    """The control experiment in which advantages change places among all samples, so that nothing can be learnt."""
+    order = torch.randperm(advantages.numel(), generator=generator)
+    return advantages.flatten()[order].view_as(advantages)

@@ -1,35 +1,18 @@
-"""Micro-batches: right-padded tensors of a few sequences, the unit that a training schedule orders."""
+"""Micro-batches: right-padded tensors of a few samples, the unit that a training schedule orders."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from rlhfspec_mega.algorithm.experience import Experience
 
-@dataclass
-class TrainSequence:
-    """One sequence with what a loss needs; per-token lists belong to the tokens after `prompt_length`.
-
-    Attributes:
-        tokens: prompt and response.
-        weight: per-token loss weight; see token_weights.
-        advantage: one number for the whole response.
-    """
-
-    tokens: Sequence[int]
-    prompt_length: int
-    weight: float = 1.0
-    advantage: float = 0.0
-    old_logprobs: Sequence[float] = ()
-    engine_logprobs: Sequence[float] = ()
-    reference_logprobs: Sequence[float] = ()
-
-    @property
-    def response_length(self) -> int:
-        return len(self.tokens) - self.prompt_length
+WEIGHTS = "weights"  # the column of loss weights
 
 
 @dataclass
@@ -37,78 +20,104 @@ class MicroBatch:
     """Tensors [rows, length]; position t of every per-token tensor speaks of the token that follows input t.
 
     Attributes:
-        inputs: int64 token ids, the last token of each sequence left out.
+        inputs: int64 token ids, the last token of each sample left out.
         targets: int64 the token after each input.
         mask: bool, true where the target is a response token.
-        weight: fp32 loss weight, 0 outside the mask.
-        indices: which sequences of the caller's list the rows are; empty for a padding micro-batch.
+        columns: those of the experience, 0 outside the mask.
+        indices: which samples of the step the rows are; empty for a padding micro-batch.
     """
 
     inputs: torch.Tensor
     targets: torch.Tensor
     mask: torch.Tensor
-    weight: torch.Tensor
-    advantage: torch.Tensor
-    old_logprobs: torch.Tensor
-    engine_logprobs: torch.Tensor
-    reference_logprobs: torch.Tensor
+    columns: dict[str, torch.Tensor]
     indices: list[int] = field(default_factory=list)
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """fp32 loss weights, 0 outside the mask."""
+        return self.columns[WEIGHTS]
 
     @property
     def loss_tokens(self) -> int:
         """Response tokens with weight: what the loss is averaged over."""
-        return int((self.weight > 0).sum())
+        return int((self.weights > 0).sum())
 
 
-def collate(sequences: Sequence[TrainSequence], indices: Sequence[int], multiple: int = 1) -> MicroBatch:
-    """Pad the chosen sequences to one length.
+@dataclass
+class Shard:
+    """What one data-parallel rank gets of a mini-batch.
 
-    Args:
-        indices: rows, in order; none gives a padding micro-batch of one row without weight (a pipeline schedule or an
-            uneven data-parallel split needs it).
-        multiple: the padded length is a multiple of this (tensor-parallel size under sequence parallelism).
+    Attributes:
+        samples: in the order of micro-batches.
+        rows: samples of each micro-batch; 0: a padding micro-batch of one row without weight (a pipeline schedule or
+            an uneven data-parallel split needs it).
+        indices: of the samples within the mini-batch.
+        multiple: padded lengths are multiples of this (the tensor-parallel size under sequence parallelism).
     """
-    rows = max(1, len(indices))
-    longest = max([len(sequences[i].tokens) - 1 for i in indices], default=1)
-    length = (max(longest, 1) + multiple - 1) // multiple * multiple
-    tokens = torch.zeros(rows, length + 1, dtype=torch.int64)
-    mask = torch.zeros(rows, length, dtype=torch.bool)
-    values = {
-        name: torch.zeros(rows, length)
-        for name in ("weight", "advantage", "old_logprobs", "engine_logprobs", "reference_logprobs")
-    }
-    for row, index in enumerate(indices):
-        sequence = sequences[index]
-        tokens[row, : len(sequence.tokens)] = torch.tensor(list(sequence.tokens))
-        # Input prompt_length - 1 predicts the first response token.
-        span = slice(sequence.prompt_length - 1, len(sequence.tokens) - 1)
-        mask[row, span] = True
-        values["weight"][row, span] = sequence.weight
-        values["advantage"][row, span] = sequence.advantage
-        for name in ("old_logprobs", "engine_logprobs", "reference_logprobs"):
-            given = getattr(sequence, name)
-            if len(given):
-                values[name][row, span] = torch.tensor(list(given), dtype=torch.float32)
-    return MicroBatch(
-        inputs=tokens[:, :-1].contiguous(),
-        targets=tokens[:, 1:].contiguous(),
-        mask=mask,
-        indices=list(indices),
-        **values,
-    )
+
+    samples: Experience
+    rows: list[int]
+    indices: list[int]
+    multiple: int = 1
+
+    @classmethod
+    def cut(cls, samples: Experience, plan: Sequence[Sequence[int]], multiple: int = 1) -> Shard:
+        """Of a mini-batch the samples that `plan` names, by micro-batch."""
+        indices = [index for batch in plan for index in batch]
+        return cls(samples.select(indices), [len(batch) for batch in plan], indices, multiple)
+
+    def batches(self) -> list[MicroBatch]:
+        """The micro-batches."""
+        bounds = np.cumsum([0, *self.rows]).tolist()
+        return [self._collated(first, last) for first, last in itertools.pairwise(bounds)]
+
+    def _collated(self, first: int, last: int) -> MicroBatch:
+        """These samples padded to one length."""
+        samples, responses = self.samples, self.samples.response_offsets
+        rows = max(1, last - first)
+        longest = int(samples.lengths[first:last].max(initial=2)) - 1
+        length = (max(longest, 1) + self.multiple - 1) // self.multiple * self.multiple
+        tokens = np.zeros((rows, length + 1), np.int64)
+        mask = np.zeros((rows, length), np.bool_)
+        columns = {name: np.zeros((rows, length), column.dtype) for name, column in samples.columns.items()}
+        for row, sample in enumerate(range(first, last)):
+            begin, end = samples.offsets[sample], samples.offsets[sample + 1]
+            tokens[row, : end - begin] = samples.tokens[begin:end]
+            # Input prompt_length - 1 predicts the first response token.
+            span = slice(samples.prompt_lengths[sample] - 1, end - begin - 1)
+            mask[row, span] = True
+            for name, column in samples.columns.items():
+                columns[name][row, span] = column[responses[sample] : responses[sample + 1]]
+        if WEIGHTS not in samples.columns:  # then every response token counts the same
+            columns[WEIGHTS] = mask.astype(np.float32)
+        return MicroBatch(
+            inputs=torch.from_numpy(tokens[:, :-1].copy()),
+            targets=torch.from_numpy(tokens[:, 1:].copy()),
+            mask=torch.from_numpy(mask),
+            columns={name: torch.from_numpy(column) for name, column in columns.items()},
+            indices=self.indices[first:last],
+        )
 
 
 def same_shape(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Pad every micro-batch with empty rows and columns to the largest [rows, length] of them all."""
     rows = max(batch.inputs.shape[0] for batch in batches)
     length = max(batch.inputs.shape[1] for batch in batches)
-    padded = []
-    for batch in batches:
-        margin = (0, length - batch.inputs.shape[1], 0, rows - batch.inputs.shape[0])
-        values = {entry.name: getattr(batch, entry.name) for entry in fields(batch)}
-        tensors = {name: F.pad(value, margin) for name, value in values.items() if isinstance(value, torch.Tensor)}
-        padded.append(MicroBatch(**(values | tensors)))
-    return padded
+
+    def padded(tensor: torch.Tensor) -> torch.Tensor:
+        return F.pad(tensor, (0, length - tensor.shape[1], 0, rows - tensor.shape[0]))
+
+    return [
+        MicroBatch(
+            padded(batch.inputs),
+            padded(batch.targets),
+            padded(batch.mask),
+            {name: padded(column) for name, column in batch.columns.items()},
+            batch.indices,
+        )
+        for batch in batches
+    ]
 
 
 # (log-probs, entropy, micro-batch) -> (loss per token, metrics per token); all [rows, length] tensors

@@ -28,10 +28,10 @@ def policy_objective(
     return token_losses(
         TokenInputs(
             logprobs=inside,
-            old_logprobs=batch.old_logprobs.to(device),
-            advantages=batch.advantage.to(device),
-            engine_logprobs=batch.engine_logprobs.to(device),
-            reference_logprobs=batch.reference_logprobs.to(device) if uses_reference else None,
+            old_logprobs=batch.columns["old_logprobs"].to(device),
+            advantages=batch.columns["advantages"].to(device),
+            engine_logprobs=batch.columns["engine_logprobs"].to(device),
+            reference_logprobs=batch.columns["reference_logprobs"].to(device) if uses_reference else None,
             entropy=entropy,
         ),
         config,

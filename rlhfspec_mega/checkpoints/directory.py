@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from rlhfspec_mega.actor.checkpoint_files import sync
+from rlhfspec_mega.megatron.checkpoint_files import sync
 
 _LATEST, _PREFIX = "latest", "step_"
 _PARTIAL, _REPLACED, _BAD = ".partial", ".replaced", ".bad"

@@ -8,19 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlhfspec_mega.actor.checkpoint_files import first_damage
 from rlhfspec_mega.checkpoints.directory import CheckpointDirectory
 from rlhfspec_mega.checkpoints.manifest import BadCheckpoint, Manifest
 from rlhfspec_mega.checkpoints.saving import ACTOR, STATE_FILE
 from rlhfspec_mega.config.output_dir import CHECKPOINTS
 from rlhfspec_mega.errors import UserError
-from rlhfspec_mega.workers.actor_group import ActorGroup
+from rlhfspec_mega.megatron.checkpoint_files import first_damage
+from rlhfspec_mega.workers.model_group import ModelGroup
 
 _logger = logging.getLogger(__name__)
 
 
 def load_latest(
-    run_dir: Path, actor: ActorGroup, warn: Callable[[str], None] = _logger.warning
+    run_dir: Path, actor: ModelGroup, warn: Callable[[str], None] = _logger.warning
 ) -> dict[str, Any] | None:
     """Load the checkpoint that `latest` names, or the newest good one before it, into the actor.
 
@@ -77,7 +77,7 @@ def _none_good(directory: CheckpointDirectory, bad: dict[int, str]) -> UserError
     )
 
 
-def _verified_state(path: Path, step: int, actor: ActorGroup, identity: dict[str, Any]) -> dict[str, Any]:
+def _verified_state(path: Path, step: int, actor: ModelGroup, identity: dict[str, Any]) -> dict[str, Any]:
     """The driver's state of a checkpoint all of whose files are as they were written; raises BadCheckpoint."""
     manifest = Manifest.read(path)
     if manifest.step != step:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhfspec_mega.actor.checkpoint_files import FileSum
 from rlhfspec_mega.checkpoints.directory import write_durably
+from rlhfspec_mega.megatron.checkpoint_files import FileSum
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1  # raise it when older code could not read what is written now
@@ -25,7 +25,7 @@ class Manifest:
 
     Attributes:
         step: steps done.
-        belongs_to: precision and model shape (Actor.identity).
+        belongs_to: precision and model shape (MegatronModel.identity).
         files: by path inside the checkpoint.
     """
 

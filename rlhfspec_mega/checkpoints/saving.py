@@ -8,13 +8,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from rlhfspec_mega.actor.checkpoint_files import sum_file, sync
 from rlhfspec_mega.checkpoints.directory import CheckpointDirectory, write_durably
 from rlhfspec_mega.checkpoints.manifest import BadCheckpoint, Manifest
 from rlhfspec_mega.config.output_dir import CHECKPOINTS
 from rlhfspec_mega.errors import CheckpointError
+from rlhfspec_mega.megatron.checkpoint_files import sum_file, sync
 from rlhfspec_mega.models.shape import ModelShape
-from rlhfspec_mega.workers.actor_group import ActorGroup
+from rlhfspec_mega.workers.model_group import ModelGroup
 
 ACTOR, STATE_FILE = "actor", "state.json"
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -24,7 +24,7 @@ _MIB = 2**20
 _logger = logging.getLogger(__name__)
 
 
-def save(run_dir: Path, step: int, actor: ActorGroup, state: dict[str, Any], keep: int) -> Path:
+def save(run_dir: Path, step: int, actor: ModelGroup, state: dict[str, Any], keep: int) -> Path:
     """Write `checkpoints/step_<step>`, make it the latest, and remove all but the newest `keep` complete ones.
 
     Args:
@@ -58,7 +58,7 @@ def save(run_dir: Path, step: int, actor: ActorGroup, state: dict[str, Any], kee
     return directory.path(step)
 
 
-def _write(partial: Path, manifest: Manifest, actor: ActorGroup, state: dict[str, Any]) -> None:
+def _write(partial: Path, manifest: Manifest, actor: ModelGroup, state: dict[str, Any]) -> None:
     (partial / ACTOR).mkdir()
     for name, file_sum in actor.save(partial / ACTOR).items():
         manifest.files[f"{ACTOR}/{name}"] = file_sum

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import struct
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 
-_LENGTH = struct.Struct("!Q")  # bytes of the message that follows
+_LENGTH = struct.Struct("!Q")  # parts of the message that follows, then bytes of each
+
+_MOST_PARTS = 512  # handed to the kernel at once; it takes 1024
 
 
 class Channel:
@@ -34,16 +37,18 @@ class Channel:
     def closed(self) -> bool:
         return self._socket.fileno() < 0
 
-    def send(self, message: bytes) -> None:
-        """Queue a message and send what the socket takes of it."""
-        self._outgoing += (memoryview(_LENGTH.pack(len(message))), memoryview(message))
+    def send(self, parts: Sequence[memoryview]) -> None:
+        """Queue a message and send what the socket takes of it; the parts must not change until all is sent."""
+        lengths = b"".join(_LENGTH.pack(part.nbytes) for part in parts)
+        self._outgoing.append(memoryview(_LENGTH.pack(len(parts)) + lengths))
+        self._outgoing += (part for part in parts if part.nbytes)
         self.flush()
 
     def flush(self) -> None:
         """Send what the socket takes of the queue."""
         try:
             while self._outgoing:
-                sent = self._socket.sendmsg(self._outgoing)
+                sent = self._socket.sendmsg(itertools.islice(self._outgoing, _MOST_PARTS))
                 while self._outgoing and sent >= len(self._outgoing[0]):
                     sent -= len(self._outgoing.popleft())
                 if self._outgoing:
@@ -53,7 +58,7 @@ class Channel:
         except OSError:
             self._outgoing.clear()
 
-    def receive(self) -> bytearray | None:
+    def receive(self) -> list[bytearray] | None:
         """The next message, None while it has not come whole. Raises EOFError, once, when the connection has ended."""
         return next(self._incoming)
 
@@ -61,10 +66,14 @@ class Channel:
         self._outgoing.clear()
         self._socket.close()
 
-    def _messages(self) -> Iterator[bytearray | None]:
+    def _messages(self) -> Iterator[list[bytearray] | None]:
         while True:
-            (length,) = _LENGTH.unpack((yield from self._exactly(_LENGTH.size)))
-            yield (yield from self._exactly(length))
+            (count,) = _LENGTH.unpack((yield from self._exactly(_LENGTH.size)))
+            lengths = yield from self._exactly(count * _LENGTH.size)
+            parts = []
+            for (length,) in _LENGTH.iter_unpack(lengths):
+                parts.append((yield from self._exactly(length)))
+            yield parts
 
     def _exactly(self, size: int) -> Generator[None, None, bytearray]:
         """So many bytes; yields whenever the socket has no more for now."""

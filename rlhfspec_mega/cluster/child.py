@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -13,6 +12,7 @@ import sys
 from rlhfspec_mega.cluster.board import start_beating
 from rlhfspec_mega.cluster.channel import Channel
 from rlhfspec_mega.cluster.execute import Executor
+from rlhfspec_mega.cluster.message import pack, unpack
 
 _PR_SET_PDEATHSIG = 1
 
@@ -34,7 +34,7 @@ def serve(channel: Channel) -> None:
         except EOFError:
             return
         assert message is not None  # the socket is a blocking one
-        channel.send(pickle.dumps(executor.execute(pickle.loads(message)), protocol=pickle.HIGHEST_PROTOCOL))
+        channel.send(pack(executor.execute(unpack(message))))
 
 
 def main() -> None:

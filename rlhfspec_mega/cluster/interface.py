@@ -88,6 +88,12 @@ class WorkerGroup(Protocol):
     def scatter(self, method: str, arguments: Sequence[tuple[Any, ...]], phase: str) -> list[Any]:
         """One call per worker, each with its own arguments; results in rank order."""
 
+    def share(self, value: Any) -> Any:
+        """An argument, in place of `value`, for calls on several workers: it travels once to each node, or not at all.
+
+        The value must not change until the calls have ended.
+        """
+
     def ranks(self, *states: WorkerState) -> list[int]:
         """Ranks in one of these states now."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 import selectors
 import signal
 import socket
@@ -20,6 +19,7 @@ from rlhfspec_mega.cluster.board import Board
 from rlhfspec_mega.cluster.channel import Channel
 from rlhfspec_mega.cluster.environment import worker_environment
 from rlhfspec_mega.cluster.interface import WorkerSpec
+from rlhfspec_mega.cluster.message import pack, unpack
 from rlhfspec_mega.cluster.process import WorkerProcess
 from rlhfspec_mega.cluster.supervised import SupervisedCluster
 
@@ -59,7 +59,7 @@ class _LocalProcess(WorkerProcess):
         self._killed: float | None = None  # when
 
     def post(self, message: tuple[Any, ...]) -> None:
-        self.channel.send(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+        self.channel.send(pack(message))
 
     def read(self) -> bool:
         """Take what has come; whether an answer was filed. The end of the connection is the end of the worker."""
@@ -73,7 +73,7 @@ class _LocalProcess(WorkerProcess):
             return True
         if message is None:
             return False
-        self.answered(pickle.loads(message))
+        self.answered(unpack(message))
         return True
 
     def last_beat(self) -> float:

@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhfspec_mega.cluster.ray_attendant import Attendants
 from rlhfspec_mega.cluster.ray_placement import Reservation, devices_of_bundle
-from rlhfspec_mega.cluster.ray_worker import CONTROL, Identity, RayWorker
+from rlhfspec_mega.cluster.ray_worker import CONTROL, Identity, RayWorker, Stored
 
 PING_SECONDS = 1.0  # between two pings of a worker that answers them
 _AWAY_SECONDS = 3.0  # without looking: an answer may have come that this process had no time to take
@@ -181,6 +181,9 @@ class RayCluster(SupervisedCluster):
             .remote(str(log.resolve()), os.getcwd())
         )
         return RayProcess(role, rank, spec, log, actor, self._attendants)
+
+    def share(self, value: Any) -> Stored:
+        return Stored([ray.put(value)])
 
     def receive(self, processes: Sequence[WorkerProcess], seconds: float) -> None:
         by_reply = {p.reply: p for p in processes if isinstance(p, RayProcess) and p.reply is not None}

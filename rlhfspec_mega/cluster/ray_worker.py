@@ -37,6 +37,16 @@ class Identity:
     stacks: int
 
 
+@dataclass(frozen=True)
+class Stored:
+    """An argument in Ray's object store, which brings it to each node once.
+
+    The reference is in a list, so that Ray passes it on without fetching the object.
+    """
+
+    reference: list[ray.ObjectRef]
+
+
 class RayWorker:
     """Holds the worker object of one rank."""
 
@@ -74,7 +84,10 @@ class RayWorker:
 
     def execute(self, message: tuple[Any, ...]) -> Answer:
         """Build the worker, or call a method of it; always in the same thread."""
-        answer = self._executor.execute(message)
+        first, rest = message
+        if isinstance(rest, tuple):
+            rest = tuple(ray.get(part.reference)[0] if isinstance(part, Stored) else part for part in rest)
+        answer = self._executor.execute((first, rest))
         sys.stdout.flush()
         sys.stderr.flush()
         return answer

@@ -42,6 +42,9 @@ class Group:
     def scatter(self, method: str, arguments: Sequence[tuple[Any, ...]], phase: str) -> list[Any]:
         return self._finish([self.start(rank, method, *args) for rank, args in enumerate(arguments)], phase)
 
+    def share(self, value: Any) -> Any:
+        return self._cluster.share(value)
+
     def ranks(self, *states: WorkerState) -> list[int]:
         return self._cluster.liveness.ranks(self.role, *states)
 
@@ -105,6 +108,10 @@ class SupervisedCluster(ABC):
     def receive(self, processes: Sequence[WorkerProcess], seconds: float) -> None:
         """File the answers that have come from these; wait for the first at most so long. An ended process answers
         ("dead", how it ended)."""
+
+    def share(self, value: Any) -> Any:
+        """See interface.WorkerGroup.share. Where messages carry arrays without copies, the value itself."""
+        return value
 
     # Groups
 

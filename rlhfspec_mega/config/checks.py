@@ -10,6 +10,7 @@ from pathlib import Path
 from rlhfspec_mega.config.drafting import check_drafting, drafting_note, idle_drafting
 from rlhfspec_mega.config.hardware import cpu_has_fast_bf16, device_type, gpu_memory, host_memory
 from rlhfspec_mega.config.model_shape import BYTE_VOCABULARY, model_shape
+from rlhfspec_mega.config.names import unknown_choice
 from rlhfspec_mega.config.output_dir import check_output_dir
 from rlhfspec_mega.config.ranges import check_ranges
 from rlhfspec_mega.config.reach import ray_address
@@ -19,7 +20,7 @@ from rlhfspec_mega.config.sglang import (
     ENGINE_BYTES,
     check_positions,
     check_sglang,
-    engine_gpus,
+    check_sleep,
     engines_sleep,
     idle_sglang,
     memory_share,
@@ -30,11 +31,12 @@ from rlhfspec_mega.data.chain_sums import ChainSums
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.memory import GIB
-from rlhfspec_mega.planning.placement import place
+from rlhfspec_mega.planning.placement import ACTOR, ENGINE
 from rlhfspec_mega.rollout.sglang_engine.cpu_kernels import NOTICE
 
 # The constants Megatron hard-codes for Llama 3's rotary scaling; only the factor can be chosen.
 MEGATRON_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192.0}
+ADVANTAGES = ("grpo", "rloo")
 LONG_RUN = 100  # steps of a model made here that one would not like to do again
 PROCESS_BYTES = int(0.4 * GIB)  # an idle worker with torch and Megatron loaded: 0.35 GiB were measured
 
@@ -59,7 +61,7 @@ def check_config(config: RunConfig) -> Sizes:
     check_parallel(config, shape)
     _check_lengths(config, shape)
     sizes = derive_sizes(config, shape)
-    place(config.placement.mode, sizes.devices, sizes.actor_ranks, sizes.engines, engine_gpus(config))
+    check_sleep(config, sizes.placement)
     _check_devices(config)
     _check_memory(config, shape, sizes)
     _check_weights_exist(config)
@@ -127,13 +129,19 @@ def _check_launcher(config: RunConfig) -> None:
 
 def _check_useless(config: RunConfig) -> None:
     """Options that were set and would change nothing: refused, so that no run is believed to be what it is not."""
-    if config.algorithm.advantage == "rloo" and config.algorithm.normalize_by_std:
+    another = config.algorithm.advantage == "rloo" or _is_import_path(config.algorithm.advantage)
+    if another and config.algorithm.normalize_by_std:
         raise UserError(
-            "algorithm.normalize_by_std=true has no effect with RLOO: use algorithm=rloo, or set it to false."
+            f"algorithm.normalize_by_std=true has no effect with algorithm.advantage={config.algorithm.advantage}: use "
+            "algorithm=rloo, or set it to false."
         )
+    own_loss = config.algorithm.loss is not None
     plain_pipeline = config.actor.pipeline_parallel == 1
     built_in_data = config.data.kind == "chain_sums"
     idle = {
+        "algorithm.clip_low": (own_loss, "algorithm.loss=null"),
+        "algorithm.clip_high": (own_loss, "algorithm.loss=null"),
+        "algorithm.importance_cap": (own_loss, "algorithm.loss=null"),
         "algorithm.overlong_penalty": (config.algorithm.overlong != "penalize", "algorithm.overlong=penalize"),
         "actor.optimizer.min_lr_ratio": (
             config.actor.optimizer.schedule == "constant",
@@ -185,8 +193,16 @@ def _check_algorithm(config: RunConfig) -> None:
         )
     if not config.reward.function:
         raise UserError("reward.function is empty: set reward.function=package.module.function.")
-    if not re.fullmatch(r"\w+(\.\w+)+", config.reward.function):
+    if not _is_import_path(config.reward.function):
         raise UserError(f"reward.function={config.reward.function} is no import path: write package.module.function.")
+    if config.algorithm.advantage not in ADVANTAGES and not _is_import_path(config.algorithm.advantage):
+        raise unknown_choice("algorithm.advantage", config.algorithm.advantage, ADVANTAGES)
+    if config.algorithm.loss is not None and not _is_import_path(config.algorithm.loss):
+        raise UserError(f"algorithm.loss={config.algorithm.loss} is no import path: write package.module.function.")
+
+
+def _is_import_path(value: str) -> bool:
+    return re.fullmatch(r"\w+(\.\w+)+", value) is not None
 
 
 def _check_data(config: RunConfig) -> None:
@@ -329,13 +345,12 @@ def _check_memory(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
     elif not gpu_memory():
         return  # the GPUs of a Ray cluster, seen from a machine without
     else:
-        shared = config.placement.mode == "colocated"
         of_actor = actor.total + draft.actor
         beside = of_actor  # an engine
         if uses_sglang(config):
-            of_engine = int((memory_share(config) or 0.0) * min(gpu_memory()))
-            beside -= (actor.activations + actor.logits) if engines_sleep(config) else 0
-        need = max(of_actor, beside + of_engine) if shared else max(of_actor, of_engine)
+            of_engine = int((memory_share(config, sizes.placement) or 0.0) * min(gpu_memory()))
+            beside -= (actor.activations + actor.logits) if engines_sleep(config, sizes.placement) else 0
+        need = max(of_actor, beside + of_engine) if sizes.placement.shares(ACTOR, ENGINE) else max(of_actor, of_engine)
         have = int(0.9 * min(gpu_memory()))
         where = "each GPU"
         hint = "raise actor.tensor_parallel or pipeline_parallel, set actor.recompute=true, or lower rollout.slots"

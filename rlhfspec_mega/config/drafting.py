@@ -17,14 +17,6 @@ READ_BY = {
     "tail_weight": ("adaptive",),
     "depth": ("fixed", "uniform"),
     "tokens": ("fixed",),
-    "tiers": ("ema_tiers",),
-    "ema_weight": ("ema_tiers",),
-    "check_every": ("ema_tiers",),
-    "down_hysteresis": ("ema_tiers",),
-    "up_hysteresis": ("ema_tiers",),
-    "arms": ("bandit",),
-    "epsilon": ("bandit",),
-    "max_batch": ("bandit",),
 }
 # What SGLang reads of them when it drafts chains, and when it drafts trees.
 OF_CHAINS = ("max_depth", "depth")
@@ -89,8 +81,8 @@ def check_drafting(config: RunConfig, shape: ModelShape) -> None:
     """Refuse a drafting policy that cannot run with a model of this shape.
 
     Raises:
-        UserError: no draft of this model in the directory given, tiers or arms that make no sense, a policy that needs
-            the clock in a deterministic run, or refreshes that learn nothing or outlast the longest wait.
+        UserError: no draft of this model in the directory given, or refreshes that learn nothing or outlast the longest
+            wait.
     """
     drafting = config.drafting
     if drafting.policy == "off":
@@ -101,15 +93,6 @@ def check_drafting(config: RunConfig, shape: ModelShape) -> None:
         from rlhfspec_mega.models.draft_directory import check_draft
 
         check_draft(drafting.path, shape)
-    if drafting.policy == "ema_tiers":
-        _check_tiers(drafting.tiers)
-    if drafting.policy == "bandit":
-        _check_arms(drafting.arms)
-        if config.trainer.deterministic:
-            raise UserError(
-                "drafting=bandit learns from measured times, which trainer.deterministic=true forbids: use "
-                "drafting=adaptive, or trainer.deterministic=false."
-            )
     if drafts(config) and drafting.refresh_every:
         _check_refresh(config)
 
@@ -127,23 +110,4 @@ def _check_refresh(config: RunConfig) -> None:
             f"drafting.refresh_seconds={drafting.refresh_seconds:g} is not below "
             f"cluster.deadline_seconds={cluster.deadline_seconds:g}, after which a worker counts as silent: lower the "
             "first or raise the second."
-        )
-
-
-def _check_tiers(tiers: dict[int, list[int]]) -> None:
-    sizes_fit = bool(tiers) and all(size >= 1 and steps for size, steps in tiers.items())
-    if not sizes_fit or any(step < 0 for steps in tiers.values() for step in steps):
-        raise UserError(
-            f"drafting.tiers={tiers} is not valid: give batch sizes of 1 or more and for each the depths to choose "
-            "from, 0 or more, such as {1: [1, 3, 7], 32: [0, 1]}."
-        )
-    if not any(step for steps in tiers.values() for step in steps):
-        raise UserError(f"drafting.tiers={tiers} never drafts: add a depth above 0, or use drafting=off.")
-
-
-def _check_arms(arms: list[list[int]]) -> None:
-    if not arms or any(len(arm) != 3 or min(arm) < 1 for arm in arms):
-        raise UserError(
-            f"drafting.arms={arms} is not valid: give [depth, width, draft tokens] for each, all 1 or more, such as "
-            "[[3, 1, 3], [6, 4, 16]]."
         )

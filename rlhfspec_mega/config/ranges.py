@@ -9,22 +9,22 @@ from rlhfspec_mega.config.names import unknown_choice
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ARCHITECTURES
+from rlhfspec_mega.planning.placement import PLACEMENTS
 
 DTYPES = ("float32", "bfloat16")
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.architecture": ARCHITECTURES,
     "actor.dtype": DTYPES,
     "actor.optimizer.schedule": ("constant", "linear", "cosine"),
-    "algorithm.advantage": ("grpo", "rloo"),
     "algorithm.loss_average": ("token", "sample"),
     "algorithm.kl_in": ("loss", "reward"),
     "algorithm.kl_estimator": ("k1", "k2", "k3"),
     "algorithm.overlong": ("keep", "mask", "penalize"),
     "rollout.engine": ("torch", "sglang"),
     "rollout.dtype": DTYPES,
-    "drafting.policy": ("off", "adaptive", "uniform", "fixed", "ema_tiers", "bandit"),
+    "drafting.policy": ("off", "adaptive", "uniform", "fixed"),
     "reallocation.policy": ("off", "queue", "adaptive"),
-    "placement.mode": ("colocated", "separate"),
+    "placement.mode": tuple(PLACEMENTS),
     "data.kind": ("chain_sums", "files"),
     "cluster.launcher": ("local", "ray"),
     "cluster.device": ("auto", "cpu", "cuda"),
@@ -99,8 +99,6 @@ FROM_ONE = (
     "drafting.width",
     "drafting.depth",
     "drafting.tokens",
-    "drafting.check_every",
-    "drafting.max_batch",
     "drafting.refresh_steps",
     "drafting.buffer_tokens",
     "data.max_operand",
@@ -118,14 +116,11 @@ POLLS = ("rollout.poll_seconds",)  # an engine that answers later would be taken
 FROM_TWO = ("data.max_terms",)  # a sum has at least two terms
 FRACTIONS = (
     "actor.optimizer.min_lr_ratio",
-    "drafting.ema_weight",
-    "drafting.epsilon",
     "drafting.collapse_ratio",
     "warmup.target_exact",
     "warmup.least_exact",
 )
 SHARES = ("rollout.sglang.memory",)
-MARGINS = ("drafting.down_hysteresis", "drafting.up_hysteresis")  # the candidates they separate are one token apart
 
 
 def check_ranges(config: RunConfig) -> None:
@@ -146,7 +141,6 @@ def check_ranges(config: RunConfig) -> None:
         "above 0 and at most 5": (POLLS, lambda value: 0 < value <= 5),
         "from 0 to 1": (FRACTIONS, lambda value: 0 <= value <= 1),
         "above 0 and below 1": (SHARES, lambda value: 0 < value < 1),
-        "from -1 to 1": (MARGINS, lambda value: -1 <= value <= 1),
     }
     for words, (keys, holds) in bounds.items():
         for key in keys:

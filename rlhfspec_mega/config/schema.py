@@ -78,7 +78,8 @@ class TrainerConfig:
 
 @dataclass
 class AlgorithmConfig:
-    advantage: str = "grpo"  # grpo | rloo
+    advantage: str = "grpo"  # grpo | rloo | import path: rewards [prompts, members] -> advantages, or one a token
+    loss: str | None = None  # null: clipped policy gradient | import path: a TokenLoss of one's own
     normalize_by_std: bool = True  # grpo only
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -119,7 +120,7 @@ class RolloutConfig:
 class DraftingConfig:
     """Speculative decoding: how much to draft, and how the draft is kept fresh. A policy reads only what names it."""
 
-    policy: str = "adaptive"  # off | adaptive | uniform | fixed | ema_tiers | bandit
+    policy: str = "adaptive"  # off | adaptive | uniform | fixed
     path: str | None = None  # directory of a draft; null: made along with a model made here
     max_depth: int = 8  # adaptive: layers
     max_tokens: int = 32  # adaptive, uniform: draft tokens of a sample
@@ -127,18 +128,6 @@ class DraftingConfig:
     tail_weight: float = 0.0  # adaptive: samples weigh (response tokens + 1) to this power
     depth: int = 6  # uniform, fixed: layers
     tokens: int = 8  # fixed: draft tokens of a sample
-    tiers: dict[int, list[int]] = field(  # ema_tiers: batch size -> candidate depths
-        default_factory=lambda: {1: [1, 3, 7], 8: [0, 1, 3], 32: [0, 1], 64: [0]}
-    )
-    ema_weight: float = 0.2  # ema_tiers: of the newest step in the average
-    check_every: int = 5  # ema_tiers: steps
-    down_hysteresis: float = -0.25  # ema_tiers: added to the accepted length below which the depth falls
-    up_hysteresis: float = 0.0  # ema_tiers: added to the accepted length above which the depth rises
-    arms: list[list[int]] = field(  # bandit: [depth, width, draft tokens of a sample] each
-        default_factory=lambda: [[3, 1, 3], [4, 2, 6], [6, 4, 16], [8, 8, 32]]
-    )
-    epsilon: float = 0.1  # bandit: share of steps that explore
-    max_batch: int = 32  # bandit: larger batches decode plainly
     refresh_every: int = 4  # steps between refreshes of the draft; 0: never
     refresh_seconds: float = 2.0  # time budget of a refresh
     refresh_steps: int = 20  # optimizer steps of a refresh under trainer.deterministic, in place of the time budget

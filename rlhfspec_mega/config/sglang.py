@@ -7,6 +7,7 @@ from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.reach import ray_address
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.planning.placement import ACTOR, ENGINE, Placement
 from rlhfspec_mega.rollout.sglang_engine import pins
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, shapes_of
 
@@ -26,15 +27,22 @@ def engine_gpus(config: RunConfig) -> int:
     return config.rollout.sglang.tensor_parallel if uses_sglang(config) else 1
 
 
-def engines_sleep(config: RunConfig) -> bool:
+def engines_sleep(config: RunConfig, placement: Placement) -> bool:
     """Whether engines give their GPU memory back while the actor, on the same devices, trains."""
-    return uses_sglang(config) and config.rollout.sglang.sleep and config.placement.mode == "colocated"
+    return uses_sglang(config) and config.rollout.sglang.sleep and placement.shares(ACTOR, ENGINE)
 
 
-def memory_share(config: RunConfig) -> float | None:
+def memory_share(config: RunConfig, placement: Placement) -> float | None:
     """Share of each GPU's memory that an SGLang engine takes; None: what SGLang chooses, nearly all."""
-    rollout = config.rollout.sglang
-    return rollout.memory or (COLOCATED_SHARE if config.placement.mode == "colocated" else None)
+    return config.rollout.sglang.memory or (COLOCATED_SHARE if placement.shares(ACTOR, ENGINE) else None)
+
+
+def check_sleep(config: RunConfig, placement: Placement) -> None:
+    """Refuse rollout.sglang.sleep where nothing reads it."""
+    if uses_sglang(config) and not config.rollout.sglang.sleep and not placement.shares(ACTOR, ENGINE):
+        raise UserError(
+            "rollout.sglang.sleep=false has no effect here: add placement=colocated, or set rollout.sglang.sleep=true."
+        )
 
 
 def check_sglang(config: RunConfig) -> None:
@@ -79,11 +87,9 @@ def _check_there(config: RunConfig) -> None:
 
 def idle_sglang(config: RunConfig) -> dict[str, tuple[bool, str]]:
     """For every option of SGLang whether nothing reads it in this run, and what would make it count."""
-    unused, apart = not uses_sglang(config), config.placement.mode == "separate"
-    idle = {f"rollout.sglang.{name}": (unused, "rollout=sglang") for name in ("tensor_parallel", "options")}
+    unused = not uses_sglang(config)
+    idle = {f"rollout.sglang.{name}": (unused, "rollout=sglang") for name in ("tensor_parallel", "options", "sleep")}
     no_gpu = device_type(config.cluster) == "cpu"
     idle["rollout.sglang.memory"] = (unused or no_gpu, "rollout=sglang" if unused else "cluster=1n1g")
     start = "drafting=adaptive" if config.drafting.policy == "off" else "drafting.path=DIR"
-    idle["rollout.sglang.trees"] = (unused or not drafts(config), "rollout=sglang" if unused else start)
-    remedy = "placement=colocated" if apart and not unused else "rollout=sglang"
-    return idle | {"rollout.sglang.sleep": (unused or apart, remedy)}
+    return idle | {"rollout.sglang.trees": (unused or not drafts(config), "rollout=sglang" if unused else start)}

@@ -26,6 +26,7 @@ from rlhfspec_mega.planning.memory import (
     reference_memory,
     weights_per_rank,
 )
+from rlhfspec_mega.planning.placement import ACTOR, ENGINE, PLACEMENTS, Placement, Wishes
 from rlhfspec_mega.planning.policies import make_policy
 from rlhfspec_mega.planning.tree import most_drafted
 
@@ -39,10 +40,12 @@ class Sizes:
         samples_per_rank: samples of one update on one data-parallel rank, at most; packing balances them by tokens.
         total_updates: optimizer steps of the whole run.
         weights_per_rank: weights on the actor rank that holds most.
+        placement: where every model lies.
         reference_memory: bytes of the reference in each engine; 0 where the actor holds it.
     """
 
     devices: int
+    placement: Placement
     data_parallel: int
     actor_ranks: int
     engines: int
@@ -69,18 +72,19 @@ def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
     """
     actor, trainer, rollout = config.actor, config.trainer, config.rollout
     devices = config.cluster.nodes * config.cluster.devices_per_node
-    data_parallel = _data_parallel(config, devices)
-    actor_ranks = actor.tensor_parallel * actor.pipeline_parallel * data_parallel
-    separate = config.placement.mode == "separate"
+    placement = _placement(config, devices)
+    actor_ranks = len(placement.devices(ACTOR))
+    data_parallel = actor_ranks // (actor.tensor_parallel * actor.pipeline_parallel)
     samples = trainer.prompts_per_step * trainer.samples_per_prompt
     update = trainer.samples_per_update or samples
     _check_divides(update, samples)
     max_sequence = rollout.max_prompt_tokens + rollout.max_new_tokens
     return Sizes(
         devices=devices,
+        placement=placement,
         data_parallel=data_parallel,
         actor_ranks=actor_ranks,
-        engines=rollout.engines or max(devices - actor_ranks if separate else devices, 0) // engine_gpus(config),
+        engines=len(placement.devices(ENGINE)),
         samples_per_step=samples,
         samples_per_update=update,
         updates_per_step=samples // update,
@@ -98,24 +102,17 @@ def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
     )
 
 
-def _data_parallel(config: RunConfig, devices: int) -> int:
-    """The given size, or as many copies of the actor as its devices hold.
-
-    With placement=separate the actor's devices are those that engines leave: `rollout.engines` of them where given,
-    half of all devices otherwise.
-    """
+def _placement(config: RunConfig, devices: int) -> Placement:
+    """As placement.mode says; nothing else reads that option."""
     actor = config.actor
-    if actor.data_parallel is not None:
-        return actor.data_parallel
     copy = actor.tensor_parallel * actor.pipeline_parallel
     if copy > devices:
         raise UserError(
             f"actor.tensor_parallel={actor.tensor_parallel} times pipeline_parallel={actor.pipeline_parallel} needs "
             f"{copy} devices and the cluster has {devices}: lower one of them or set cluster.devices_per_node={copy}."
         )
-    if config.placement.mode == "separate":
-        devices -= (config.rollout.engines or 0) * engine_gpus(config) or devices // 2
-    return max(devices // copy, 1)
+    wishes = Wishes(devices, copy, actor.data_parallel, config.rollout.engines, engine_gpus(config))
+    return PLACEMENTS[config.placement.mode](wishes)
 
 
 def _check_divides(update: int, samples: int) -> None:
@@ -143,7 +140,7 @@ def _actor_plan(config: RunConfig, data_parallel: int) -> ActorPlan:
 
 def _draft_memory(config: RunConfig, shape: ModelShape, max_sequence: int) -> DraftMemory:
     draft, drafting, rollout = shape_of_draft(config, shape), config.drafting, config.rollout
-    policy = make_policy(drafting, AcceptanceModel(), CostModel(), seed=0)
+    policy = make_policy(drafting, AcceptanceModel(), CostModel())
     if draft is None or policy is None:
         return DraftMemory(0, 0)
     plan = DraftPlan(
@@ -179,13 +176,18 @@ def size_rows(config: RunConfig, sizes: Sizes) -> list[tuple[str, str, str]]:
     parallel = f"tensor {actor.tensor_parallel} x pipeline {actor.pipeline_parallel} x data {sizes.data_parallel}"
     if actor.virtual_pipeline > 1:
         parallel += f", {actor.virtual_pipeline} chunks a stage"
+    where = "beside the actor" if sizes.placement.shares(ACTOR, ENGINE) else "on devices of their own"
     seats = sizes.engines * rollout.slots
     return [
         ("parameters", f"{sizes.parameters:,}", f"model {config.model.path or config.model.name}"),
         ("devices", f"{sizes.devices}", f"{config.cluster.nodes} node x {config.cluster.devices_per_node}"),
         ("actor ranks", f"{sizes.actor_ranks}", parallel),
         ("weights per rank", f"{sizes.weights_per_rank:,}", f"{actor.dtype}, fp32 gradients"),
-        ("engines", f"{sizes.engines}", f"{rollout.engine}, {config.placement.mode}, {rollout.slots} slots each"),
+        (
+            "engines",
+            f"{sizes.engines}",
+            f"{rollout.engine}, {where}, {rollout.slots} slots each",
+        ),
         ("samples per step", f"{sizes.samples_per_step}", f"{trainer.prompts_per_step} x {trainer.samples_per_prompt}"),
         ("waves per step", f"{-(-sizes.samples_per_step // seats)}", f"{seats} decode at once"),
         ("updates per step", f"{sizes.updates_per_step}", f"{sizes.samples_per_update} samples each"),

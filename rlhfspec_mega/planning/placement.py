@@ -1,51 +1,135 @@
-"""Which devices each role runs on; nothing else knows where a role lives."""
+"""Where every model of a run lies, as data: what is on which devices, and where its weights rest."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
 from rlhfspec_mega.errors import UserError
 
-ACTOR, ENGINE = "actor", "engine"
-Places = dict[str, list[tuple[int, ...]]]  # by role, the devices of each rank
+ACTOR, ENGINE, REFERENCE = "actor", "engine", "reference"
+Devices = list[tuple[int, ...]]  # of each rank; devices are numbered node by node
 
 
-def place(mode: str, devices: int, actor_ranks: int, engines: int, engine_devices: int = 1) -> Places:
-    """The device indices of every rank of every role; an engine has `engine_devices` neighbours.
+class Residency(StrEnum):
+    """Where the weights of a model rest while it is not used; on a CPU the two are one."""
 
-    "colocated": actor rank i is on device i, and engine 0 begins at device 0. "separate": the actor holds the first
-    devices, engines the next ones.
+    DEVICE = "device"
+    HOST = "host"
 
-    Args:
-        devices: devices of the whole cluster, numbered 0 .. devices - 1, node by node.
 
-    Raises:
-        UserError: more ranks than devices.
+@dataclass(frozen=True)
+class Place:
+    """One model's.
+
+    Attributes:
+        devices: by rank, an engine or a rank of Megatron.
+        rests: where its weights are while it is not used.
+        copy_of: the model whose weights these are a copy of, brought by resharding; "": none.
     """
-    if actor_ranks > devices:
+
+    devices: Devices
+    rests: Residency = Residency.DEVICE
+    copy_of: str = ""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """All models of a run by name."""
+
+    places: Mapping[str, Place]
+
+    def devices(self, model: str) -> Devices:
+        """Of each rank of a model; nothing for a model that the run does not have."""
+        return self.places[model].devices if model in self.places else []
+
+    def shares(self, one: str, other: str) -> bool:
+        """Whether a device holds both models."""
+        return bool(self._held_by(one) & self._held_by(other))
+
+    def _held_by(self, model: str) -> set[int]:
+        return {device for devices in self.devices(model) for device in devices}
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a placement is made for.
+
+    Attributes:
+        devices: of the whole cluster.
+        copy: devices of one data-parallel copy of the actor, tensor x pipeline.
+        copies: of the actor; None: as many as there is room for.
+        engines: None: as many as there is room for.
+        engine_devices: of one engine, neighbours on one node.
+    """
+
+    devices: int
+    copy: int
+    copies: int | None = None
+    engines: int | None = None
+    engine_devices: int = 1
+
+
+def colocated(wishes: Wishes) -> Placement:
+    """Actor rank i is on device i, and engine 0 begins at device 0.
+
+    Raises UserError for more ranks than devices.
+    """
+    ranks = _actor_ranks(wishes, wishes.devices)
+    most = wishes.devices // wishes.engine_devices
+    engines = wishes.engines or most
+    if engines > most:
         raise UserError(
-            f"The actor needs {actor_ranks} devices (tensor x pipeline x data parallel) and the cluster has {devices}: "
-            f"lower the actor's parallel sizes or set cluster.devices_per_node={actor_ranks}."
+            f"rollout.engines={engines} is more than the {wishes.devices} devices of the cluster hold: use at most "
+            f"{most}."
         )
-    if mode == "colocated":
-        most = devices // engine_devices
-        if engines > most:
-            raise UserError(
-                f"rollout.engines={engines} is more than the {devices} devices of the cluster hold: use at most {most}."
-            )
-        first_engine = 0
-    else:
-        # A multiple of an engine's devices: an engine stays on one node.
-        first_engine = -(-actor_ranks // engine_devices) * engine_devices
-        needed = max(engines, 1) * engine_devices
-        if first_engine + needed > devices:
-            raise UserError(
-                f"placement=separate needs {actor_ranks} devices for the actor and {needed} for engines, and "
-                f"the cluster has {devices}: set cluster.devices_per_node={first_engine + needed}, lower the "
-                "actor's parallel sizes, or use placement=colocated."
-            )
-    last_engine = first_engine + engines * engine_devices
-    return {
-        ACTOR: [(device,) for device in range(actor_ranks)],
-        ENGINE: [
-            tuple(range(device, device + engine_devices)) for device in range(first_engine, last_engine, engine_devices)
-        ],
-    }
+    return _placement(wishes, ranks, engines, first_engine=0)
+
+
+def separate(wishes: Wishes) -> Placement:
+    """The actor holds the first devices, engines the next ones, unless told half of all.
+
+    Raises UserError for more ranks than devices.
+    """
+    of_engines = (wishes.engines or 0) * wishes.engine_devices or wishes.devices // 2
+    ranks = _actor_ranks(wishes, wishes.devices - of_engines)
+    engines = wishes.engines or max(wishes.devices - ranks, 0) // wishes.engine_devices
+    # A multiple of an engine's devices: an engine stays on one node.
+    first_engine = -(-ranks // wishes.engine_devices) * wishes.engine_devices
+    needed = max(engines, 1) * wishes.engine_devices
+    if first_engine + needed > wishes.devices:
+        raise UserError(
+            f"placement=separate needs {ranks} devices for the actor and {needed} for engines, and the cluster has "
+            f"{wishes.devices}: set cluster.devices_per_node={first_engine + needed}, lower the actor's parallel "
+            "sizes, or use placement=colocated."
+        )
+    return _placement(wishes, ranks, engines, first_engine)
+
+
+PLACEMENTS = {"colocated": colocated, "separate": separate}  # choices of placement.mode
+
+
+def _actor_ranks(wishes: Wishes, room: int) -> int:
+    """Of the copies given, or of as many as `room` devices hold."""
+    ranks = wishes.copy * (wishes.copies or max(room // wishes.copy, 1))
+    if ranks > wishes.devices:
+        raise UserError(
+            f"The actor needs {ranks} devices (tensor x pipeline x data parallel) and the cluster has "
+            f"{wishes.devices}: lower the actor's parallel sizes or set cluster.devices_per_node={ranks}."
+        )
+    return ranks
+
+
+def _placement(wishes: Wishes, actor_ranks: int, engines: int, first_engine: int) -> Placement:
+    size = wishes.engine_devices
+    last_engine = first_engine + engines * size
+    return Placement(
+        {
+            ACTOR: Place([(device,) for device in range(actor_ranks)]),
+            ENGINE: Place(
+                [tuple(range(device, device + size)) for device in range(first_engine, last_engine, size)],
+                copy_of=ACTOR,
+            ),
+        }
+    )

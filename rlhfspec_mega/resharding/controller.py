@@ -8,7 +8,7 @@ from concurrent.futures import wait as wait_for
 from contextlib import closing
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -36,8 +36,24 @@ class _Plan:
         return [(stage, [bucket for bucket in self.buckets if bucket.owner == stage]) for stage in stages]
 
 
+class WeightSource(Protocol):
+    """The ranks that hold the weights; workers.model_group.ModelGroup is one."""
+
+    def senders(self) -> dict[int, list[int]]:
+        """By pipeline stage the ranks that send, the first in the name of all."""
+
+    def weight_names(self, rank: int, target: WeightTarget) -> list[str]:
+        """Names of a target's tensors that a rank's stage holds."""
+
+    def connect(self, rank: int, stream: str, address: Any, owner: int) -> Call:
+        """Begin to make a rank's sending end."""
+
+    def send_weights(self, rank: int, stream: str, buckets: Sequence[Bucket], target: WeightTarget) -> Call:
+        """Begin to send buckets; the call's result is their checksums."""
+
+
 class Resharder:
-    """Moves the weights that the actor's ranks hold to engines, and the actor's own to this process for export.
+    """Moves the weights that a model's ranks hold to engines, and the model's own to this process for export.
 
     Args:
         tensors: every Hugging Face tensor of the model, in model order, with the dtype to send.
@@ -49,7 +65,7 @@ class Resharder:
     def __init__(
         self,
         cluster: Cluster,
-        actor: WorkerGroup,
+        actor: WeightSource,
         tensors: Sequence[TensorInfo],
         *,
         open_host: OpenHost,
@@ -58,11 +74,7 @@ class Resharder:
     ) -> None:
         self._cluster, self._actor = cluster, actor
         self._open_transport, self._bucket_bytes, self._device = open_host, bucket_bytes, device
-        ranks = actor.call("grid_position", phase="resharding plan")
-        self._stage_ranks: dict[int, list[int]] = {}
-        for rank, position in enumerate(ranks):
-            if position.dp == 0:  # one data-parallel replica sends; in TP order, its first rank is the sender
-                self._stage_ranks.setdefault(position.pp, []).append(rank)
+        self._stage_ranks = actor.senders()
         self._host: Host | None = None
         # Engine rank and how often it was launched; the position is the receiver's index.
         self._connected: list[tuple[int, int]] = []
@@ -76,8 +88,7 @@ class Resharder:
         """
         owner: dict[str, int] = {}
         for stage, members in self._stage_ranks.items():
-            names = self._actor.call("weight_names", target, phase="resharding plan", ranks=members[:1])[0]
-            owner |= dict.fromkeys(names, stage)
+            owner |= dict.fromkeys(self._actor.weight_names(members[0], target), stage)
         missing = [tensor.name for tensor in tensors if tensor.name not in owner]
         if missing:
             raise RunError(f"No pipeline stage of the actor holds {', '.join(missing[:5])}.")
@@ -227,13 +238,10 @@ class Resharder:
         return self._open_transport(max(self._stage_ranks) + 1, receivers, slot_bytes, device)
 
     def _connect_senders(self, stream: str, address: Any) -> list[Call]:
-        return [
-            self._actor.start(members[0], "connect", stream, address, stage)
-            for stage, members in self._stage_ranks.items()
-        ]
+        return [self._actor.connect(members[0], stream, address, stage) for stage, members in self._stage_ranks.items()]
 
     def _start_sending(self, stream: str, stage: int, buckets: list[Bucket], target: WeightTarget) -> list[Call]:
-        return [self._actor.start(rank, "send_weights", stream, buckets, target) for rank in self._stage_ranks[stage]]
+        return [self._actor.send_weights(rank, stream, buckets, target) for rank in self._stage_ranks[stage]]
 
     def _assemble(
         self, plan: _Plan, buckets: Sequence[Bucket], arrived: Iterable[torch.Tensor], sums: dict[int, int]

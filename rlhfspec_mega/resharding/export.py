@@ -1,4 +1,4 @@
-"""One actor rank's side of resharding: its Megatron shards, or full tensors that it holds, leave bucket by bucket."""
+"""One rank's side of resharding: its Megatron shards, or full tensors that it holds, leave bucket by bucket."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from rlhfspec_mega.actor.actor import Actor
-from rlhfspec_mega.actor.weights import MappedParameter, mapped_parameters, merge_parameter
+from rlhfspec_mega.megatron.model import MegatronModel
+from rlhfspec_mega.megatron.weights import MappedParameter, mapped_parameters, merge_parameter
 from rlhfspec_mega.resharding.buckets import Bucket, checksum, pack
 from rlhfspec_mega.resharding.transport import Sender
 
@@ -18,11 +18,11 @@ class WeightExporter:
     A rank never holds more than the bucket and one merged parameter beyond its own shards.
     """
 
-    def __init__(self, actor: Actor) -> None:
-        self._actor = actor
+    def __init__(self, model: MegatronModel) -> None:
+        self._model = model
         self._by_name: dict[str, MappedParameter] = {
             name: mapped
-            for mapped in mapped_parameters(actor.chunks, actor.shape)
+            for mapped in mapped_parameters(model.chunks, model.shape)
             if not mapped.is_tied_copy
             for name in mapped.hf_names
         }
@@ -58,7 +58,7 @@ class WeightExporter:
                 try:
                     if buffer is None:
                         size = max(bucket.bytes for bucket in buckets)
-                        buffer = torch.empty(size, dtype=torch.uint8, device=self._actor.device)
+                        buffer = torch.empty(size, dtype=torch.uint8, device=self._model.device)
                     flat = pack(bucket, self._merged(names), buffer)
                     sums[bucket.id] = checksum(flat)
                     sender.send(bucket, flat)
@@ -90,7 +90,7 @@ class WeightExporter:
             mapped = self._by_name[name]
             self._last.clear()
             self._last_names = mapped.hf_names  # also if merging fails here: the other ranks do not gather it again
-            self._last.update(merge_parameter(mapped, self._actor.shape) or {})
+            self._last.update(merge_parameter(mapped, self._model.shape, self._model.groups.tp) or {})
 
 
 def send_tensors(tensors: Mapping[str, torch.Tensor], buckets: Sequence[Bucket], sender: Sender) -> dict[int, int]:

@@ -7,7 +7,6 @@ sample of a list, in order, ("score", RewardScore) or ("failed", why).
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 import signal
@@ -17,11 +16,12 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rlhfspec_mega.config.import_path import BadImportPath, load_function
 from rlhfspec_mega.reward.score import RewardScore
 
 
 class _BadReward(Exception):
-    """A sentence fragment that says what is wrong with a reward function or its result."""
+    """A sentence fragment that says what is wrong with a reward function's result."""
 
 
 def _watch_parent(connection: Connection) -> None:
@@ -35,24 +35,6 @@ def _watch_parent(connection: Connection) -> None:
     os.closerange(1, 3)
     os.read(0, 1)
     os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-def _load(path: str) -> Callable[..., Any]:
-    module_name, _, name = path.rpartition(".")
-    if not module_name:
-        raise _BadReward("is not an import path such as package.module.function")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise _BadReward(f"cannot be imported: there is no module {error.name}") from error
-    except Exception as error:
-        raise _BadReward(f"cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if function is None:
-        raise _BadReward(f"does not exist: module {module_name} has no {name}")
-    if not callable(function):
-        raise _BadReward("is not callable")
-    return function
 
 
 def _checked(result: Any) -> RewardScore:
@@ -91,8 +73,8 @@ def main() -> None:
     os.dup2(2, 1)  # what a reward function prints goes to the log
     path, arguments = connection.recv()
     try:
-        function = _load(path)
-    except _BadReward as error:
+        function = load_function(path)
+    except BadImportPath as error:
         connection.send(("failed", str(error)))
         return
     connection.send(("ready", ""))

@@ -44,13 +44,12 @@ class DraftingBrain:
         config: DraftingConfig,
         shape: ModelShape,
         draft: DraftShape,
-        seed: int,
         temperature: float,
         deterministic: bool,
         machine: str,
         state: Any,
     ) -> None:
-        self._config, self._sizes, self._seed = config, (shape.parameters, draft.parameters), seed
+        self._config, self._sizes = config, (shape.parameters, draft.parameters)
         self._deterministic = deterministic
         self._key = f"format {FORMAT}, {machine}, {draft}"
         self._measured = deterministic
@@ -69,7 +68,7 @@ class DraftingBrain:
         self._acceptance = AcceptanceModel()
 
     def _decide(self) -> DraftingPolicy:
-        policy = make_policy(self._config, self._acceptance, self._cost, self._seed)
+        policy = make_policy(self._config, self._acceptance, self._cost)
         assert policy is not None, "an engine with a draft has a drafting policy"
         return policy
 

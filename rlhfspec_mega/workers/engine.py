@@ -48,7 +48,6 @@ class TorchEngineWorker(TorchEngine, ServingEngine):
         deterministic: bool = False,
         draft: Path | None = None,
         drafting: DraftingConfig | None = None,
-        seed: int = 0,
         drafting_state: Any = None,
         reference: ReferenceSettings | None = None,
     ) -> None:
@@ -59,7 +58,7 @@ class TorchEngineWorker(TorchEngine, ServingEngine):
             draft_shape = read_draft_shape(draft, shape)
             machine = f"{_name(device)}, {dtype}, {config.slots} slots, {torch.get_num_threads()} threads"
             self._brain = DraftingBrain(
-                drafting, shape, draft_shape, seed, config.temperature, deterministic, machine, drafting_state
+                drafting, shape, draft_shape, config.temperature, deterministic, machine, drafting_state
             )
             vocabulary = load_target_ids(draft, draft_shape)
             given = {"draft": draft_shape, "draft_vocabulary": vocabulary, "policy": self._brain.policy}

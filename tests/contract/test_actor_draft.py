@@ -11,17 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhfspec_mega.actor.actor import on_megatron
-from rlhfspec_mega.actor.checkpoint_files import FileSum, sum_file
-from rlhfspec_mega.actor.checkpoint_writer import WriteFailed
-from rlhfspec_mega.actor.draft import CHECKPOINT_FILE, ActorDraft
-from rlhfspec_mega.actor.draft_learning import DraftLearning
 from rlhfspec_mega.algorithm.microbatch import MicroBatch
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.config.schema import ActorConfig
 from rlhfspec_mega.drafting.initialize import initial_draft
 from rlhfspec_mega.drafting.trainer import RefreshReport
 from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.megatron.checkpoint_files import FileSum, sum_file
+from rlhfspec_mega.megatron.checkpoint_writer import WriteFailed
+from rlhfspec_mega.megatron.draft import CHECKPOINT_FILE, ActorDraft
+from rlhfspec_mega.megatron.draft_learning import DraftLearning
+from rlhfspec_mega.megatron.model import on_megatron
 from rlhfspec_mega.models.draft_directory import write_draft
 from rlhfspec_mega.models.draft_shape import draft_shape
 from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
@@ -39,13 +39,13 @@ class DraftProbe(Probe):
     """A Probe with a draft."""
 
     def start_draft(self, path: Path, learning: DraftLearning | None) -> None:
-        self.draft = ActorDraft(self.actor.chunks, self.actor.shape, path, learning, self.actor.device)
+        self.draft = ActorDraft(self.actor, path, learning)
 
     @on_megatron
     def learn(self, batches: list[MicroBatch], follows: list[bool], steps: int) -> RefreshReport | None:
         for refresh_follows in follows:
             with self.draft.learning_from(batches, refresh_follows):
-                self.actor.logprobs(batches, False)
+                self.actor.logprobs(batches)
         return self.draft.refresh(steps, None)
 
     def weights_of_draft(self) -> Held:

@@ -19,10 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhfspec_mega import checkpoints
-from rlhfspec_mega.actor.rendezvous import Rendezvous
-from rlhfspec_mega.algorithm.microbatch import TrainSequence
+from rlhfspec_mega.algorithm.experience import Experience
 from rlhfspec_mega.algorithm.objectives import supervised_objective
-from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.cluster.supervised import Group
 from rlhfspec_mega.config.schema import ActorConfig, OptimizerConfig
@@ -31,17 +29,18 @@ from rlhfspec_mega.models.hf_directory import write_directory
 from rlhfspec_mega.models.initialize import initial_tensors
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
-from rlhfspec_mega.workers.actor import ActorWorker
-from rlhfspec_mega.workers.actor_group import ActorGroup
+from rlhfspec_mega.workers.megatron import MegatronWorker
+from rlhfspec_mega.workers.model_group import ModelGroup
 from tests.clusters import local_cluster
+from tests.megatron_probe import described, worker_specs
 
 SHAPE = ModelShape("llama", 32, 2, 4, 2, 8, 64, 96, 64, 1e4, 1e-5, True)
 SEED = 7
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=0)
-SEQUENCES = [TrainSequence([5, 7, 11, 13, 17, 19], 2), TrainSequence([23, 29, 31, 37], 1)]
+SAMPLES = Experience.of([[5, 7], [23]], [[11, 13, 17, 19], [29, 31, 37]])
 
 
-class TestedWorker(ActorWorker):
+class TestedWorker(MegatronWorker):
     """An actor rank whose files can be limited in size and whose generators can be drawn from."""
 
     __test__ = False
@@ -61,11 +60,13 @@ class Ranks:
 
     cluster: LocalCluster
     group: Group
-    actor: ActorGroup
+    actor: ModelGroup
     warnings: list[str] = field(default_factory=list)
 
     def train(self) -> float:
-        return self.actor.update(SEQUENCES, supervised_objective, [])["loss"]
+        loss = self.actor.accumulate(SAMPLES, supervised_objective, [])["loss"]
+        self.actor.step()
+        return loss
 
     def draw(self) -> list[tuple[float, ...]]:
         return self.group.call("draw", phase="test")
@@ -77,25 +78,11 @@ class Ranks:
 
 def start(directory: Path, config: ActorConfig) -> Ranks:
     cluster = local_cluster(directory)
-    arguments = {
-        "shape": SHAPE,
-        "config": config,
-        "device": "cpu",
-        "seed": SEED,
-        "temperature": 1.0,
-        "total_updates": 9,
-    }
-    specs = [
-        WorkerSpec(
-            "tests.contract.test_megatron_checkpoint.TestedWorker",
-            arguments | {"rendezvous": Rendezvous(f"file://{directory}/meet", rank, 2, 60)},
-            devices=(rank,),
-        )
-        for rank in range(2)
-    ]
-    group = cluster.launch("actor", specs)
+    model = described(SHAPE, config, ranks=2, total_updates=9)
+    kind = "tests.contract.test_megatron_checkpoint.TestedWorker"
+    group = cluster.launch("actor", worker_specs(directory / "meet", [model], SEED, kind))
     cluster.wait_started()
-    return Ranks(cluster, group, ActorGroup(group, config, 64))
+    return Ranks(cluster, group, ModelGroup(group, model, 64))
 
 
 @pytest.fixture(scope="module")

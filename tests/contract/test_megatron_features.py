@@ -10,16 +10,16 @@ import pytest
 import torch
 import transformers
 
-from rlhfspec_mega.actor.actor import on_megatron
-from rlhfspec_mega.actor.features import choose, recorded_features
-from rlhfspec_mega.actor.weights import embedding_and_head
-from rlhfspec_mega.algorithm.microbatch import MicroBatch, TrainSequence, collate
+from rlhfspec_mega.algorithm.microbatch import MicroBatch
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.config.schema import ActorConfig
 from rlhfspec_mega.drafting.example import DraftExample
+from rlhfspec_mega.megatron.features import choose, recorded_features
+from rlhfspec_mega.megatron.model import on_megatron
+from rlhfspec_mega.megatron.weights import embedding_and_head
 from rlhfspec_mega.models.hf_directory import HfWeights
 from tests.clusters import local_cluster
-from tests.contract.test_megatron_parity import make_batches, make_models, make_sequences
+from tests.contract.test_megatron_parity import OneSample, collated, make_batches, make_models, make_sequences
 from tests.megatron_probe import Probe
 
 LAYOUTS = {
@@ -41,15 +41,19 @@ class FeatureProbe(Probe):
 
     @on_megatron
     def record(self, shards: list[list[MicroBatch]], most_tokens: int) -> list[DraftExample]:
-        batches = shards[self.actor.ranks.dp % len(shards)]
-        with recorded_features(self.actor.chunks, batches, TAPS, most_tokens) as examples:
-            self.actor.logprobs(batches, False)
-        self.actor.logprobs(batches, False)  # nothing is recorded any more
+        batches = shards[self.actor.position.dp % len(shards)]
+        with recorded_features(self.actor.chunks, self.actor.groups, batches, TAPS, most_tokens) as examples:
+            self.actor.logprobs(batches)
+        self.actor.logprobs(batches)  # nothing is recorded any more
         return examples
 
     @on_megatron
     def vocabulary(self) -> Any:
-        return embedding_and_head(self.actor.chunks, self.actor.shape) if self.actor.ranks.dp == 0 else None
+        return (
+            embedding_and_head(self.actor.chunks, self.actor.shape, self.actor.groups)
+            if self.actor.position.dp == 0
+            else None
+        )
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +76,7 @@ def probes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Any]]
     cluster.close()
 
 
-def wanted(model: Path, sequence: TrainSequence) -> tuple[torch.Tensor, torch.Tensor]:
+def wanted(model: Path, sequence: OneSample) -> tuple[torch.Tensor, torch.Tensor]:
     """Features and final normed states by transformers, of all but the last token."""
     net = transformers.AutoModel.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
@@ -89,7 +93,7 @@ def test_states_and_vocabulary_weights(layout: str, architecture: str, models: d
     expected = [0, 1, 2, 3, 4]
     if layout == "dp2":  # every replica has its own share, and the first one's is recorded
         expected = [1, 3]
-        shards = [[collate(sequences, [3, 1])], [collate(sequences, [0, 2, 4])]]
+        shards = [collated(sequences, [[3, 1]]), collated(sequences, [[0, 2, 4]])]
     answers = group.call("record", shards, LARGE, phase="record")
     owner = OWNER.get(layout, 0)
     assert [len(answer) for answer in answers] == [len(expected) * (rank == owner) for rank in range(group.size)]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
-from rlhfspec_mega.algorithm.microbatch import MicroBatch, TrainSequence, collate
+from rlhfspec_mega.algorithm.experience import Experience
+from rlhfspec_mega.algorithm.microbatch import MicroBatch, Shard
 from rlhfspec_mega.config.schema import ActorConfig
 from tests.megatron_probe import start_probes
 
@@ -53,21 +55,36 @@ def make_models(directory: Path) -> dict[str, Path]:
     return {name: directory / name for name in models}
 
 
-def make_sequences() -> list[TrainSequence]:
+@dataclass
+class OneSample:
+    """Prompt and response."""
+
+    tokens: list[int]
+    prompt_length: int
+
+
+def collated(sequences: list[OneSample], plan: list[list[int]], multiple: int = 1) -> list[MicroBatch]:
+    """Micro-batches of these samples."""
+    prompts = [one.tokens[: one.prompt_length] for one in sequences]
+    samples = Experience.of(prompts, [one.tokens[one.prompt_length :] for one in sequences])
+    return Shard.cut(samples, plan, multiple).batches()
+
+
+def make_sequences() -> list[OneSample]:
     generator = torch.Generator().manual_seed(1)
     lengths = [(3, 9), (1, 4), (5, 12), (2, 3), (4, 20)]
     return [
-        TrainSequence(torch.randint(0, 101, (prompt + response,), generator=generator).tolist(), prompt)
+        OneSample(torch.randint(0, 101, (prompt + response,), generator=generator).tolist(), prompt)
         for prompt, response in lengths
     ]
 
 
-def make_batches(sequences: list[TrainSequence]) -> list[MicroBatch]:
+def make_batches(sequences: list[OneSample]) -> list[MicroBatch]:
     """Two real micro-batches of different shapes, one of padding and a last real one: four, even for interleaving."""
-    return [collate(sequences, indices, multiple=2) for indices in ([0, 1], [2, 3], [], [4])]
+    return collated(sequences, [[0, 1], [2, 3], [], [4]], multiple=2)
 
 
-def reference(model: Path, sequences: list[TrainSequence]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+def reference(model: Path, sequences: list[OneSample]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Response log-probs per sequence and the gradients of their mean negative, by transformers."""
     net = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     logprobs = []
@@ -107,12 +124,10 @@ def test_logprobs_and_gradients(layout: str, architecture: str, models: dict, pr
     want_logprobs, want_gradients = reference(models[architecture], sequences)
 
     group.call("build", config, models[architecture], TEMPERATURE, phase="build")
-    answers = group.call("call", "logprobs", batches, False, phase="logprobs")
+    answers = group.call("call", "logprobs", batches, phase="logprobs")
     found = [answer for answer in answers if answer is not None]
     assert len(found) == 1, "exactly one rank of a data-parallel replica reports"
-    for index, want in enumerate(want_logprobs):
-        got, _ = found[0][index]
-        assert torch.allclose(torch.tensor(got), want, atol=1e-4, rtol=1e-4)
+    assert torch.allclose(found[0][0], torch.cat(want_logprobs), atol=1e-4, rtol=1e-4)
 
     parts = [part for part in group.call("gradients", batches, phase="gradients") if part is not None]
     gradients = {name: tensor for part in parts for name, tensor in part.items()}

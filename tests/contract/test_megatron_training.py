@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfspec_mega.algorithm.microbatch import MicroBatch, collate
+from rlhfspec_mega.algorithm.microbatch import MicroBatch
 from rlhfspec_mega.config.schema import ActorConfig, OptimizerConfig
-from tests.contract.test_megatron_parity import make_models, make_sequences
+from tests.contract.test_megatron_parity import collated, make_models, make_sequences
 from tests.megatron_probe import start_probes
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5, warmup_steps=2, schedule="cosine")
@@ -28,8 +28,8 @@ def shards(layout: str) -> list[list[MicroBatch]]:
     """The same five sequences for one or two data-parallel ranks, in micro-batches of unlike sizes."""
     sequences = make_sequences()
     if layout == "dp2":
-        return [[collate(sequences, rows) for rows in part] for part in ([[0], [1, 4]], [[2, 3], []])]
-    return [[collate(sequences, rows) for rows in ([0, 1], [2, 3], [4], [])]]
+        return [collated(sequences, part) for part in ([[0], [1, 4]], [[2, 3], []])]
+    return [collated(sequences, [[0, 1], [2, 3], [4], []])]
 
 
 @pytest.fixture(scope="module")

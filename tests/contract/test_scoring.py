@@ -40,14 +40,15 @@ def test_agrees_with_the_frozen_reference(architecture: str, max_tokens: int, mo
     sequences = make_sequences()
     batches = make_batches(sequences)
 
-    def on_megatron(use_reference: bool) -> list[list[float]]:
-        (found,) = probe.call("call", "logprobs", batches, use_reference, phase="logprobs")
-        return [found[index][0] for index in range(len(sequences))]
+    def on_megatron() -> list[list[float]]:
+        (found,) = probe.call("call", "logprobs", batches, phase="logprobs")
+        lengths = [len(one.tokens) - one.prompt_length for one in sequences]
+        return [part.tolist() for part in found[0].split(lengths)]
 
     probe.call("build", CONFIG, models[architecture], TEMPERATURE, phase="build")
-    probe.call("call", "freeze_reference", phase="freeze")
+    frozen = on_megatron()
     probe.call("update", [batches], phase="update")
-    frozen, actor = on_megatron(True), on_megatron(False)
+    actor = on_megatron()
 
     scorer = Scorer(
         models[architecture],

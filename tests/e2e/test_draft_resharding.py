@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfspec_mega.actor.rendezvous import Rendezvous
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.launchers import transport
 from rlhfspec_mega.cluster.local import LocalCluster
@@ -26,9 +25,12 @@ from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.resharding.buckets import Bucket
 from rlhfspec_mega.resharding.controller import Resharder
 from rlhfspec_mega.types import WeightTarget
+from rlhfspec_mega.workers.draft_group import DraftGroup
 from rlhfspec_mega.workers.engine import TorchEngineWorker
+from rlhfspec_mega.workers.model_group import ModelGroup
 from tests.clusters import local_cluster
 from tests.e2e.conftest import make_model
+from tests.megatron_probe import described, worker_specs
 
 
 class DraftingEngine(TorchEngineWorker):
@@ -81,20 +83,20 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
 def launch(cluster: LocalCluster, model: Path, draft: Path, tmp_path: Path) -> tuple[Group, Group, Resharder]:
     """Two pipeline stages, two engines, and both targets planned."""
     shape, layout = read_shape(model), ActorConfig(tensor_parallel=1, pipeline_parallel=2)
-    common = {"shape": shape, "config": layout, "device": "cpu", "seed": 0, "temperature": 1.0, "total_updates": 1}
-    meetings = [Rendezvous(f"file://{tmp_path}/meet", rank, 2, 60) for rank in range(2)]
-    specs = [WorkerSpec("rlhfspec_mega.workers.actor.ActorWorker", {**common, "rendezvous": at}) for at in meetings]
+    described_actor = described(shape, layout, ranks=2)
+    specs = worker_specs(tmp_path / "meet", [described_actor])
     rollout = RolloutConfig(max_prompt_tokens=16, max_new_tokens=16, slots=2)
     settings = {"shape": shape, "config": rollout, "dtype": "float32", "device": "cpu"}
     settings |= {"draft": draft, "drafting": DraftingConfig(policy="adaptive")}
     engine = WorkerSpec("tests.e2e.test_draft_resharding.DraftingEngine", settings)
     actor, engines = cluster.launch("actor", specs), cluster.launch("engine", [engine, engine], replaceable=True)
     cluster.wait_started()
-    actor.call("load_weights", model, phase="load")
-    actor.call("start_draft", draft, None, phase="load")
+    group = ModelGroup(actor, described_actor, 64)
+    group.load_weights(model)
+    DraftGroup(actor, group, draft, None)
     tensors = mapping_for(shape.architecture).hf_tensors(shape)
     open_host = transport("shared_memory", cluster, 60.0)
-    resharder = Resharder(cluster, actor, tensors, open_host=open_host, bucket_bytes=5000)
+    resharder = Resharder(cluster, group, tensors, open_host=open_host, bucket_bytes=5000)
     resharder.plan(WeightTarget.DRAFT, draft_tensors(read_draft_shape(draft, shape)))
     return actor, engines, resharder
 

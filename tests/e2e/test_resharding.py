@@ -14,7 +14,6 @@ import psutil
 import pytest
 import torch
 
-from rlhfspec_mega.actor.rendezvous import Rendezvous
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.launchers import transport as open_transport
 from rlhfspec_mega.cluster.liveness import WorkerState
@@ -27,8 +26,10 @@ from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.resharding.buckets import Bucket
 from rlhfspec_mega.resharding.controller import Resharder
 from rlhfspec_mega.workers.engine import TorchEngineWorker
+from rlhfspec_mega.workers.model_group import ModelGroup
 from tests.clusters import local_cluster
 from tests.contract.test_megatron_parity import make_models
+from tests.megatron_probe import described, worker_specs
 
 LAYOUTS = {
     "one": ActorConfig(tensor_parallel=1),
@@ -94,31 +95,18 @@ class EngineUnderTest(TorchEngineWorker):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def launch(cluster: LocalCluster, layout: str, model: Path, tmp_path: Path) -> tuple[Group, Group]:
+def launch(cluster: LocalCluster, layout: str, model: Path, tmp_path: Path) -> tuple[ModelGroup, Group]:
     shape = read_shape(model)
-    actor_specs = [
-        WorkerSpec(
-            "rlhfspec_mega.workers.actor.ActorWorker",
-            {
-                "shape": shape,
-                "config": LAYOUTS[layout],
-                "rendezvous": Rendezvous(f"file://{tmp_path}/meet", rank, RANKS[layout], 60),
-                "device": "cpu",
-                "seed": 0,
-                "temperature": 1.0,
-                "total_updates": 1,
-            },
-        )
-        for rank in range(RANKS[layout])
-    ]
+    actor_description = described(shape, LAYOUTS[layout], RANKS[layout])
     rollout = RolloutConfig(max_prompt_tokens=16, max_new_tokens=16, slots=2)
     engine = WorkerSpec(
         "tests.e2e.test_resharding.EngineUnderTest",
         {"shape": shape, "config": rollout, "dtype": "float32", "device": "cpu"},
     )
-    actor, engines = cluster.launch("actor", actor_specs), cluster.launch("engine", [engine, engine], replaceable=True)
+    actor = cluster.launch("actor", worker_specs(tmp_path / "meet", [actor_description]))
+    engines = cluster.launch("engine", [engine, engine], replaceable=True)
     cluster.wait_started()
-    return actor, engines
+    return ModelGroup(actor, actor_description, 64), engines
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +121,7 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
     made.close()
 
 
-def resharder(cluster: LocalCluster, actor: Group, model: Path, transport: str) -> Resharder:
+def resharder(cluster: LocalCluster, actor: ModelGroup, model: Path, transport: str) -> Resharder:
     shape = read_shape(model)
     tensors = mapping_for(shape.architecture).hf_tensors(shape)
     open_host = open_transport(transport, cluster, 60.0)
@@ -157,7 +145,7 @@ def test_engines_and_disk_get_the_very_same_bits(
     model = models[architecture]
     weights = HfWeights(model)
     actor, engines = launch(cluster, layout, model, tmp_path)
-    actor.call("load_weights", model, phase="load")
+    actor.load_weights(model)
     stream = resharder(cluster, actor, model, transport)
     assert len(stream.buckets) > 5
     for version in (0, 1):
@@ -176,7 +164,7 @@ def test_engines_and_disk_get_the_very_same_bits(
 def test_a_wrong_bit_stops_the_run_with_the_buckets_names(models: dict, cluster: LocalCluster, tmp_path: Path) -> None:
     model = models["llama_tied"]
     actor, engines = launch(cluster, "tp2", model, tmp_path)
-    actor.call("load_weights", model, phase="load")
+    actor.load_weights(model)
     stream = resharder(cluster, actor, model, "shared_memory")
     stream.update(engines, [0, 1], 0)
     bad = stream.buckets[3]
@@ -194,7 +182,7 @@ def test_an_engine_that_dies_in_an_update_is_left_out_and_joins_the_next(
     model = models["llama_tied"]
     weights = HfWeights(model)
     actor, engines = launch(cluster, "tp2", model, tmp_path)
-    actor.call("load_weights", model, phase="load")
+    actor.load_weights(model)
     stream = resharder(cluster, actor, model, transport)
 
     def update(version: int, expected: list[int]) -> None:
@@ -221,7 +209,7 @@ def test_an_actors_death_ends_the_waits_of_an_export_and_of_an_update(
     """Only its death can end these waits before the deadline; the engines come back from theirs."""
     model = models["llama_tied"]
     actor, engines = launch(cluster, "tp2", model, tmp_path)
-    actor.call("load_weights", model, phase="load")
+    actor.load_weights(model)
     stream = resharder(cluster, actor, model, "shared_memory")
     cluster.publish(0)
     stream.update(engines, [0, 1], 0)

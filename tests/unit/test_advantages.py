@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import statistics
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfspec_mega.algorithm.advantages import compute_advantages, degenerate, grpo, learning_samples, rloo
+from rlhfspec_mega.algorithm.advantages import degenerate, grpo, learning_samples, rloo
+from rlhfspec_mega.algorithm.experience import Experience
 from rlhfspec_mega.algorithm.token_weights import token_weights
+from rlhfspec_mega.algorithms.choice import make_algorithm
 from rlhfspec_mega.config.schema import AlgorithmConfig
-from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.errors import RunError, UserError
 
 REWARDS = st.integers(2, 6).flatmap(
     lambda members: st.lists(
@@ -22,10 +25,20 @@ REWARDS = st.integers(2, 6).flatmap(
 
 
 def advantages(rewards, truncated=None, kl=None, **options):
-    rewards = torch.tensor(rewards, dtype=torch.float64)
-    truncated = torch.zeros_like(rewards, dtype=torch.bool) if truncated is None else torch.tensor(truncated)
-    generator = torch.Generator().manual_seed(3)
-    return compute_advantages(rewards, truncated, kl, AlgorithmConfig(**options), generator)
+    """Through an algorithm: samples of one response token each, whose KL to the reference is given."""
+    flat = torch.tensor(rewards, dtype=torch.float64).flatten().numpy()
+    experience = Experience.of([[1]] * len(flat), [[2]] * len(flat))
+    experience.per_sample["rewards"] = flat
+    experience.per_sample["truncated"] = np.array(truncated or np.zeros(len(flat)), np.bool_).flatten()
+    experience.columns["old_logprobs"] = np.array(kl or np.zeros(len(flat)), np.float32).flatten()
+    experience.columns["reference_logprobs"] = np.zeros(len(flat), np.float32)
+    algorithm = made(len(rewards[0]), kl_estimator="k1", **options)
+    algorithm.add_advantages(experience, torch.Generator().manual_seed(3))
+    return torch.from_numpy(experience.columns["advantages"]).view(len(rewards), -1)
+
+
+def made(members, **options):
+    return make_algorithm(AlgorithmConfig(**options), members, samples_per_update=1)
 
 
 @settings(max_examples=100, deadline=None)
@@ -33,9 +46,10 @@ def advantages(rewards, truncated=None, kl=None, **options):
 def test_grpo_and_rloo_against_written_out_sums(rewards):
     for row, plain, normalized, leave_one_out in zip(
         rewards,
-        advantages(rewards, normalize_by_std=False).tolist(),
-        advantages(rewards).tolist(),
-        advantages(rewards, advantage="rloo").tolist(),
+        *(
+            made(len(rewards[0]), **options).advantages(torch.tensor(rewards, dtype=torch.float64)).tolist()
+            for options in ({"normalize_by_std": False}, {}, {"advantage": "rloo"})
+        ),
         strict=True,
     ):
         mean = statistics.fmean(row)
@@ -67,7 +81,7 @@ def test_overlong_samples_are_penalised_or_masked_by_choice():
 
 
 def test_kl_enters_the_reward_only_when_asked():
-    rewards, kl = [[1.0, 0.0]], torch.tensor([[0.0, 3.0]])
+    rewards, kl = [[1.0, 0.0]], [[0.0, 3.0]]
     options = {"normalize_by_std": False, "kl_coef": 0.5}
     assert advantages(rewards, kl=kl, kl_in="reward", **options).tolist() == [[1.25, -1.25]]
     assert advantages(rewards, kl=kl, kl_in="loss", **options).tolist() == [[0.5, -0.5]]
@@ -79,8 +93,80 @@ def test_shuffle_keeps_the_values_and_breaks_their_places():
     assert torch.equal(shuffled.flatten().sort().values, plain.flatten().sort().values)
     assert (shuffled == plain).double().mean() < 0.2
     assert torch.equal(shuffled, advantages(rewards, shuffle_advantages=True))
-    with pytest.raises(UserError, match="use grpo or rloo"):
-        advantages(rewards, advantage="ppo")
+
+
+def one_a_token(rewards):
+    """An advantage of one's own: the reward spread over a sample's tokens, here two each."""
+    return rewards.flatten().repeat_interleave(2) / 2
+
+
+def three(rewards):
+    return torch.ones(3)
+
+
+def upside_down(logprobs, entropy, batch):
+    return logprobs, {"surprise": -logprobs}
+
+
+upside_down.metrics = ("surprise",)
+
+
+class Recorder:
+    """In place of the actor: what it was asked to learn from."""
+
+    def __init__(self):
+        self.asked = []
+
+    def accumulate(self, samples, loss, metrics):
+        self.asked.append((samples, loss, metrics))
+        return {"loss": float(len(samples))}
+
+    def step(self):
+        return {"skipped": 1.0}
+
+
+def two_tokens_each(count):
+    experience = Experience.of([[1]] * count, [[2, 3]] * count)
+    experience.per_sample["rewards"] = np.arange(count, dtype=np.float64)
+    experience.per_sample["truncated"] = np.array([index == 1 for index in range(count)])
+    return experience
+
+
+def test_an_advantage_and_a_loss_of_ones_own():
+    experience, path = two_tokens_each(4), f"{__name__}.one_a_token"
+    config = AlgorithmConfig(advantage=path, loss=f"{__name__}.upside_down", overlong="mask", kl_coef=0.0)
+    algorithm = make_algorithm(config, members=2, samples_per_update=3)
+    assert algorithm.models == ("actor",)
+    algorithm.add_advantages(experience, torch.Generator())
+    spread = [0.0, 0.0, 0.5, 0.5, 1.0, 1.0, 1.5, 1.5]
+    assert experience.columns["advantages"].tolist() == spread
+    actor = Recorder()
+    metrics = algorithm.update(experience, actor)
+    assert metrics == {"loss": 2.0, "skipped": 2.0}
+    batches = [samples for samples, *_ in actor.asked]
+    assert [len(batch) for batch in batches] == [3, 1], "each sample once, in their order"
+    assert np.concatenate([batch.columns["advantages"] for batch in batches]).tolist() == spread
+    assert batches[0].columns["weights"].tolist() == [1, 1, 0, 0, 1, 1], "a masked sample has no weight"
+    assert all((loss, names) == (upside_down, ("surprise",)) for _, loss, names in actor.asked)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"advantage": "nowhere.at_all"}, "algorithm.advantage=nowhere.at_all cannot be imported: there is no module"),
+        ({"loss": f"{__name__}.nothing"}, "algorithm.loss=.* does not exist"),
+        ({"loss": f"{__name__}.SAMPLES"}, "is not callable"),
+    ],
+)
+def test_an_import_path_that_leads_nowhere_is_refused(options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        make_algorithm(AlgorithmConfig(**options), members=2, samples_per_update=1)
+
+
+def test_advantages_of_another_number_are_refused():
+    algorithm = make_algorithm(AlgorithmConfig(advantage=f"{__name__}.three"), members=2, samples_per_update=1)
+    with pytest.raises(RunError, match="gave 3 advantages for 4 samples with 8 response tokens"):
+        algorithm.add_advantages(two_tokens_each(4), torch.Generator())
 
 
 SAMPLES = st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=1, max_size=20)

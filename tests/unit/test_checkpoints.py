@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from rlhfspec_mega import checkpoints
-from rlhfspec_mega.actor.checkpoint_files import FileSum, first_damage, sync_and_sum
 from rlhfspec_mega.checkpoints.directory import CheckpointDirectory
 from rlhfspec_mega.errors import CheckpointError, UserError
+from rlhfspec_mega.megatron.checkpoint_files import FileSum, first_damage, sync_and_sum
 
 CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "open"}
 IDENTITY = {"dtype": "float32", "architecture": "llama", "hidden_size": 8}

@@ -34,9 +34,6 @@ def out(tmp_path: Path) -> str:
         ("drafting=adaptive drafting.refresh_steps=5", "no effect here: add trainer.deterministic=true"),
         ("drafting=adaptive drafting.refresh_every=0 drafting.refresh_seconds=9", "add drafting.refresh_every=4"),
         ("drafting=adaptive drafting.path=/no/draft", "holds no config.json: give the directory of a draft"),
-        ("drafting=ema_tiers drafting.tiers={1:[]}", "drafting.tiers={1: []"),
-        ("drafting=bandit drafting.arms=[[3,1]]", "drafting.arms=[[3, 1]] is not valid"),
-        ("drafting=bandit trainer.deterministic=true", "which trainer.deterministic=true forbids"),
         ("drafting.policy=adaptve", "did you mean 'adaptive'"),
         ("drafting.buffer_tokens=575", "drafting.buffer_tokens=575 cannot hold the longest sample, 576 tokens"),
         ("drafting.refresh_seconds=600", "drafting.refresh_seconds=600 is not below cluster.deadline_seconds=600"),
@@ -100,7 +97,7 @@ def write_random_draft(path: Path, target: ModelShape) -> None:
 def test_without_a_draft_its_options_have_no_effect(out: str, tmp_path: Path) -> None:
     """A policy may be chosen before there is a draft: that is noted, not refused."""
     model = f"model.path={make_model(tmp_path / 'model', replace(SHAPE, max_positions=1024))}"
-    for policy in ("adaptive", "uniform", "fixed", "ema_tiers"):
+    for policy in ("adaptive", "uniform", "fixed"):
         assert check_config(load(out, model, f"drafting={policy}")).draft_memory.engine == 0
     for option in ("width=2", "refresh_every=2", "buffer_tokens=9999", "collapse_ratio=0.4"):
         sentence = refusal(out, model, f"drafting.{option}")

@@ -93,7 +93,8 @@ def test_engines_of_several_gpus(out: str, gpus: None) -> None:
     sizes = checks.check_config(load(*given))
     assert (sizes.engines, sizes.devices) == (4, 8)
     apart = load(*given, "placement=separate", "actor.data_parallel=1")
-    assert checks.check_config(apart).engines == 3 and not sglang.engines_sleep(apart)
+    sizes = checks.check_config(apart)
+    assert sizes.engines == 3 and not sglang.engines_sleep(apart, sizes.placement)
 
 
 def test_trees_read_what_chains_do_not(out: str, gpus: None) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
 
-from rlhfspec_mega.actor.cuda_shim import cuda_means_cpu
+from rlhfspec_mega.megatron.cuda_shim import cuda_means_cpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the shim does nothing where CUDA is available")
 

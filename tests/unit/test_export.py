@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 import pytest
 from torch import Tensor
 
-from rlhfspec_mega.actor.rendezvous import Rendezvous
-from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.cluster.supervised import Group
 from rlhfspec_mega.config.schema import ActorConfig
@@ -17,6 +15,7 @@ from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.resharding.buckets import Bucket, plan_buckets
 from tests.clusters import local_cluster
+from tests.megatron_probe import described, worker_specs
 
 SHAPE = ModelShape("llama", 16, 2, 4, 2, 4, 32, 64, 32, 10000.0, 1e-6, tie_embeddings=False)
 BUCKETS = plan_buckets(mapping_for("llama").hf_tensors(SHAPE), lambda name: 0, 3000)
@@ -50,20 +49,8 @@ class End:
 def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalCluster, Group]]:
     directory = tmp_path_factory.mktemp("export")
     cluster = local_cluster(directory)
-    common = {"shape": SHAPE, "config": ActorConfig(tensor_parallel=2), "device": "cpu", "seed": 0}
-    specs = [
-        WorkerSpec(
-            "rlhfspec_mega.workers.actor.ActorWorker",
-            {
-                **common,
-                "rendezvous": Rendezvous(f"file://{directory}/meet", rank, 2, 600.0),
-                "temperature": 1.0,
-                "total_updates": 1,
-            },
-        )
-        for rank in range(2)
-    ]
-    group = cluster.launch("actor", specs)
+    model = described(SHAPE, ActorConfig(tensor_parallel=2), ranks=2)
+    group = cluster.launch("actor", worker_specs(directory / "meet", [model]))
     cluster.wait_started()
     yield cluster, group
     cluster.close()
@@ -80,10 +67,10 @@ def test_the_other_rank_is_released(
     cluster, group = actor
     assert len(buckets) > 5
     group.call("connect", "engines", end, 0, phase="connect", ranks=[0])
-    calls = [group.start(rank, "send_weights", "engines", buckets) for rank in range(2)]
+    calls = [group.start(rank, "send_weights", "actor", "engines", buckets) for rank in range(2)]
     cluster.wait(calls, "reshard", check=False)  # its deadline is far below that of a gather
     assert error in str(calls[0].error)
     assert calls[1].result() == {}
     group.call("connect", "engines", End(), 0, phase="connect", ranks=[0])  # and they are in step still
-    sums = group.call("send_weights", "engines", BUCKETS, phase="reshard")[0]
+    sums = group.call("send_weights", "actor", "engines", BUCKETS, phase="reshard")[0]
     assert set(sums) == {bucket.id for bucket in BUCKETS}

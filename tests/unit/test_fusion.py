@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rlhfspec_mega import learning
+from rlhfspec_mega.algorithm.experience import Experience
+from rlhfspec_mega.algorithms.choice import make_algorithm
+from rlhfspec_mega.config.schema import AlgorithmConfig
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.models.hf_directory import write_directory
 from rlhfspec_mega.models.initialize import initial_tensors
@@ -22,6 +24,7 @@ from rlhfspec_mega.workers.scoring import ReferenceScoring, ReferenceSettings
 
 SHAPE = ModelShape("llama", 16, 1, 2, 1, 8, 32, 31, 64, 1e4, 1e-5, True)
 RANKS = st.integers(0, 2)
+ALGORITHM = make_algorithm(AlgorithmConfig(), members=1, samples_per_update=1)
 HALF_SECOND = Span("score", 100.0, 0.5, {})
 
 
@@ -174,6 +177,10 @@ def sample_of(request: GenerationRequest, result: GenerationResult) -> Sample:
     return Sample(request.sample_id, 0, prompt, 0, response_tokens=result.tokens)
 
 
+def unscored(samples: Sequence[Sample]) -> Experience:
+    return Experience.of([one.prompt.tokens for one in samples], [one.response_tokens for one in samples])
+
+
 @pytest.mark.parametrize("dies_at", [None, 0, 3])
 def test_samples_get_the_reference_whoever_dies(reference: Path, dies_at: int | None) -> None:
     """Two real engines take turns; at one batch the engine dies and the next goes on."""
@@ -189,11 +196,12 @@ def test_samples_get_the_reference_whoever_dies(reference: Path, dies_at: int | 
     while not queue.done:
         queue.report(0, engines[0].score(queue.take(0, 100)))
     samples = [sample_of(*pair) for pair in pairs]
-    learning.take_reference_logprobs(samples, queue.results)
-    for sample in samples:
+    experience = unscored(samples)
+    ALGORITHM.take_reference(samples, experience, queue.results)
+    for sample, scored in zip(samples, experience.by_sample(experience.columns["reference_logprobs"]), strict=True):
         task = ScoringTask("alone", sample.prompt.tokens, tuple(sample.response_tokens))
         alone = engine(reference).score([task]).logprobs["alone"]
-        assert sample.reference_logprobs == pytest.approx(alone, abs=1e-5)
+        assert scored == pytest.approx(alone, abs=1e-5)
         assert len(set(alone)) > 1
 
 
@@ -203,8 +211,7 @@ def test_a_step_does_not_go_on_with_a_sample_that_was_not_scored(spoil: Callable
     found = {sample.sample_id: [-1.0] * 3 for sample in samples}
     spoil(found)
     with pytest.raises(RunError, match=r"of the 3 response tokens of sample 1"):
-        learning.take_reference_logprobs(samples, found)
-    assert not any(sample.reference_logprobs for sample in samples), "nothing half done"
+        ALGORITHM.take_reference(samples, unscored(samples), found)
 
 
 def test_an_engine_without_a_reference_says_so() -> None:

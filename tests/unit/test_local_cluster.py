@@ -308,14 +308,14 @@ def test_messages_survive_every_way_of_being_cut(sizes: tuple[int, ...]) -> None
         end.setblocking(False)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 5000)
     sender, receiver = Channel(left), Channel(right)
-    messages = [os.urandom(size) for size in sizes]
+    messages = [[os.urandom(size) for size in sizes[:parts]] for parts in range(len(sizes) + 1)]
     for message in messages:
-        sender.send(message)
-    came: list[bytearray] = []
+        sender.send([memoryview(part) for part in message])
+    came: list[list[bytearray]] = []
     while len(came) < len(messages):
         sender.flush()
-        if (piece := receiver.receive()) is not None:
-            came.append(piece)
+        if (whole := receiver.receive()) is not None:
+            came.append(whole)
     assert came == messages and not sender.sending and receiver.receive() is None
     sender.close()
     with pytest.raises(EOFError):

@@ -10,19 +10,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rlhfspec_mega.config.schema import DraftingConfig
 from rlhfspec_mega.models.draft_shape import draft_shape
 from rlhfspec_mega.models.packed_weights import PackedWeights
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer, causal_attention
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
-from rlhfspec_mega.planning.policies import make_policy
 from rlhfspec_mega.planning.tree import DraftingPolicy
 from rlhfspec_mega.rollout.torch_engine import decoder, drafter
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.sampling.noise import sample_seed
 from rlhfspec_mega.types import GenerationRequest, GenerationResult
+from tests.any_policy import any_policy
 from tests.near_tie import Logits, assert_same
 from tests.random_trees import RandomTrees
 from tests.unit.test_speculation import draft_weights, send_draft
@@ -62,9 +61,7 @@ def make(name: str) -> DraftingPolicy:
         return RandomTrees(7)
     # Drafting and verification cost next to nothing: policies that weigh cost draft as much as they can.
     cost = CostModel.nominal(10**6, 10**4, flops_per_second=1e13, pass_seconds=1e-6)
-    policy = make_policy(DraftingConfig(policy=name, tiers={1: [2, 3]}), AcceptanceModel(), cost, seed=0)
-    assert policy is not None
-    return policy
+    return any_policy(name, AcceptanceModel(), cost)
 
 
 def make_judge(shape: ModelShape, weights: dict[str, torch.Tensor]) -> Logits:

@@ -30,7 +30,7 @@ from rlhfspec_mega.planning.memory import (
     engine_memory,
     weights_per_rank,
 )
-from rlhfspec_mega.planning.placement import place
+from rlhfspec_mega.planning.placement import ACTOR, ENGINE, Wishes, colocated, separate
 from rlhfspec_mega.rollout.torch_engine.cache import KVCache
 from rlhfspec_mega.rollout.torch_engine.drafter import Drafter
 
@@ -239,25 +239,41 @@ def test_parallelism_and_recomputation_lower_the_estimate() -> None:
 
 @given(devices=st.integers(1, 16), actor=st.integers(1, 16), engines=st.integers(1, 16), each=st.integers(1, 4))
 def test_placements(devices: int, actor: int, engines: int, each: int) -> None:
-    for mode, possible in (
-        ("colocated", actor <= devices and engines * each <= devices),
-        ("separate", -(-actor // each) * each + engines * each <= devices),
+    wishes = Wishes(devices, actor, 1, engines, each)
+    for make, possible in (
+        (colocated, actor <= devices and engines * each <= devices),
+        (separate, -(-actor // each) * each + engines * each <= devices),
     ):
         if not possible:
             with pytest.raises(UserError):
-                place(mode, devices, actor, engines, each)
+                make(wishes)
             continue
-        placed = place(mode, devices, actor, engines, each)
-        assert placed["actor"] == [(device,) for device in range(actor)]
-        assert len(placed["engine"]) == engines
-        assert all(own == tuple(range(own[0], own[0] + each)) and own[0] % each == 0 for own in placed["engine"])
+        made = make(wishes)
+        assert made.devices(ACTOR) == [(device,) for device in range(actor)]
+        own = made.devices(ENGINE)
+        assert len(own) == engines and made.devices("critic") == []
+        assert all(place == tuple(range(place[0], place[0] + each)) and place[0] % each == 0 for place in own)
         # No two engines share a device, and all lie in the cluster.
-        held = [device for own in placed["engine"] for device in own]
+        held = [device for place in own for device in place]
         assert len({*held}) == engines * each and max(held) < devices
         shared = set(range(actor)) & {*held}
-        assert shared == (set() if mode == "separate" else set(range(min(actor, engines * each))))
+        assert shared == (set() if make is separate else set(range(min(actor, engines * each))))
+        assert made.shares(ACTOR, ENGINE) == made.shares(ENGINE, ACTOR) == bool(shared)
+
+
+@given(devices=st.integers(2, 16), copy=st.integers(1, 8))
+def test_where_no_numbers_are_given_the_room_is_filled(devices: int, copy: int) -> None:
+    wishes = Wishes(devices, copy)
+    if copy <= devices:
+        made = colocated(wishes)
+        assert devices - copy < len(made.devices(ACTOR)) <= devices and len(made.devices(ENGINE)) == devices
+    if copy < devices:
+        made = separate(wishes)
+        ranks = len(made.devices(ACTOR))
+        assert ranks == copy * max(1, (devices - devices // 2) // copy)
+        assert len(made.devices(ENGINE)) == devices - ranks
 
 
 def test_separate_without_room_for_an_engine_says_how_many_devices() -> None:
     with pytest.raises(UserError, match=r"cluster\.devices_per_node=3"):
-        place("separate", devices=2, actor_ranks=2, engines=0)
+        separate(Wishes(devices=2, copy=2))

@@ -1,42 +1,87 @@
-"""Collation: every response token lands at the input that predicts it, padding carries no weight."""
+"""Experience and its micro-batches: every response token's values land at the input that predicts it."""
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfspec_mega.algorithm.microbatch import TrainSequence, collate, same_shape
+from rlhfspec_mega.algorithm.experience import Experience
+from rlhfspec_mega.algorithm.microbatch import WEIGHTS, Shard, same_shape
+from rlhfspec_mega.cluster.message import pack, unpack
 
 
 @st.composite
-def sequences(draw: st.DrawFn) -> list[TrainSequence]:
-    made = []
-    for _ in range(draw(st.integers(1, 5))):
-        prompt, response = draw(st.integers(1, 6)), draw(st.integers(1, 9))
-        values = draw(st.lists(st.floats(-5, 0, width=32), min_size=response, max_size=response))
-        tokens = draw(st.lists(st.integers(1, 90), min_size=prompt + response, max_size=prompt + response))
-        made.append(TrainSequence(tokens, prompt, 0.5, 2.0, old_logprobs=values))
+def experiences(draw: st.DrawFn) -> Experience:
+    """A few samples, some without a response, with two columns."""
+    sizes = draw(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=6))
+
+    def tokens(count: int) -> list[int]:
+        return draw(st.lists(st.integers(1, 90), min_size=count, max_size=count))
+
+    made = Experience.of([tokens(prompt) for prompt, _ in sizes], [tokens(response) for _, response in sizes])
+    values = [draw(st.lists(st.floats(-5, 0, width=32), min_size=n, max_size=n)) for _, n in sizes]
+    made.columns["old_logprobs"] = made.joined(values)
+    made.columns["advantages"] = made.spread(np.arange(1, len(sizes) + 1))
     return made
 
 
-@given(sequences(), st.sampled_from([1, 2, 8]))
-def test_response_tokens_are_aligned(given_sequences: list[TrainSequence], multiple: int) -> None:
-    rows = list(range(len(given_sequences)))
-    batch = collate(given_sequences, rows, multiple)
-    assert batch.inputs.shape[1] % multiple == 0
-    assert batch.loss_tokens == sum(sequence.response_length for sequence in given_sequences)
-    for row, sequence in enumerate(given_sequences):
-        mask = batch.mask[row]
-        assert batch.targets[row][mask].tolist() == list(sequence.tokens[sequence.prompt_length :])
-        assert batch.old_logprobs[row][mask].tolist() == list(sequence.old_logprobs)
-        assert batch.inputs[row][mask][0] == sequence.tokens[sequence.prompt_length - 1]
-        assert not batch.weight[row][~mask].any() and not batch.advantage[row][~mask].any()
+def sample(experience: Experience, index: int) -> tuple[list[int], int, dict[str, list[float]]]:
+    """Tokens, prompt length and columns of one sample, read off one by one."""
+    first, last = experience.offsets[index], experience.offsets[index + 1]
+    begin = sum(int(n) for n in experience.response_lengths[:index])
+    end = begin + int(experience.response_lengths[index])
+    columns = {name: column[begin:end].tolist() for name, column in experience.columns.items()}
+    return experience.tokens[first:last].tolist(), int(experience.prompt_lengths[index]), columns
 
 
-@given(sequences())
-def test_same_shape_adds_only_padding(given_sequences: list[TrainSequence]) -> None:
-    batches = [collate(given_sequences, [row]) for row in range(len(given_sequences))] + [collate(given_sequences, [])]
+@st.composite
+def plans(draw: st.DrawFn, count: int) -> list[list[int]]:
+    """Some of the samples in some order, cut into micro-batches, some of them empty."""
+    order = draw(st.permutations(range(count)))
+    cuts = sorted(draw(st.lists(st.integers(0, count), max_size=4)))
+    return [list(order[a:b]) for a, b in zip([0, *cuts], [*cuts, count], strict=True)]
+
+
+@given(experiences(), st.sampled_from([1, 2, 8]), st.data())
+def test_response_tokens_are_aligned(experience: Experience, multiple: int, data: st.DataObject) -> None:
+    plan = data.draw(plans(len(experience)))
+    shard = unpack([bytearray(part) for part in pack(Shard.cut(experience, plan, multiple))])
+    batches = shard.batches()
+    assert [batch.indices for batch in batches] == plan
+    for batch in batches:
+        assert batch.inputs.shape[1] % multiple == 0
+        assert batch.loss_tokens == sum(int(experience.response_lengths[index]) for index in batch.indices)
+        for row, index in enumerate(batch.indices):
+            tokens, prompt, columns = sample(experience, index)
+            mask = batch.mask[row]
+            assert batch.targets[row][mask].tolist() == tokens[prompt:]
+            assert batch.inputs[row, : len(tokens) - 1].tolist() == tokens[:-1]
+            for name, values in columns.items():
+                assert batch.columns[name][row][mask].tolist() == values
+                assert not batch.columns[name][row][~mask].any()
+            assert not batch.weights[row][~mask].any()
+
+
+@given(experiences(), st.data())
+def test_what_is_cut_can_be_put_back(experience: Experience, data: st.DataObject) -> None:
+    plan = data.draw(plans(len(experience)))
+    column = experience.columns["old_logprobs"]
+    back = np.full_like(column, np.nan)
+    shard = Shard.cut(experience, plan)
+    experience.place(back, shard.indices, shard.samples.columns["old_logprobs"])
+    assert np.array_equal(back, column)
+    sums = experience.summed(column)
+    assert sums == pytest.approx(
+        [sum(sample(experience, index)[2]["old_logprobs"]) for index in range(len(experience))]
+    )
+
+
+@given(experiences())
+def test_same_shape_adds_only_padding(experience: Experience) -> None:
+    batches = Shard.cut(experience, [[row] for row in range(len(experience))] + [[]]).batches()
     padded = same_shape(batches)
     assert len({batch.inputs.shape for batch in padded}) == 1
     for before, after in zip(batches, padded, strict=True):
@@ -47,5 +92,18 @@ def test_same_shape_adds_only_padding(given_sequences: list[TrainSequence]) -> N
 
 
 def test_padding_micro_batch_has_no_loss() -> None:
-    batch = collate([], [])
+    (batch,) = Shard.cut(Experience.of([], []), [[]]).batches()
     assert batch.loss_tokens == 0 and batch.indices == [] and batch.inputs.numel() == 1
+
+
+def test_loss_weights_are_the_columns_where_there_is_one() -> None:
+    experience = Experience.of([[1], [2]], [[3, 4], [5]])
+    experience.columns[WEIGHTS] = experience.spread([0.5, 0.0])
+    (batch,) = Shard.cut(experience, [[0, 1]]).batches()
+    assert batch.loss_tokens == 2 and float(batch.weights.sum()) == 1.0
+
+
+def test_a_column_of_other_lengths_is_refused() -> None:
+    experience = Experience.of([[1], [2]], [[3, 4], [5]])
+    with pytest.raises(ValueError, match="one value for every response token"):
+        experience.joined([[0.0], [0.0, 0.0]])

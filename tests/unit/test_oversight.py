@@ -109,7 +109,7 @@ def test_drafting_is_off_while_the_draft_is_broken_and_back_after_the_update_tha
 ) -> None:
     """300 steps between updates; verification that costs little, so that the watch alone stops drafting."""
     rng, cost = np.random.default_rng(0), CostModel.nominal(10**6, 10**4, flops_per_second=1e13)
-    inner = make_policy(DraftingConfig(policy=name, max_depth=2, depth=2, width=1), AcceptanceModel(), cost, seed=0)
+    inner = make_policy(DraftingConfig(policy=name, max_depth=2, depth=2, width=1), AcceptanceModel(), cost)
     assert inner is not None
     policy, shares = OverseenPolicy(inner, collapse_ratio=0.5), []
     for chance in (0.8, 0.8, 0.1, 0.1, 0.1, 0.8, 0.8):

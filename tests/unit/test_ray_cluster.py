@@ -19,7 +19,6 @@ import pytest
 import ray
 import torch
 
-from rlhfspec_mega.actor.rendezvous import Rendezvous
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.liveness import WorkerState
 from rlhfspec_mega.cluster.local import LocalCluster
@@ -30,6 +29,7 @@ from rlhfspec_mega.cluster.ray_placement import Reservation, roles_sharing_devic
 from rlhfspec_mega.cluster.ray_transport import ObjectStoreHost
 from rlhfspec_mega.cluster.supervised import Group, SupervisedCluster
 from rlhfspec_mega.errors import RunError, UserError, WorkerDied
+from rlhfspec_mega.megatron.rendezvous import Rendezvous
 from rlhfspec_mega.resharding.buckets import Bucket, checksum
 from tests.echo import content
 from tests.two_nodes import two_nodes

@@ -10,16 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.rivals import Bandit, EmaTiers
 from rlhfspec_mega.config.schema import DraftingConfig
 from rlhfspec_mega.planning.acceptance import DEPTHS, AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost
 from rlhfspec_mega.planning.forecast import Forecast
 from rlhfspec_mega.planning.policies import make_policy
 from rlhfspec_mega.planning.policy import COSTS_AT_FIRST, COSTS_EVERY, SETTLING, CalibratedPolicy, drafted_nodes
-from rlhfspec_mega.planning.rivals import Bandit, EmaTiers
 from rlhfspec_mega.planning.strategy import Adaptive
 from rlhfspec_mega.planning.tree import ROOT, Batch, DraftTree, Ints, StepRecord
 from rlhfspec_mega.planning.uniform import Fixed, Uniform
+from tests.any_policy import any_policy
 from tests.synthetic_drafts import constant, decode_step, logistic, make_batch
 
 POLICIES = ("adaptive", "uniform", "fixed", "ema_tiers", "bandit")
@@ -124,12 +125,11 @@ def test_uniform_takes_the_best_single_number(
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("size", [1, 5])
 def test_every_policy_keeps_its_limits_and_decides_the_same_again(name: str, size: int) -> None:
-    config = DraftingConfig(policy=name, max_depth=4, max_tokens=6, width=3, depth=4, tokens=5)
+    options = {"max_depth": 4, "max_tokens": 6, "width": 3, "depth": 4, "tokens": 5}
 
     def run() -> list[StepRecord]:
         rng = np.random.default_rng(0)
-        policy = make_policy(config, AcceptanceModel(), CostModel.nominal(50_000_000, 500_000), seed=3)
-        assert policy is not None
+        policy = any_policy(name, AcceptanceModel(), CostModel.nominal(50_000_000, 500_000), **options)
         records = []
         for _ in range(40):
             batch = make_batch(size, rng, remaining=int(rng.integers(1, 7)))
@@ -162,9 +162,7 @@ def test_ended_nodes_have_no_children() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_what_ends_a_sample_is_never_verified(name: str) -> None:
     """The target's choice after its parent ends the sample already."""
-    config = DraftingConfig(policy=name, width=2, depth=2, tiers={1: [2]}, arms=[[2, 2, 4]])
-    policy = make_policy(config, AcceptanceModel(), cost_of(*FLAT), 0)
-    assert policy is not None
+    policy = any_policy(name, AcceptanceModel(), cost_of(*FLAT), width=2, depth=2)
     batch, tree = make_batch(2, np.random.default_rng(0)), DraftTree()
     assert policy.depth(batch) > 0
     width = policy.width
@@ -199,8 +197,7 @@ class Taught(CostModel):
 )
 def test_a_policy_learns_what_it_reads(name: str, costs: bool, acceptance: bool) -> None:
     rng, taught, model = np.random.default_rng(0), Taught(), AcceptanceModel()
-    policy = make_policy(DraftingConfig(policy=name), model, taught, 0)
-    assert policy is not None
+    policy = any_policy(name, model, taught)
     for _ in range(COSTS_AT_FIRST + 10 * COSTS_EVERY):
         decode_step(policy, make_batch(2, rng), constant(0.5), rng)
     if costs:  # of both kinds of steps a fourth, but of plain ones none that follows a draft closely
@@ -378,4 +375,4 @@ def test_bandit_keeps_to_its_arm() -> None:
 
 
 def test_off_is_no_policy() -> None:
-    assert make_policy(DraftingConfig(policy="off"), AcceptanceModel(), CostModel(), 0) is None
+    assert make_policy(DraftingConfig(policy="off"), AcceptanceModel(), CostModel()) is None

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhfspec_mega.actor.vocab_parallel import vocab_parallel_logprobs
 from rlhfspec_mega.cluster.interface import WorkerSpec
+from rlhfspec_mega.megatron.vocab_parallel import vocab_parallel_logprobs
 from tests.clusters import local_cluster
 
 VOCABULARY, PADDED, TEMPERATURE = 21, 32, 0.7

@@ -12,8 +12,8 @@ from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.config.schema import DataConfig
 from rlhfspec_mega.data.chain_sums import ChainSums, answer_text
 from rlhfspec_mega.data.demonstrations import LAZY_FROM_TERMS, LAZY_SHARE, demonstration
+from rlhfspec_mega.making.warmup import WARMUP_SEED, _WarmUp
 from rlhfspec_mega.observe.console import Console
-from rlhfspec_mega.warmup import WARMUP_SEED, _WarmUp
 
 
 @pytest.mark.parametrize("devices", range(1, 9))

@@ -1,1 +1,0 @@
-"""Everything that imports Megatron-core: building, training, checkpointing the actor on one rank."""

@@ -1,0 +1,50 @@
+"""Which algorithm a run uses: one of ours, or with an advantage or a loss of one's own by import path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from rlhfspec_mega.algorithms.grpo import GRPO
+from rlhfspec_mega.algorithms.policy_gradient import PolicyGradient
+from rlhfspec_mega.algorithms.rloo import RLOO
+from rlhfspec_mega.config.import_path import BadImportPath, load_function
+from rlhfspec_mega.config.schema import AlgorithmConfig
+from rlhfspec_mega.errors import UserError
+
+OURS: dict[str, type[PolicyGradient]] = {"grpo": GRPO, "rloo": RLOO}
+
+
+class OwnAdvantage(PolicyGradient):
+    """With a user's function of the rewards [prompts, members]."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], *args: Any) -> None:
+        super().__init__(*args)
+        self._function = function
+
+    def advantages(self, rewards: Tensor) -> Tensor:
+        """What the function gives."""
+        return self._function(rewards)
+
+
+def make_algorithm(config: AlgorithmConfig, members: int, samples_per_update: int) -> PolicyGradient:
+    """The run's algorithm.
+
+    Args:
+        members: samples of each prompt.
+
+    Raises UserError for an import path that leads to no function.
+    """
+    arguments = (config, members, samples_per_update, _own(config.loss, "algorithm.loss") if config.loss else None)
+    if config.advantage in OURS:
+        return OURS[config.advantage](*arguments)
+    return OwnAdvantage(_own(config.advantage, "algorithm.advantage"), *arguments)
+
+
+def _own(path: str, option: str) -> Callable[..., Any]:
+    try:
+        return load_function(path)
+    except BadImportPath as error:
+        raise UserError(f"{option}={path} {error}.") from error

@@ -1,0 +1,158 @@
+"""What GRPO and RLOO share: log-probs of actor and reference, advantages within groups, clipped updates."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhfspec_mega.algorithm.advantages import learning_samples, shaped_rewards, shuffled
+from rlhfspec_mega.algorithm.experience import Experience
+from rlhfspec_mega.algorithm.losses import kl_estimate
+from rlhfspec_mega.algorithm.microbatch import WEIGHTS, TokenLoss
+from rlhfspec_mega.algorithm.objectives import policy_metrics, policy_objective
+from rlhfspec_mega.algorithm.token_weights import token_weights
+from rlhfspec_mega.config.schema import AlgorithmConfig
+from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.types import Sample
+from rlhfspec_mega.workers.model_group import ModelGroup
+
+ACTOR, REFERENCE = "actor", "reference"
+
+
+class PolicyGradient(ABC):
+    """An algorithm without a critic: every sample has one advantage, by the rewards of its group.
+
+    Args:
+        members: samples of each prompt.
+        samples_per_update: of a mini-batch, at most.
+        loss: of one's own, in place of the clipped policy gradient; its attribute `metrics` names what it reports.
+    """
+
+    def __init__(
+        self, config: AlgorithmConfig, members: int, samples_per_update: int, loss: TokenLoss | None = None
+    ) -> None:
+        self._config, self._members, self._samples_per_update = config, members, samples_per_update
+        self._loss: TokenLoss = loss or partial(policy_objective, config=config)
+        self._metrics: Sequence[str] = getattr(loss, "metrics", ()) if loss else policy_metrics(config)
+
+    @abstractmethod
+    def advantages(self, rewards: Tensor) -> Tensor:
+        """Of float64 rewards [prompts, members], shaped; the same shape, or one for every response token, flat."""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names of the models that it needs."""
+        return (ACTOR, REFERENCE) if self._config.kl_coef > 0 else (ACTOR,)
+
+    def experience(self, samples: Sequence[Sample]) -> Experience:
+        """Scored samples, in order of prompt and member, as arrays with the engines' log-probs."""
+        made = Experience.of(
+            [sample.prompt.tokens for sample in samples], [sample.response_tokens for sample in samples]
+        )
+        made.columns["engine_logprobs"] = made.joined([sample.engine_logprobs for sample in samples])
+        made.per_sample["rewards"] = np.array([sample.reward for sample in samples], np.float64)
+        made.per_sample["truncated"] = np.array([sample.truncated for sample in samples], np.bool_)
+        return made
+
+    def add_reference(self, experience: Experience, reference: ModelGroup) -> None:
+        """Add the frozen reference's log-probs."""
+        experience.columns["reference_logprobs"], _ = reference.logprobs(experience, "reference")
+
+    def take_reference(
+        self, samples: Sequence[Sample], experience: Experience, found: Mapping[str, Sequence[float]]
+    ) -> None:
+        """Add the frozen reference's log-probs, by sample id, as they were computed beside generation.
+
+        Raises RunError unless there is one for every response token of every sample.
+        """
+        for sample in samples:
+            scored = len(found.get(sample.sample_id, ()))
+            if sample.sample_id not in found or scored != len(sample.response_tokens):
+                raise RunError(
+                    f"The reference has scored {scored} of the {len(sample.response_tokens)} response tokens of sample "
+                    f"{sample.sample_id}: every finished sample must be scored before a step goes on."
+                )
+        experience.columns["reference_logprobs"] = experience.joined([found[sample.sample_id] for sample in samples])
+
+    def add_old_logprobs(
+        self, experience: Experience, actor: ModelGroup, refresh_follows: bool = False
+    ) -> dict[str, float]:
+        """Add the log-probs of the actor as it is before this step's updates.
+
+        Args:
+            refresh_follows: whether a draft learns from these samples before the next call.
+
+        Returns:
+            entropy per token, and how far the engines' log-probs of the same tokens lie from the actor's.
+        """
+        column, entropy = actor.logprobs(experience, "logprobs", refresh_follows=refresh_follows)
+        experience.columns["old_logprobs"] = column
+        differences = np.abs(column.astype(np.float64) - experience.columns["engine_logprobs"])
+        return {
+            "policy_entropy": entropy,
+            "logprob_difference_mean": float(differences.mean()) if len(column) else 0.0,
+            "logprob_difference_max": float(differences.max(initial=0.0)),
+        }
+
+    def add_advantages(self, experience: Experience, generator: torch.Generator) -> None:
+        """Add advantages from the rewards.
+
+        Args:
+            generator: of the shuffle control.
+
+        Raises RunError for advantages that are neither one a sample nor one a response token.
+        """
+        config, columns = self._config, experience.columns
+        rewards, truncated = (
+            torch.from_numpy(experience.per_sample[name]).view(-1, self._members) for name in ("rewards", "truncated")
+        )
+        kl = None
+        if config.kl_in == "reward" and config.kl_coef > 0:
+            policy, reference = (
+                torch.from_numpy(columns[name]).double() for name in ("old_logprobs", "reference_logprobs")
+            )
+            summed = experience.summed(kl_estimate(policy, reference, config.kl_estimator).numpy())
+            kl = torch.from_numpy(summed).view(-1, self._members)
+        found = self.advantages(shaped_rewards(rewards, truncated, kl, config))
+        if config.shuffle_advantages:
+            found = shuffled(found, generator)
+        flat = found.flatten().numpy()
+        tokens = int(experience.response_offsets[-1])
+        if len(flat) not in (len(experience), tokens):
+            raise RunError(
+                f"algorithm.advantage={config.advantage} gave {len(flat)} advantages for {len(experience)} samples "
+                f"with {tokens} response tokens: give one for each sample or one for each token."
+            )
+        columns["advantages"] = experience.spread(flat) if len(flat) == len(experience) else flat.astype(np.float32)
+
+    def update(self, experience: Experience, actor: ModelGroup) -> dict[str, float]:
+        """Optimizer steps over all samples, each used exactly once, in mini-batches in the order given.
+
+        Returns:
+            The metrics of MegatronModel.accumulate and .step, averaged over the mini-batches; "skipped" is their sum.
+        """
+        results = []
+        for first in range(0, len(experience), self._samples_per_update):
+            batch = experience.select(np.arange(len(experience))[first : first + self._samples_per_update])
+            learns = learning_samples(torch.from_numpy(batch.per_sample["truncated"]), self._config)
+            lengths = torch.from_numpy(batch.response_lengths)
+            weights, _ = token_weights(lengths, learns, self._config.loss_average)
+            batch.columns[WEIGHTS] = batch.spread(weights.numpy())
+            results.append(actor.accumulate(batch, self._loss, self._metrics) | actor.step())
+        metrics = {name: sum(result[name] for result in results) / len(results) for name in results[0]}
+        return metrics | {"skipped": sum(result["skipped"] for result in results)}
+
+
+def note_on_samples(samples: Sequence[Sample], experience: Experience) -> None:
+    """Give each sample its part of what was computed, for the records; its advantage is the mean over its tokens."""
+    for name in ("old_logprobs", "reference_logprobs"):
+        if name in experience.columns:
+            for sample, part in zip(samples, experience.by_sample(experience.columns[name]), strict=True):
+                setattr(sample, name, part.tolist())
+    for sample, part in zip(samples, experience.by_sample(experience.columns["advantages"]), strict=True):
+        sample.advantage = float(part.mean()) if len(part) else 0.0

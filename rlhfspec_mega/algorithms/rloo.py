@@ -1,0 +1,16 @@
+"""RLOO (arXiv 2402.14740): a sample's reward against the mean reward of the others of its group."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rlhfspec_mega.algorithm.advantages import rloo
+from rlhfspec_mega.algorithms.policy_gradient import PolicyGradient
+
+
+class RLOO(PolicyGradient):
+    """Leave-one-out baseline."""
+
+    def advantages(self, rewards: Tensor) -> Tensor:
+        """See advantages.rloo."""
+        return rloo(rewards)

@@ -1,0 +1,61 @@
+"""Going on from a checkpoint: when a run is resumed, and when a rank of the actor has died in the middle of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhfspec_mega import checkpoints
+from rlhfspec_mega.errors import RunError, UserError, WorkerDied
+from rlhfspec_mega.observe.reporter import Reporter
+from rlhfspec_mega.startup import Run
+
+
+def driver_state(run: Run) -> dict[str, Any]:
+    """What a checkpoint holds beside the actor's part; JSON."""
+    return {
+        "prompts": run.prompts.state_dict(),
+        "ledger": run.ledger.state_dict(),
+        "policy_version": run.system.policy_version,
+    }
+
+
+def resume(run: Run) -> int:
+    """Load the newest good checkpoint, if there is any; the number of steps done."""
+    state = checkpoints.load_latest(run.directory, run.system.actor, run.console.note)
+    if state is None:
+        run.prompts.load_state_dict(run.beginning["prompts"])
+        run.ledger.load_state_dict(run.beginning["ledger"])
+        return 0
+    run.prompts.load_state_dict(state["prompts"])
+    run.ledger.load_state_dict(state["ledger"])
+    done = int(state["step"])
+    if state["policy_version"] != done:
+        raise UserError(
+            f"The checkpoint of {done} steps in {run.directory} holds policy version {state['policy_version']}: it is "
+            "none of a synchronous run; start another with another name=."
+        )
+    if done > run.config.trainer.steps:
+        raise UserError(f"{run.directory} has done {done} steps: resume it with trainer.steps={done} or more.")
+    return done
+
+
+def recover(run: Run, reporter: Reporter, death: WorkerDied) -> int:
+    """Start the actor anew and go back to the last checkpoint; the step to go on with.
+
+    Raises RunError when the actor has died too often without a step between.
+    """
+    with run.phases.measure("recover"):
+        while True:
+            run.console.note(f"{death} The actor is started anew from the last checkpoint.")
+            if not run.system.may_restart_actor():
+                most = run.config.cluster.max_restarts
+                raise RunError(f"{death} It was restarted cluster.max_restarts={most} times without a step between.")
+            try:
+                run.system.restart_actor()
+                run.system.load_start(run.model)
+                step = resume(run)
+            except WorkerDied as another:
+                death = another
+                continue
+            reporter.rewind(step)
+            return step

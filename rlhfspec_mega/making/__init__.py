@@ -1,0 +1,1 @@
+"""Models, tokenizers and drafts that are made here on first use, and kept."""

@@ -1,0 +1,205 @@
+"""Makes the first draft of a model: samples of its own, their hidden states, distillation, a directory."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from rlhfspec_mega.config.schema import DataConfig, RolloutConfig, RunConfig
+from rlhfspec_mega.data.prompts import make_prompts
+from rlhfspec_mega.data.tokenizer import load_tokenizer
+from rlhfspec_mega.drafting.buffer import ExampleBuffer, endless_batches
+from rlhfspec_mega.drafting.collect import collect_examples
+from rlhfspec_mega.drafting.example import make_batch
+from rlhfspec_mega.drafting.initialize import initial_draft
+from rlhfspec_mega.drafting.learner import STEPS, DraftLearner, Target
+from rlhfspec_mega.generation import stop_tokens
+from rlhfspec_mega.making.warmup import cache_root
+from rlhfspec_mega.models.draft_directory import write_draft
+from rlhfspec_mega.models.draft_shape import DraftShape, draft_shape
+from rlhfspec_mega.models.hf_directory import CONFIG, HfWeights, read_shape
+from rlhfspec_mega.models.made_once import made_once
+from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.models.transformer import Transformer
+from rlhfspec_mega.observe.console import Console
+from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
+from rlhfspec_mega.sampling.noise import sample_seed
+from rlhfspec_mega.types import GenerationRequest
+
+DRAFT_SEED = -2  # neither a run nor the warm-up has it: a draft's prompts and noise are its own
+_RECIPE_VERSION = 2  # part of the cache key: raise it when the recipe's code changes
+_SLOTS = 64
+_PREFILL_CHUNK = 512
+_POLL_SECONDS = 1.0
+_SHOW_EVERY = 20  # training steps
+
+
+@dataclass(frozen=True)
+class DraftRecipe:
+    """How a first draft is made.
+
+    Attributes:
+        prompts: of the built-in task; the samples' temperature is 1 unless told.
+        members: samples of each prompt.
+        steps: of training; the learning rate rises over `warmup_steps` and then falls to zero by a cosine.
+        batch_tokens: of one step, padding included.
+        draft_vocab: how many of the samples' most frequent tokens the draft knows; None: all of the target's.
+    """
+
+    prompts: int = 2048
+    members: int = 2
+    temperature: float = 1.0
+    max_new_tokens: int = RolloutConfig.max_new_tokens
+    steps: int = 1200
+    learning_rate: float = 3e-3
+    warmup_steps: int = 50
+    batch_tokens: int = 512
+    draft_vocab: int | None = None
+    seed: int = DRAFT_SEED
+
+
+RECIPES = {"small": DraftRecipe(steps=800, learning_rate=2e-3)}  # others: the defaults, which suit the tiny model
+
+
+def first_draft(config: RunConfig, model: Path, console: Console) -> Path:
+    """The directory of the draft of a model made here, from the cache or made now."""
+    recipe = RECIPES.get(config.model.name, DraftRecipe())
+    key = hashlib.sha256(repr((_RECIPE_VERSION, model.name, asdict(recipe))).encode()).hexdigest()[:10]
+    directory = cache_root(config) / f"{config.model.name}-draft-{key}"
+    if not (directory / CONFIG).exists():
+        console.note(f"The draft of model {config.model.name} is made here on first use and kept in {directory}.")
+        tokenizer = load_tokenizer(model)
+        # The built-in task as it stands by default: the draft must not depend on the run that happens to make it.
+        stream, _ = make_prompts(DataConfig(), tokenizer, RolloutConfig.max_prompt_tokens, 0, seed=recipe.seed)
+        prompts = [prompt.tokens for prompt in stream.next_batch(recipe.prompts)]
+        stops = stop_tokens(tokenizer, model)
+        made_once(directory, lambda made: make_draft(model, made, prompts, stops, recipe, console), console.note)
+    return directory
+
+
+def make_draft(
+    model: Path,
+    directory: Path,
+    prompts: Sequence[tuple[int, ...]],
+    stops: tuple[int, ...],
+    recipe: DraftRecipe,
+    console: Console,
+    device: torch.device | str = "cpu",
+) -> None:
+    """Train a draft on the samples that the model in directory `model` gives to `prompts`, and write it."""
+    shape, weights = read_shape(model), HfWeights(model)
+    sequences = _sampled(shape, weights, prompts, stops, recipe, console, device)
+    target_ids = _frequent(sequences, stops, recipe.draft_vocab, shape.vocab_size)
+    draft = draft_shape(shape, None if target_ids is None else len(target_ids))
+    tensors = _trained(draft, weights, sequences, target_ids, recipe, console, device)
+    write_draft(directory, draft, tensors, target_ids)
+
+
+def _sampled(
+    shape: ModelShape,
+    weights: HfWeights,
+    prompts: Sequence[tuple[int, ...]],
+    stops: tuple[int, ...],
+    recipe: DraftRecipe,
+    console: Console,
+    device: torch.device | str,
+) -> list[tuple[list[int], int]]:
+    """(tokens, prompt length) of the samples, decoded plainly, in order of prompt and member."""
+    engine = TorchEngine(
+        shape,
+        slots=_SLOTS,
+        max_positions=max(map(len, prompts)) + recipe.max_new_tokens,
+        prefill_chunk=_PREFILL_CHUNK,
+        dtype=_dtype(device),
+        device=device,
+    )
+    names = weights.names()
+    engine.begin_update(0, [weights.info(name) for name in names])
+    for name in names:
+        engine.update_weights([(name, 0, weights.get(name).flatten())])
+    engine.end_update(0)
+    requests = [
+        GenerationRequest(
+            sample_id=f"{index}.{member}",
+            group_id=str(index),
+            prompt_tokens=prompt,
+            seed=sample_seed(recipe.seed, 0, index, member),
+            max_new_tokens=recipe.max_new_tokens,
+            temperature=recipe.temperature,
+            stop_tokens=stops,
+        )
+        for index, prompt in enumerate(prompts)
+        for member in range(recipe.members)
+    ]
+    engine.submit(requests)
+    responses: dict[str, list[int]] = {}
+    with console.bar("draft samples", len(requests)) as advance:
+        while len(responses) < len(requests):
+            finished = engine.poll(_POLL_SECONDS)
+            responses |= {result.sample_id: result.tokens for result in finished}
+            advance(len(finished), f"{engine.load().generated_tokens} tokens")
+    return [([*r.prompt_tokens, *responses[r.sample_id]], len(r.prompt_tokens)) for r in requests]
+
+
+def _trained(
+    shape: DraftShape,
+    weights: HfWeights,
+    sequences: Sequence[tuple[list[int], int]],
+    target_ids: torch.Tensor | None,
+    recipe: DraftRecipe,
+    console: Console,
+    device: torch.device | str,
+) -> dict[str, torch.Tensor]:
+    longest = max(len(tokens) for tokens, _ in sequences)
+    model = Transformer(shape.target, max_positions=longest, dtype=_dtype(device), device=device)
+    model.load({name: weights.get(name) for name in weights.names()})
+    buffer = ExampleBuffer(sum(len(tokens) for tokens, _ in sequences))
+    buffer.add(collect_examples(model, shape, sequences))
+    ids = None if target_ids is None else target_ids.to(device)
+    target = Target(model.embedding, model.head, ids, recipe.temperature)
+    start = initial_draft(shape, target.draft_head, seed=0)
+    learner = DraftLearner(shape, start, recipe.learning_rate)
+    batches = endless_batches(buffer.learnt_from, recipe.batch_tokens, random.Random(recipe.seed))
+    losses: list[float] = []
+    with console.bar("draft training", recipe.steps) as advance:
+        for step, batch in zip(range(1, recipe.steps + 1), batches, strict=False):
+            learner.set_learning_rate(recipe.learning_rate * _share(step, recipe))
+            losses.append(learner.step(target, make_batch(batch, device)))
+            if step % _SHOW_EVERY == 0:
+                advance(_SHOW_EVERY, f"loss {sum(losses[-_SHOW_EVERY:]) / _SHOW_EVERY:.3f}")
+    console.note(
+        f"The draft's expected accepted length on held-out samples is {learner.accepted(target, buffer.held_out):.2f} "
+        f"at depth {STEPS}."
+    )
+    return learner.weights
+
+
+def _share(step: int, recipe: DraftRecipe) -> float:
+    """Of the learning rate at a step, counted from 1."""
+    return min(1.0, step / recipe.warmup_steps) * 0.5 * (1 + math.cos(math.pi * (step - 1) / recipe.steps))
+
+
+def _frequent(
+    sequences: Sequence[tuple[list[int], int]], stops: tuple[int, ...], count: int | None, vocab_size: int
+) -> torch.Tensor | None:
+    """Target ids, ascending, of a draft vocabulary: stop tokens and the responses' most frequent tokens.
+
+    None for the whole vocabulary.
+    """
+    if count is None or count >= vocab_size:
+        return None
+    counts = Counter(token for tokens, prompt in sequences for token in tokens[prompt:])
+    order = sorted(range(vocab_size), key=lambda token: (token not in stops, -counts[token], token))
+    return torch.tensor(sorted(order[:count]))
+
+
+def _dtype(device: torch.device | str) -> torch.dtype:
+    """In which the target runs: bfloat16 is slow on a CPU."""
+    return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16

@@ -1,0 +1,76 @@
+"""Megatron distributed checkpoints: written by all ranks, loadable under any other TP, PP and DP sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from rlhfspec_mega.megatron import adamw_fixes, random_state
+from rlhfspec_mega.megatron.build import unwrap
+from rlhfspec_mega.megatron.checkpoint_files import FileSum
+from rlhfspec_mega.megatron.checkpoint_writer import write
+from rlhfspec_mega.megatron.groups import saving
+
+# Megatron saves these with the moments; a resumed run follows its configuration instead.
+_CONFIGURED = ("max_lr", "min_lr", "start_wd", "end_wd", "weight_decay", "betas", "eps")
+# The default (model-space) sharding of the optimizer fails in 0.16 and the DP one does not load in fp32.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+def _sharded_state(
+    chunks: list[Any], optimizer: Any, scheduler: Any, groups: ProcessGroupCollection, loading: bool
+) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    metadata = _METADATA | {"dp_cp_group": groups.dp_cp}
+    for index, chunk in enumerate(chunks):
+        name = "model" if len(chunks) == 1 else f"model{index}"
+        with saving(groups):
+            state[name] = unwrap(chunk).sharded_state_dict(metadata=metadata)
+    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
+    state["scheduler"] = scheduler.state_dict()
+    return state
+
+
+def save(
+    directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any, groups: ProcessGroupCollection
+) -> dict[str, FileSum]:
+    """Write model, optimizer, schedule and random state into an existing empty directory; collective over all ranks.
+
+    Returns this rank's files by name.
+
+    Raises:
+        WriteFailed: on every rank, when one of them could not write.
+    """
+    state = _sharded_state(chunks, optimizer, scheduler, groups, loading=False)
+    state |= {"random_state": random_state.sharded_random_state(groups), "grid": random_state.grid(groups)}
+    return write(state | {"content_metadata": dict(_METADATA)}, directory)
+
+
+def load(directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any, groups: ProcessGroupCollection) -> bool:
+    """Read what `save` wrote, under the parallel sizes of now; collective over all ranks.
+
+    Returns whether the random state came back: it belongs to ranks, so only under the layout it was saved with.
+    Raises megatron's CheckpointingException when the directory is not such a checkpoint.
+    """
+    wanted = _sharded_state(chunks, optimizer, scheduler, groups, loading=True)
+    same_grid = dist_checkpointing.load_common_state_dict(str(directory))["grid"] == random_state.grid(groups)
+    if same_grid:
+        wanted["random_state"] = random_state.sharded_random_state(groups)
+    with torch.no_grad():
+        state = dist_checkpointing.load(wanted, str(directory))
+    for index, chunk in enumerate(chunks):
+        unwrap(chunk).load_state_dict(state["model" if len(chunks) == 1 else f"model{index}"])
+    configured = [{name: group[name] for name in _CONFIGURED if name in group} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state["optimizer"])
+    for group, values in zip(optimizer.param_groups, configured, strict=True):
+        group.update(values)
+    scheduler.load_state_dict(state["scheduler"])
+    if adamw_fixes.needs_fixes():
+        adamw_fixes.unshare_steps(optimizer)
+    if same_grid:
+        random_state.restore_random_state(state["random_state"])
+    return same_grid

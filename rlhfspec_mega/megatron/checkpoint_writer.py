@@ -1,0 +1,139 @@
+"""Writes a Megatron distributed checkpoint in steps that all ranks finish or fail together.
+
+Megatron's own `dist_checkpointing.save` (0.16) leaves the other ranks in a collective until its timeout when rank 0
+cannot write `common.pt`, `.metadata` or `metadata.json`, and writes shards from forked processes that stay behind as
+zombies after an error. Here torch's synchronous writer and one agreement per step make the same files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.serialization import get_default_save_common_strategy
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,  # nothing public leads from Megatron's shards to torch's
+    mcore_to_pyt_state_dict,
+)
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
+
+from rlhfspec_mega.megatron.checkpoint_files import FileSum, sync_and_sum
+
+T = TypeVar("T")
+_FORMAT = CheckpointingConfig("torch_dist", 1)
+
+
+class WriteFailed(Exception):
+    """A step failed on some rank. Raised on all ranks, with the same message: rank and cause."""
+
+
+def write(state: dict[str, Any], directory: Path) -> dict[str, FileSum]:
+    """Write a sharded state dict into an existing empty directory; collective over all ranks.
+
+    Returns the files this rank is answerable for, forced to disk and summed up: the shards it wrote, on rank 0 also
+    all that are no shards.
+
+    Raises:
+        WriteFailed: on every rank, when one of them could not write (a full disk above all). Files may be left.
+    """
+    sharded, common = save_preprocess(state)
+    path = str(directory)
+    _agreed(lambda: get_default_save_common_strategy().save_common(common, path))  # writes on rank 0 only
+    _write_shards(sharded, path)
+    # Last: this file tells Megatron that the directory is a checkpoint.
+    _agreed(lambda: save_config(_FORMAT, path) if dist.get_rank() == 0 else None)
+    return _agreed(lambda: sync_and_sum(directory, _own_files(directory)))
+
+
+def write_beside(
+    state: Callable[[], Mapping[str, torch.Tensor]] | None, directory: Path, name: str
+) -> dict[str, FileSum]:
+    """Add a safetensors file to a written checkpoint, on the rank that has a state for it; collective over all ranks.
+
+    Returns that rank's file by name, forced to disk and summed up; nothing elsewhere.
+
+    Raises:
+        WriteFailed: on every rank, when the state could not be made (memory above all) or written.
+    """
+
+    def step() -> dict[str, FileSum]:
+        if state is None:
+            return {}
+        save_file({key: tensor.detach().contiguous() for key, tensor in state().items()}, directory / name)
+        return sync_and_sum(directory, [name])
+
+    return _agreed(step)
+
+
+def _write_shards(sharded: Any, path: str) -> None:
+    shards, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    # One writing thread: torch loses the errors of further ones.
+    writer, planner = _ShardWriter(path, thread_count=1), MCoreSavePlanner(flatten_state_dict=False)
+    try:
+        dcp.save(mcore_to_pyt_state_dict(shards), storage_writer=writer, planner=planner)
+    except CheckpointException as error:  # torch raises it on every rank
+        _log(error)
+        rank, (cause, _) = min(error.failures.items())
+        raise WriteFailed(_sentence(rank, cause)) from None
+
+
+class _ShardWriter(dcp.FileSystemWriter):
+    """Torch's writer, except that a failure names its cause: torch.save hides a full disk behind a position error."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise _root_cause(error) from None
+
+
+def _agreed(step: Callable[[], T]) -> T:
+    """Do a step that needs no other rank; WriteFailed on all ranks when it fails on any."""
+    failure, result = None, None
+    try:
+        result = step()
+    except Exception as error:
+        _log(error)
+        failure = _sentence(dist.get_rank(), _root_cause(error))
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    for found in failures:
+        if found is not None:
+            raise WriteFailed(found)
+    return result  # type: ignore[return-value]
+
+
+def _log(error: BaseException) -> None:
+    # The worker's log may lie on the disk that is full, and nothing may keep this rank from the next collective.
+    with contextlib.suppress(OSError):
+        traceback.print_exception(error)
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """The operating system's error that this one was raised in place of, if there is one."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
+
+
+def _sentence(rank: int, error: BaseException) -> str:
+    first_line = next(iter(str(error).strip().splitlines()), "")
+    return f"actor rank {rank}: {type(error).__name__}: {first_line}"
+
+
+def _own_files(directory: Path) -> list[str]:
+    """Names of the files that this rank sums up: torch names shards __<rank>_<number>.distcp."""
+    rank = dist.get_rank()
+    names = sorted(path.name for path in directory.iterdir())
+    return [name for name in names if name.startswith(f"__{rank}_") or (rank == 0 and not name.startswith("__"))]

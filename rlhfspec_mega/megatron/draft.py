@@ -1,0 +1,146 @@
+"""The draft beside the actor: one rank holds it and trains it on the hidden states of the actor's log-prob passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from rlhfspec_mega.algorithm.microbatch import MicroBatch
+from rlhfspec_mega.drafting.learner import state_of, weights_of
+from rlhfspec_mega.drafting.trainer import DraftTrainer, RefreshReport
+from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.megatron.checkpoint_files import FileSum
+from rlhfspec_mega.megatron.checkpoint_writer import write_beside
+from rlhfspec_mega.megatron.draft_learning import DraftLearning
+from rlhfspec_mega.megatron.features import has_draft, recorded_features
+from rlhfspec_mega.megatron.model import MegatronModel, on_megatron
+from rlhfspec_mega.megatron.weights import embedding_and_head
+from rlhfspec_mega.models.draft_directory import load_draft, load_target_ids
+
+CHECKPOINT_FILE = "draft.safetensors"
+_TAPS, _TARGET_IDS = "taps", "target_ids"
+
+
+class ActorDraft:
+    """One rank's part in it: every rank of the actor makes one, and all call its methods together.
+
+    Args:
+        model: the actor.
+        path: directory of the draft to start from.
+        learning: None: the draft stays as it is, and nothing is recorded.
+
+    Attributes:
+        model: the actor.
+    """
+
+    def __init__(self, model: MegatronModel, path: Path, learning: DraftLearning | None) -> None:
+        self.model, self._learning, self._device = model, learning, model.device
+        self._is_here = has_draft(model.groups)
+        self._shape, weights = load_draft(path, model.shape)
+        self._target_ids = load_target_ids(path, self._shape)
+        self._still: dict[str, torch.Tensor] = weights if self._is_here else {}  # what is held without a trainer
+        self._trainer: DraftTrainer | None = None
+        if self._is_here and learning is not None:
+            self._trainer = self._new_trainer(learning)
+            self._trainer.load(weights)
+
+    def _new_trainer(self, learning: DraftLearning) -> DraftTrainer:
+        return DraftTrainer(
+            self._shape,
+            buffer_tokens=learning.buffer_tokens,
+            learning_rate=learning.learning_rate,
+            temperature=learning.temperature,
+            device=self._device,
+            seed=learning.seed,
+            target_ids=self._target_ids,
+        )
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The weights of now by DraftModel.tensors() names, on the rank that has them; empty elsewhere."""
+        return self._still if self._trainer is None else self._trainer.tensors()
+
+    @contextmanager
+    def learning_from(self, batches: Sequence[MicroBatch], refresh_follows: bool) -> Iterator[None]:
+        """Keep the hidden states of the actor's own forward-only pass over `batches`, which runs inside.
+
+        Args:
+            refresh_follows: before the next pass; a draft that learns from the last pass alone keeps no other.
+        """
+        if self._learning is None or (self._learning.recent_only and not refresh_follows):
+            yield
+            return
+        model, most = self.model, self._learning.buffer_tokens
+        with recorded_features(model.chunks, model.groups, batches, self._shape.taps, most) as examples:
+            yield
+        if self._trainer is not None:
+            if self._learning.recent_only:
+                self._forget(self._learning)
+            self._trainer.add(examples)
+
+    def _forget(self, learning: DraftLearning) -> None:
+        """Go on as after a checkpoint was loaded: with weights, optimizer and counters, but without samples."""
+        assert self._trainer is not None
+        state = self._trainer.state_dict()
+        self._trainer = self._new_trainer(learning)
+        self._trainer.load_state_dict(state)
+
+    @on_megatron
+    def refresh(self, steps: int | None, seconds: float | None) -> RefreshReport | None:
+        """Train so many steps, or for so long, towards the actor's weights of now; the report where the draft is."""
+        vocabulary = embedding_and_head(self.model.chunks, self.model.shape, self.model.groups)
+        if self._trainer is None or vocabulary is None:
+            return None
+        self._trainer.set_target(*vocabulary)
+        return self._trainer.refresh(steps=steps, seconds=seconds)
+
+    def save(self, directory: Path) -> dict[str, FileSum]:
+        """Add the draft to a written checkpoint of the actor; this rank's files.
+
+        Raises WriteFailed on every rank when it cannot be written.
+        """
+        return write_beside(self._state if self._is_here else None, directory, CHECKPOINT_FILE)
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """What to go on with, and what the weights mean: the layers they read and the tokens of the head's rows."""
+        learnt = state_of(self._still) if self._trainer is None else self._trainer.state_dict()
+        return learnt | self._meaning()
+
+    def _meaning(self) -> dict[str, torch.Tensor]:
+        taps = {_TAPS: torch.tensor(self._shape.taps)}
+        return taps if self._target_ids is None else taps | {_TARGET_IDS: self._target_ids}
+
+    def load(self, directory: Path) -> None:
+        """Go on with a checkpoint's draft; a checkpoint without one leaves the start draft.
+
+        Raises UserError for a draft of other sizes, layers or tokens.
+        """
+        file = directory / CHECKPOINT_FILE
+        if not self._is_here or not file.exists():
+            return
+        state = load_file(file, device=str(self._device))
+        weights, meaning = (
+            weights_of(state),
+            {name: state[name].cpu() for name in (_TAPS, _TARGET_IDS) if name in state},
+        )
+        same_sizes = _shapes(weights) == _shapes(self.weights())
+        if not same_sizes or _listed(meaning) != _listed(self._meaning()):
+            raise UserError(
+                f"The draft in {file} has other {'layers or tokens' if same_sizes else 'sizes'} than the one this run "
+                "starts from: resume with the drafting.path that the run was started with, as it was then."
+            )
+        if self._trainer is None:
+            self._still = weights
+        else:
+            self._trainer.load_state_dict(state)
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def _listed(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
+    return {name: tensor.tolist() for name, tensor in tensors.items()}

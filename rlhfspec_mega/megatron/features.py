@@ -1,0 +1,162 @@
+"""Hidden states of the actor's own forward pass, brought to one rank: what a draft reads and learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.utils import is_pp_last_stage
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+from rlhfspec_mega.algorithm.microbatch import MicroBatch
+from rlhfspec_mega.drafting.example import DraftExample
+from rlhfspec_mega.megatron.build import unwrap
+
+
+def has_draft(groups: ProcessGroupCollection) -> bool:
+    """Whether this rank is the one that gets the features: the last stage's first of the first replica."""
+    return _records(groups) and is_pp_last_stage(groups.pp)
+
+
+def _records(groups: ProcessGroupCollection) -> bool:
+    """Whether this rank is of the one pipeline whose states are kept; tensor-parallel peers hold the same states."""
+    return groups.dp.rank() == 0 and groups.tp.rank() == 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """A chosen sequence: where it lies in its micro-batch and, from row `first` on, among the recorded states."""
+
+    batch: int
+    row: int
+    tokens: torch.Tensor
+    prompt_length: int
+    first: int
+
+    @property
+    def inputs(self) -> int:
+        """Positions that the forward pass computes: all but the last token's, which no draft reads."""
+        return len(self.tokens) - 1
+
+
+def choose(batches: Sequence[MicroBatch], most_tokens: int) -> list[Place]:
+    """Which sequences to record, spread evenly over the step's order; the same on every rank of a replica.
+
+    Args:
+        most_tokens: of all chosen sequences together.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    for number, batch in enumerate(batches):
+        found |= {index: (number, row) for row, index in enumerate(batch.indices) if batch.mask[row].any()}
+    lengths = {index: _last(batches[number], row) + 2 for index, (number, row) in found.items()}
+    stride = max(1, -(-sum(lengths.values()) // most_tokens))
+    chosen: list[Place] = []
+    first = 0
+    for index in sorted(found)[::stride]:
+        if first + lengths[index] > most_tokens:
+            continue
+        number, row = found[index]
+        batch, inputs = batches[number], lengths[index] - 1
+        tokens = torch.cat((batch.inputs[row, :inputs], batch.targets[row, inputs - 1 : inputs]))
+        chosen.append(Place(number, row, tokens, int(batch.mask[row].nonzero()[0]) + 1, first))
+        first += lengths[index]
+    return chosen
+
+
+def _last(batch: MicroBatch, row: int) -> int:
+    """Position of the input that the row's last response token follows."""
+    return int(batch.mask[row].nonzero()[-1])
+
+
+@contextmanager
+def recorded_features(
+    chunks: Sequence[Any],
+    groups: ProcessGroupCollection,
+    batches: Sequence[MicroBatch],
+    taps: Sequence[int],
+    most_tokens: int,
+) -> Iterator[list[DraftExample]]:
+    """Record one forward-only pass over `batches`, run inside; afterwards the list holds the examples.
+
+    It is filled on one rank (`has_draft`) and stays empty on the others. Collective over the first replica's ranks.
+    The last token's rows of features and states are zero: the pass does not compute them, and they predict nothing.
+
+    Args:
+        taps: layers (0 is the first) whose outputs make up the features, low to high; one may come twice.
+        most_tokens: bound of what is recorded; [most_tokens, (taps + 1) * hidden] values of the actor's precision.
+    """
+    examples: list[DraftExample] = []
+    gathers = unwrap(chunks[0]).config.sequence_parallel
+    places = choose(batches, most_tokens) if groups.dp.rank() == 0 and (gathers or _records(groups)) else []
+    if not places:
+        yield examples
+        return
+    width = unwrap(chunks[0]).config.hidden_size
+    like = next(unwrap(chunks[0]).parameters())
+    states = like.new_zeros(places[-1].first + len(places[-1].tokens), (len(taps) + 1) * width)
+    hooks = []
+    for module, blocks in _tapped(chunks, taps):
+        targets = [states[:, block * width : (block + 1) * width] for block in blocks]
+        hooks.append(module.register_forward_hook(_Recorder(places, targets, groups.tp if gathers else None)))
+    try:
+        yield examples
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not _records(groups):
+        return
+    # Each stage has filled in its own layers and left zeros elsewhere: the sum has them all.
+    dist.reduce(states, dist.get_process_group_ranks(groups.pp)[-1], group=groups.pp)
+    if has_draft(groups):
+        examples += [_example(place, states, len(taps) * width) for place in places]
+
+
+def _tapped(chunks: Sequence[Any], taps: Sequence[int]) -> Iterator[tuple[torch.nn.Module, list[int]]]:
+    """This rank's modules whose outputs are wanted, and which blocks of columns take them."""
+    for chunk in chunks:
+        decoder = unwrap(chunk).decoder
+        for layer in decoder.layers:
+            blocks = [k for k, tap in enumerate(taps) if tap == layer.layer_number - 1]  # Megatron counts from 1
+            if blocks:
+                yield layer, blocks
+        if decoder.final_layernorm is not None:
+            yield decoder.final_layernorm, [len(taps)]
+
+
+class _Recorder:
+    """A forward hook that copies the chosen rows of one module's outputs [length, rows, hidden] into `targets`.
+
+    Every schedule takes the micro-batches through a module in their order.
+
+    Args:
+        cut_over: the tensor-parallel group that the outputs are cut over along the sequence; None: they are whole.
+    """
+
+    def __init__(
+        self, places: Sequence[Place], targets: Sequence[torch.Tensor], cut_over: dist.ProcessGroup | None
+    ) -> None:
+        self._places, self._targets, self._cut_over = places, targets, cut_over
+        self._batch = 0
+
+    def __call__(self, _module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output  # a layer also returns its cross-attention context
+        if self._cut_over is not None:
+            hidden = gather_from_sequence_parallel_region(hidden, group=self._cut_over)
+        for place in self._places:
+            if place.batch == self._batch:
+                for target in self._targets:
+                    target[place.first : place.first + place.inputs] = hidden[: place.inputs, place.row]
+        self._batch += 1
+
+
+def _example(place: Place, states: torch.Tensor, width: int) -> DraftExample:
+    """One sequence out of the recorded states [tokens, width of features + hidden]; copies in the host's memory."""
+    own = states[place.first : place.first + len(place.tokens)].to("cpu", copy=True)
+    return DraftExample(
+        place.tokens.cpu(), place.prompt_length, own[:, :width].contiguous(), own[:, width:].contiguous()
+    )

@@ -1,0 +1,150 @@
+"""One Megatron model on one rank behind a few plain methods: score, learn, rest, save, load."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+import rlhfspec_mega.megatron.quick_start  # noqa: F401
+from rlhfspec_mega.algorithm.microbatch import MicroBatch, TokenLoss
+from rlhfspec_mega.megatron import checkpoint
+from rlhfspec_mega.megatron.build import build_chunks
+from rlhfspec_mega.megatron.checkpoint_files import SavedPart
+from rlhfspec_mega.megatron.checkpoint_writer import WriteFailed
+from rlhfspec_mega.megatron.cuda_shim import cuda_means_cpu
+from rlhfspec_mega.megatron.description import ModelDescription
+from rlhfspec_mega.megatron.groups import make_groups, ranks_in
+from rlhfspec_mega.megatron.optimizer import build_optimizer, build_scheduler
+from rlhfspec_mega.megatron.residence import to_device, to_host
+from rlhfspec_mega.megatron.step import accumulate_gradients, compute_logprobs, reduce_metrics
+from rlhfspec_mega.megatron.weights import load_parameters
+from rlhfspec_mega.models.hf_directory import HfWeights
+from rlhfspec_mega.planning.placement import Residency
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def on_megatron(method: Method) -> Method:
+    """Enter the CUDA shim around a method: its function mode is per thread, and callers may use any thread."""
+
+    @functools.wraps(method)
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with cuda_means_cpu():
+            return method(*args, **kwargs)
+
+    return inside  # type: ignore[return-value]
+
+
+class MegatronModel:
+    """A model of any parallel sizes; its ranks' methods are collective.
+
+    Args:
+        ranks: global ranks that hold the model, ascending; this process is one of them.
+        deadline_seconds: longest wait within a collective.
+
+    Attributes:
+        groups, position: process groups of the model, and where this rank stands in them.
+        chunks: of this pipeline rank.
+    """
+
+    @on_megatron
+    def __init__(
+        self, description: ModelDescription, ranks: Sequence[int], device: torch.device, deadline_seconds: float
+    ) -> None:
+        logging.getLogger("megatron").setLevel(logging.ERROR)
+        self.description, self.shape, self.device = description, description.shape, device
+        self.groups = make_groups(description.parallel, ranks, timedelta(seconds=deadline_seconds))
+        self.position = ranks_in(self.groups)
+        self.chunks = build_chunks(description, self.groups, device)
+        if description.learning is not None:
+            self.optimizer = build_optimizer(
+                description.learning.optimizer, self.chunks, description.dtype, self.groups
+            )
+            self.scheduler = build_scheduler(
+                description.learning.optimizer, self.optimizer, description.learning.total_updates
+            )
+
+    @on_megatron
+    def load_weights(self, path: Path) -> None:
+        """Load a Hugging Face directory. Raises UserError when tensors are missing or the shape differs."""
+        optimizer = self.optimizer if self.description.learning else None
+        load_parameters(self.chunks, self.shape, self.groups, HfWeights(path).lazy, optimizer)
+        self._rest()
+
+    @on_megatron
+    def logprobs(self, batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, float] | None:
+        """See compute_logprobs; one copy per data-parallel rank, None elsewhere."""
+        if self.description.rests is Residency.HOST:
+            self.onload()
+        found = compute_logprobs(self.chunks, self.groups, batches, self.description.logits)
+        self._rest()
+        return found if self.position.tp == 0 else None
+
+    @on_megatron
+    def accumulate(
+        self, batches: Sequence[MicroBatch], token_loss: TokenLoss, metrics: Sequence[str]
+    ) -> dict[str, float]:
+        """Gradients of a mini-batch; `metrics` and "loss" averaged over all loss tokens, the same on every rank."""
+        logits = self.description.logits
+        sums = accumulate_gradients(self.chunks, self.groups, batches, logits, token_loss, metrics)
+        return reduce_metrics(sums, metrics, self.groups)
+
+    @on_megatron
+    def step(self) -> dict[str, float]:
+        """Clip what was accumulated and take one optimizer step.
+
+        Returns "gradient_norm" (before clipping), "learning_rate" and "skipped" (1 when the gradient was not finite
+        and the step was left out).
+        """
+        self.scheduler.step(1)
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        succeeded, norm, _ = self.optimizer.step()
+        return {
+            "gradient_norm": float(norm or 0.0),
+            "learning_rate": learning_rate,
+            "skipped": 0.0 if succeeded else 1.0,
+        }
+
+    @on_megatron
+    def offload(self) -> None:
+        """Weights, gradients and optimizer to host memory; on a CPU the two are one. Gradients are forgotten."""
+        to_host(self.chunks, self.optimizer if self.description.learning else None, self.device)
+
+    @on_megatron
+    def onload(self) -> None:
+        """Bring back what `offload` took away."""
+        to_device(self.chunks, self.optimizer if self.description.learning else None, self.device)
+
+    def _rest(self) -> None:
+        if self.description.rests is Residency.HOST:
+            self.offload()
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must have in common with this model to be loaded: precision and shape."""
+        return {"dtype": self.description.dtype} | asdict(self.shape)
+
+    @on_megatron
+    def save(self, directory: Path) -> SavedPart:
+        """Write this rank's part of a distributed checkpoint into an existing empty directory.
+
+        A failure to write is returned, the same on all ranks, which stay as they were: it need not end the run.
+        """
+        try:
+            return SavedPart(checkpoint.save(directory, *self._saved()), None)
+        except WriteFailed as error:
+            return SavedPart({}, str(error))
+
+    @on_megatron
+    def load(self, directory: Path) -> bool:
+        """Read a distributed checkpoint written under any parallel sizes; whether the random state came with it."""
+        return checkpoint.load(directory, *self._saved())
+
+    def _saved(self) -> tuple[Any, ...]:
+        return self.chunks, self.optimizer, self.scheduler, self.groups

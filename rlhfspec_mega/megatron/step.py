@@ -1,0 +1,148 @@
+"""One pass over micro-batches through Megatron's pipeline schedule: log-probabilities, or gradients and an update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.utils import is_pp_last_stage
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from rlhfspec_mega.algorithm.microbatch import MicroBatch, TokenLoss, same_shape
+from rlhfspec_mega.megatron.build import unwrap
+from rlhfspec_mega.megatron.description import LogitSettings
+from rlhfspec_mega.megatron.vocab_parallel import vocab_parallel_logprobs
+
+
+def token_logprobs(
+    logits: torch.Tensor, batch: MicroBatch, settings: LogitSettings, groups: ProcessGroupCollection
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probs, entropy) [rows, length] of the micro-batch's targets."""
+    return vocab_parallel_logprobs(
+        logits,
+        batch.targets.to(logits.device),
+        temperature=settings.temperature,
+        vocab_size=settings.vocab_size,
+        chunk=settings.chunk,
+        group=groups.tp,
+    )
+
+
+def _forward(batches: Iterator[MicroBatch], model: Any, finish: Callable[..., Any]) -> tuple[torch.Tensor, Any]:
+    batch = next(batches)
+    device = next(model.parameters()).device
+    inputs = batch.inputs.to(device)
+    positions = torch.arange(inputs.shape[1], device=device).expand_as(inputs)
+    # Float16Module would upcast all logits at once; the log-probs do it chunk by chunk.
+    keep = {"fp32_output": False} if unwrap(model).config.bf16 else {}
+    output = model(input_ids=inputs, position_ids=positions, attention_mask=None, **keep)
+    return output, partial(finish, batch)
+
+
+def _run(
+    chunks: list[Any],
+    groups: ProcessGroupCollection,
+    batches: Sequence[MicroBatch],
+    finish: Callable[..., Any],
+    forward_only: bool,
+) -> list[Any]:
+    """Drive the schedule; what `finish` stored on the last stage, one entry per micro-batch (empty elsewhere)."""
+    if len(chunks) > 1:
+        batches = same_shape(batches)
+    iterators = [iter(batches) for _ in chunks]
+    rows, length = batches[0].inputs.shape
+    config, stages = unwrap(chunks[0]).config, groups.pp.size()
+    schedule = get_forward_backward_func(stages, config.virtual_pipeline_model_parallel_size)
+    return list(
+        schedule(
+            forward_step_func=partial(_forward, finish=finish),
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(batches),
+            seq_length=length,
+            micro_batch_size=rows,
+            forward_only=forward_only,
+            p2p_communicator=P2PCommunicator(groups.pp, config) if stages > 1 else None,
+            pg_collection=groups,
+        )
+    )
+
+
+def compute_logprobs(
+    chunks: list[Any], groups: ProcessGroupCollection, batches: Sequence[MicroBatch], settings: LogitSettings
+) -> tuple[torch.Tensor, float] | None:
+    """Forward-only log-probs of every response token.
+
+    Returns:
+        On the last pipeline stage (fp32 log-probs [response tokens] on the host, in the order of micro-batches, rows
+        and tokens; the sum of the tokens' entropy); None on the others.
+    """
+
+    def finish(batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        logprobs, entropy = token_logprobs(logits, batch, settings, groups)
+        mask = batch.mask.to(logits.device)
+        found = logprobs[mask], entropy[mask].sum(dtype=torch.float64)
+        return logits.new_zeros(()), torch.zeros((), dtype=torch.int, device=logits.device), found
+
+    with torch.no_grad():
+        stored = _run(chunks, groups, batches, finish, forward_only=True)
+    if not is_pp_last_stage(groups.pp):
+        return None
+    logprobs, entropy = zip(*stored, strict=True)
+    return torch.cat(logprobs).cpu(), float(torch.stack(entropy).sum())
+
+
+def accumulate_gradients(
+    chunks: list[Any],
+    groups: ProcessGroupCollection,
+    batches: Sequence[MicroBatch],
+    settings: LogitSettings,
+    token_loss: TokenLoss,
+    names: Sequence[str],
+) -> torch.Tensor:
+    """Forward and backward over all micro-batches; gradients end averaged over the loss tokens of all DP ranks.
+
+    The loss is sum(weight * token loss) / number of loss tokens, whatever the split into micro-batches and ranks.
+
+    Args:
+        names: of the loss's metrics.
+
+    Returns:
+        float64 sums over this rank's loss tokens: their number, the loss, and the metrics; zeros on all stages but the
+        last. No value is read from the device here.
+    """
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+        unwrap(chunk).config.finalize_model_grads_func = finalize_model_grads
+    device = next(chunks[0].parameters()).device
+    sums = torch.zeros(2 + len(names), dtype=torch.float64, device=device)
+
+    def finish(batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        logprobs, entropy = token_logprobs(logits, batch, settings, groups)
+        weights = batch.weights.to(device)
+        losses, metrics = token_loss(logprobs, entropy, batch)
+        loss = (losses * weights).sum()
+        count = (weights > 0).sum()
+        counted = (weights > 0).to(losses.dtype)
+        values = [count, loss.detach(), *((metrics[name].detach() * counted).sum() for name in names)]
+        sums.add_(torch.stack([value.double() for value in values]))
+        return loss, count.to(torch.int), None
+
+    _run(chunks, groups, batches, finish, forward_only=False)
+    return sums
+
+
+def reduce_metrics(sums: torch.Tensor, names: Sequence[str], groups: ProcessGroupCollection) -> dict[str, float]:
+    """Means over the loss tokens of all ranks, the same on every rank; `sums` is accumulate_gradients'."""
+    if groups.tp.rank() != 0:
+        sums.zero_()  # each TP rank holds the same numbers: count them once
+    dist.all_reduce(sums, group=groups.intra_dist_opt)
+    count, *rest = sums.tolist()
+    means = {name: value / max(count, 1.0) for name, value in zip(["loss", *names], rest, strict=True)}
+    return means | {"loss_tokens": count}

@@ -1,0 +1,105 @@
+"""The side that generates: what engines are made from, and the rollout manager over them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from rlhfspec_mega.cluster.interface import WorkerSpec
+from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.sglang import engines_sleep, memory_share, uses_sglang
+from rlhfspec_mega.planning.consolidation import Consolidator
+from rlhfspec_mega.planning.lengths import LengthPredictor
+from rlhfspec_mega.planning.placement import ENGINE
+from rlhfspec_mega.planning.reallocation import Reallocator
+from rlhfspec_mega.planning.rollout_state import MigrationCost
+from rlhfspec_mega.planning.tail import TailPolicy
+from rlhfspec_mega.rollout.assignment import held_at_once
+from rlhfspec_mega.rollout.manager import EnginePool, FreedWork, RolloutManager, Wait
+from rlhfspec_mega.rollout.reallocation import FIRST_DOWNTIME, Reallocation, ScoringWork
+from rlhfspec_mega.system.setup import Setup
+from rlhfspec_mega.workers.scoring import ReferenceSettings
+
+
+def engine_specs(setup: Setup, drafting_state: Any) -> list[WorkerSpec]:
+    """The workers of role engine.
+
+    Args:
+        drafting_state: what a torch engine has learnt of drafting before, or None.
+    """
+    config = setup.config
+    arguments: dict[str, Any] = {
+        "shape": setup.shape,
+        "config": config.rollout,
+        "dtype": setup.engine_dtype,
+        "device": setup.device,
+        "deterministic": config.trainer.deterministic,
+    }
+    if setup.engines_score and setup.reference is not None:
+        arguments["reference"] = ReferenceSettings(
+            setup.reference,
+            config.actor.dtype,
+            config.rollout.temperature,
+            config.trainer.max_tokens_per_microbatch,
+            config.actor.logprob_chunk,
+        )
+    if setup.draft is not None:
+        arguments |= {"draft": setup.draft, "drafting": config.drafting}
+    if uses_sglang(config):
+        kind = "rlhfspec_mega.workers.sglang.SGLangEngineWorker"
+        memory = memory_share(config, setup.placement)
+        arguments |= {"model": setup.model, "memory": memory, "sleeps": engines_sleep(config, setup.placement)}
+    else:
+        kind = "rlhfspec_mega.workers.engine.TorchEngineWorker"
+        arguments["drafting_state"] = drafting_state
+    return [WorkerSpec(kind, arguments, devices) for devices in setup.placement.devices(ENGINE)]
+
+
+def reallocates(config: RunConfig, policy: str) -> bool:
+    """Whether this policy is at work: under trainer.deterministic assignment is fixed."""
+    return config.reallocation.policy == policy and not config.trainer.deterministic
+
+
+def make_manager(
+    setup: Setup,
+    engines: EnginePool,
+    wait: Wait,
+    revive: Callable[[], None],
+    lengths: LengthPredictor,
+    freed_work: FreedWork | None,
+    timeline: Any,
+) -> RolloutManager:
+    """The manager of a run's rollouts; arguments as RolloutManager's."""
+    config = setup.config
+    return RolloutManager(
+        engines,
+        wait,
+        revive=revive,
+        poll_seconds=config.rollout.poll_seconds,
+        deterministic=config.trainer.deterministic,
+        at_once=held_at_once(config.rollout.slots) if reallocates(config, "queue") else None,
+        reallocation=_reallocation(setup, lengths) if reallocates(config, "adaptive") else None,
+        scored_at_once=config.trainer.max_tokens_per_microbatch,
+        timeline=timeline,
+        freed_work=freed_work,
+    )
+
+
+def _reallocation(setup: Setup, lengths: LengthPredictor) -> Reallocation:
+    options, scoring, cost = setup.config.reallocation, ScoringWork(), MigrationCost(FIRST_DOWNTIME, 0.0)
+    policy = TailPolicy(
+        Reallocator(cost, least_gain=options.least_gain, cool_down=options.cool_down),
+        Consolidator(cost, tolerance=options.tolerance) if setup.engines_score else None,
+        scoring.seconds,
+    )
+    return Reallocation(policy, lengths, setup.config.rollout.poll_seconds, scoring, policy.learn_cost)
+
+
+def length_predictor(config: RunConfig, known: Any) -> LengthPredictor:
+    """Of responses' lengths, going on from what was known; what cannot be read is as good as nothing."""
+    lengths = LengthPredictor(config.rollout.max_new_tokens)
+    if known:
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+            lengths.load_state_dict(known)
+    return lengths

@@ -1,0 +1,35 @@
+"""What a run learns of costs, acceptance and lengths, kept beside its results for a resumed one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+LEARNT_FILE = "learnt.json"
+
+
+class Learnt:
+    """The file of one run.
+
+    Args:
+        resumed: an earlier part of the run may have written it.
+    """
+
+    def __init__(self, run_dir: Path, resumed: bool) -> None:
+        self._file, self._resumed = run_dir / LEARNT_FILE, resumed
+
+    def load(self, what: str) -> Any:
+        """What was learnt under this name; None where there is nothing, or the file cannot be read."""
+        if not self._resumed:
+            return None
+        try:
+            return json.loads(self._file.read_text(encoding="utf-8"))[what]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def save(self, learnt: dict[str, Any]) -> None:
+        """Write all of it. Raises OSError."""
+        partial = self._file.with_suffix(".partial")
+        partial.write_text(json.dumps(learnt) + "\n", encoding="utf-8")
+        partial.replace(self._file)

@@ -1,0 +1,55 @@
+"""What the processes of a run are made from, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhfspec_mega.config.hardware import device_type
+from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.sizes import Sizes, engines_score
+from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.planning.placement import Placement
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Of one run, or of a part of one.
+
+    Attributes:
+        run_dir: worker logs go to its `logs`.
+        total_updates: optimizer steps to come, for the learning-rate schedule.
+        model: directory that SGLang reads the actor's shape in.
+        draft: directory of the draft to start from; None: engines decode plainly.
+        reference: directory of the frozen model to score with; None: there is none.
+        with_engines: a replay of saved rollouts needs none.
+    """
+
+    config: RunConfig
+    sizes: Sizes
+    shape: ModelShape
+    run_dir: Path
+    total_updates: int
+    model: Path | None = None
+    draft: Path | None = None
+    reference: Path | None = None
+    with_engines: bool = True
+
+    @property
+    def placement(self) -> Placement:
+        return self.sizes.placement
+
+    @property
+    def device(self) -> str:
+        """cpu or cuda."""
+        return device_type(self.config.cluster)
+
+    @property
+    def engine_dtype(self) -> str:
+        """Of the engines' weights."""
+        return self.config.rollout.dtype or self.config.actor.dtype
+
+    @property
+    def engines_score(self) -> bool:
+        """Whether finished samples are scored on generation devices."""
+        return self.reference is not None and self.with_engines and engines_score(self.config)

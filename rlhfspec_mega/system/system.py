@@ -1,0 +1,233 @@
+"""All processes of one run, started together, and the few things the training loop asks of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rlhfspec_mega.cluster.launchers import make_cluster, transport
+from rlhfspec_mega.config.reach import weight_transport
+from rlhfspec_mega.config.sglang import engines_sleep
+from rlhfspec_mega.drafting.trainer import RefreshReport
+from rlhfspec_mega.models.draft_directory import load_target_ids, read_draft_shape, write_draft
+from rlhfspec_mega.models.hf_directory import write_directory
+from rlhfspec_mega.planning.placement import ACTOR, ENGINE, REFERENCE
+from rlhfspec_mega.rollout.manager import RolloutManager
+from rlhfspec_mega.system.generation import engine_specs, length_predictor, make_manager, reallocates
+from rlhfspec_mega.system.learnt import Learnt
+from rlhfspec_mega.system.setup import Setup
+from rlhfspec_mega.system.training import Training
+from rlhfspec_mega.system.weights import WeightSync
+from rlhfspec_mega.types import WeightTarget
+from rlhfspec_mega.workers.freed_refresh import FreedRefresh
+from rlhfspec_mega.workers.model_group import ModelGroup
+
+SETTLE_SECONDS = 10.0  # how long an engine may take to come back from a call when the actor has died
+
+
+class System:
+    """Megatron's ranks and engines with resharding between them. A context manager: leaving it ends every process.
+
+    Args:
+        timeline: observe.timeline.Timeline, is told what the engines do.
+
+    Attributes:
+        rollout: generation; only with engines.
+    """
+
+    rollout: RolloutManager
+
+    def __init__(self, setup: Setup, timeline: Any = None) -> None:
+        self._setup, self._timeline, config = setup, timeline, setup.config
+        places = {role: setup.placement.devices(role) for role in (ACTOR, ENGINE)}
+        self._cluster = make_cluster(config.cluster, setup.run_dir / "logs", places, use_gpus=setup.device == "cuda")
+        self._learnt = Learnt(setup.run_dir, config.trainer.resume)
+        self._lengths = length_predictor(config, self._learnt.load("lengths"))
+        self._training: Training | None = None
+        self._freed_refresh: FreedRefresh | None = None
+        self._steps_done = 0
+
+    def __enter__(self) -> System:
+        try:
+            self._start()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def _start(self) -> None:
+        setup, config = self._setup, self._setup.config
+        specs = engine_specs(setup, self._learnt.load("drafting")) if setup.with_engines else []
+        self._engines = self._cluster.launch(ENGINE, specs, replaceable=True)
+        self._weights = WeightSync(self._cluster, self._engines, config.cluster.max_restarts)
+        self._start_training()
+        if setup.with_engines:
+            self._freed_refresh = self._new_freed_refresh() if reallocates(config, "adaptive") else None
+            self.rollout = make_manager(
+                setup,
+                self._engines,
+                self._cluster.wait,
+                self._revive,
+                self._lengths,
+                self._freed_refresh,
+                self._timeline,
+            )
+
+    def _start_training(self) -> None:
+        config, cluster = self._setup.config, self._cluster
+        open_host = transport(weight_transport(config), cluster, config.cluster.deadline_seconds)
+        self._training = Training(self._setup, cluster, cluster.host_address, open_host)
+        if self._training.draft is not None:
+            self._weights.draft_changed()
+
+    def _new_freed_refresh(self) -> FreedRefresh | None:
+        drafting, draft, placement = self._setup.config.drafting, self.training.draft, self._setup.placement
+        if draft is None or not drafting.refresh_every:
+            return None
+        (device,) = placement.devices(ACTOR)[draft.rank]
+        return FreedRefresh(self._start_refresh, device, placement.devices(ENGINE), drafting.refresh_seconds)
+
+    def _start_refresh(self, seconds: float) -> list[Any]:
+        assert self.training.draft is not None
+        return self.training.draft.start_refresh(seconds)
+
+    # The models
+
+    @property
+    def training(self) -> Training:
+        """The ranks that train, and what they hold."""
+        assert self._training is not None, "a system is a context manager"
+        return self._training
+
+    @property
+    def actor(self) -> ModelGroup:
+        """Log-probs, updates, checkpoints."""
+        return self.training.actor
+
+    @property
+    def reference(self) -> ModelGroup | None:
+        """The frozen model on the actor's ranks; None if there is none or generation devices score."""
+        return self.training.models.get(REFERENCE)
+
+    @property
+    def engines_score(self) -> bool:
+        """Whether finished samples are scored on generation devices."""
+        return self._setup.engines_score
+
+    def load_start(self, model: Path) -> None:
+        """Give a fresh actor its start weights, and the reference beside it its own."""
+        self.actor.load_weights(model)
+        if self.reference is not None and self._setup.reference is not None:
+            self.reference.load_weights(self._setup.reference)
+
+    # Weights
+
+    @property
+    def policy_version(self) -> int:
+        """Of the weights the engines hold."""
+        return self._weights.policy_version
+
+    def reshard(self, version: int) -> None:
+        """See WeightSync.reshard."""
+        self._weights.reshard(self.training.resharder, version)
+
+    def rest_engines(self) -> None:
+        """Engines that can do so give their GPU memory back until the next reshard."""
+        if engines_sleep(self._setup.config, self._setup.placement):
+            calls = [self._engines.start(rank, "sleep") for rank in self._engines.serving()]
+            self._cluster.wait(calls, "sleep", check=False)
+            for call in calls:
+                if not call.dead:  # a dead one is started anew before the next reshard
+                    call.result()
+
+    def export(self, path: Path, source: Path) -> None:
+        """Write the actor's weights as a Hugging Face directory, with the tokenizer of `source`."""
+        write_directory(path, self._setup.shape, self.training.resharder.stream(), source)
+
+    def export_draft(self, path: Path) -> None:
+        """Write the draft, as it is now, as a directory that drafting.path takes."""
+        assert self._setup.draft is not None
+        shape = read_draft_shape(self._setup.draft, self._setup.shape)
+        stream = self.training.resharder.stream(WeightTarget.DRAFT)
+        tensors = {name: tensor.clone() for name, tensor in stream}
+        write_draft(path, shape, tensors, load_target_ids(self._setup.draft, shape))
+
+    # The draft
+
+    def allow_freed_refresh(self) -> None:
+        """The draft may be refreshed during the rollout to come, where that frees the device of the draft's rank."""
+        if self._freed_refresh:
+            self._freed_refresh.allow()
+
+    def take_freed_refresh(self) -> RefreshReport | None:
+        """The refresh made during the last rollout, once it has ended; None without one."""
+        report = self._freed_refresh.take(self._cluster.wait) if self._freed_refresh else None
+        if report and report.kept:
+            self._weights.draft_changed()
+        return report
+
+    def refresh_draft(self, *, steps: int | None = None, seconds: float | None = None) -> RefreshReport:
+        """Train the draft on the actor's recent samples, by count or by time; if kept, the next reshard brings it."""
+        assert self.training.draft is not None
+        report = self.training.draft.refresh(steps=steps, seconds=seconds)
+        if report.kept:
+            self._weights.draft_changed()
+        return report
+
+    # What dies, and what stays
+
+    def _revive(self) -> None:
+        """Bring engines back in the middle of a rollout, when none is left to finish it."""
+        if self._freed_refresh:
+            self._freed_refresh.settle(self._cluster.wait)
+        self.reshard(self.policy_version)
+
+    def may_restart_actor(self) -> bool:
+        """Count a restart of the actor; False when there were too many without progress."""
+        return self._cluster.may_restart(ACTOR)
+
+    def restart_actor(self) -> None:
+        """Start the actor's ranks anew after one has died; they begin without weights.
+
+        Engines go on running, but forget the samples they held.
+        """
+        self._cluster.end(ACTOR)
+        if self._freed_refresh:
+            self._freed_refresh.forget()
+        self.training.close()
+        self._cluster.settle(ENGINE, SETTLE_SECONDS)
+        self._start_training()
+        calls = [self._engines.start(rank, "clear") for rank in self._engines.alive()]
+        self._cluster.wait(calls, "restart actor", seconds=SETTLE_SECONDS, check=False)  # the dead hold nothing
+
+    def step_done(self, steps: int) -> None:
+        """Tell that so many steps are done: beyond any before, it is the progress that allows new restarts."""
+        if steps > self._steps_done:
+            self._steps_done = steps
+            self._cluster.progressed()
+
+    def save_learnt(self) -> None:
+        """Write what was learnt of costs, acceptance and lengths beside the run's results, for a resumed run.
+
+        Raises OSError where it cannot be written.
+        """
+        serving = self._engines.serving()[:1]
+        if not serving:
+            return
+        learnt: dict[str, Any] = {"lengths": self._lengths.state_dict()}
+        if self.training.draft is not None:
+            call = self._engines.start(serving[0], "drafting_state")
+            self._cluster.wait([call], "checkpoint", check=False)
+            learnt["drafting"] = None if call.dead else call.result()
+        self._learnt.save(learnt)
+
+    def _close(self) -> None:
+        self._cluster.close()
+        if self._training is not None:
+            self._training.close()

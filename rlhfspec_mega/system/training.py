@@ -1,0 +1,111 @@
+"""The side that trains: Megatron's ranks with their models, the draft beside the actor, and where weights leave."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from rlhfspec_mega.cluster.interface import Cluster, WorkerSpec
+from rlhfspec_mega.cluster.meeting_point import MeetingPoint
+from rlhfspec_mega.megatron.description import Learning, ModelDescription, describe
+from rlhfspec_mega.megatron.draft_learning import DraftLearning
+from rlhfspec_mega.megatron.rendezvous import Rendezvous
+from rlhfspec_mega.models.draft_directory import draft_tensors, read_draft_shape
+from rlhfspec_mega.models.mapping import mapping_for
+from rlhfspec_mega.planning.placement import ACTOR, ENGINE, REFERENCE, Residency
+from rlhfspec_mega.resharding.controller import Resharder
+from rlhfspec_mega.resharding.transport import OpenHost
+from rlhfspec_mega.system.setup import Setup
+from rlhfspec_mega.types import WeightTarget
+from rlhfspec_mega.workers.draft_group import DraftGroup
+from rlhfspec_mega.workers.model_group import ModelGroup
+
+
+class Training:
+    """Started in one go; after the death of a rank another one is made.
+
+    Args:
+        host: address where workers reach this process.
+        open_host: opens the transport of weights.
+
+    Attributes:
+        models: by name; begun without weights.
+        draft: beside the actor; None without drafting.
+        resharder: of the actor's weights, and the draft's.
+    """
+
+    def __init__(self, setup: Setup, cluster: Cluster, host: str, open_host: OpenHost) -> None:
+        self._setup, config = setup, setup.config
+        self._meeting_point = MeetingPoint(host, config.cluster.deadline_seconds)
+        descriptions = self._descriptions()
+        workers = cluster.launch(ACTOR, self._specs(descriptions))
+        cluster.wait_started()
+        most = config.trainer.max_tokens_per_microbatch
+        self.models = {one.name: ModelGroup(workers, one, most) for one in descriptions}
+        self.resharder = Resharder(
+            cluster,
+            self.actor,
+            mapping_for(setup.shape.architecture).hf_tensors(setup.shape, config.actor.dtype),
+            open_host=open_host,
+            bucket_bytes=int(config.resharding.bucket_mib * 2**20),
+            device="cpu" if setup.placement.shares(ACTOR, ENGINE) else setup.device,
+        )
+        self.draft: DraftGroup | None = None
+        if setup.draft is not None:
+            learning = self._draft_learning() if config.drafting.refresh_every else None
+            self.draft = DraftGroup(workers, self.actor, setup.draft, learning)
+            tensors = draft_tensors(read_draft_shape(setup.draft, setup.shape))
+            self.resharder.plan(WeightTarget.DRAFT, [replace(tensor, dtype=setup.engine_dtype) for tensor in tensors])
+
+    @property
+    def actor(self) -> ModelGroup:
+        """The policy."""
+        return self.models[ACTOR]
+
+    def close(self) -> None:
+        """End connections; the workers end with the cluster, or by its word."""
+        self.resharder.close()
+        self._meeting_point.close()
+
+    def _descriptions(self) -> list[ModelDescription]:
+        """The actor and, where no generation device scores, the reference."""
+        setup, config = self._setup, self._setup.config
+        made = partial(
+            describe,
+            shape=setup.shape,
+            config=config.actor,
+            ranks=setup.sizes.actor_ranks,
+            temperature=config.rollout.temperature,
+        )
+        found = [made(ACTOR, learning=Learning(config.actor.optimizer, setup.total_updates))]
+        if setup.reference is not None and not setup.engines_score:
+            found.append(made(REFERENCE, rests=Residency.HOST))
+        return found
+
+    def _specs(self, descriptions: list[ModelDescription]) -> list[WorkerSpec]:
+        config, ranks = self._setup.config, self._setup.sizes.actor_ranks
+        shared = {
+            "models": descriptions,
+            "device": self._setup.device,
+            "seed": config.seed,
+            "deterministic": config.trainer.deterministic,
+        }
+        meet = partial(Rendezvous, self._meeting_point.address)
+        return [
+            WorkerSpec(
+                "rlhfspec_mega.workers.megatron.MegatronWorker",
+                {**shared, "rendezvous": meet(rank, ranks, config.cluster.deadline_seconds)},
+                devices,
+            )
+            for rank, devices in enumerate(self._setup.placement.devices(ACTOR))
+        ]
+
+    def _draft_learning(self) -> DraftLearning:
+        config = self._setup.config
+        return DraftLearning(
+            buffer_tokens=config.drafting.buffer_tokens,
+            learning_rate=config.drafting.learning_rate,
+            temperature=config.rollout.temperature,
+            seed=config.seed,
+            recent_only=config.trainer.deterministic,
+        )

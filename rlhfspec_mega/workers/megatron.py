@@ -1,0 +1,174 @@
+"""The worker that holds Megatron models: one process of those they are cut over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from rlhfspec_mega.algorithm.microbatch import Shard, TokenLoss
+from rlhfspec_mega.drafting.trainer import RefreshReport
+from rlhfspec_mega.megatron.checkpoint_files import FileSum, SavedPart, first_damage
+from rlhfspec_mega.megatron.checkpoint_writer import WriteFailed
+from rlhfspec_mega.megatron.description import ModelDescription, ParallelRanks
+from rlhfspec_mega.megatron.draft import ActorDraft
+from rlhfspec_mega.megatron.draft_learning import DraftLearning
+from rlhfspec_mega.megatron.groups import positions
+from rlhfspec_mega.megatron.model import MegatronModel
+from rlhfspec_mega.megatron.process import join, seed_megatron
+from rlhfspec_mega.megatron.random_state import seed_generators
+from rlhfspec_mega.megatron.rendezvous import Rendezvous
+from rlhfspec_mega.observe.spans import SpanRecorder
+from rlhfspec_mega.resharding.buckets import Bucket
+from rlhfspec_mega.resharding.export import WeightExporter, send_tensors
+from rlhfspec_mega.resharding.transport import Sender
+from rlhfspec_mega.types import Span, WeightTarget
+
+
+class MegatronWorker:
+    """Models by name, each over all processes of the group; with the first one a draft may learn, and be sent.
+
+    Args:
+        device: "cpu" or "cuda".
+        deterministic: refuse operations whose result depends on timing (torch.use_deterministic_algorithms).
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ModelDescription],
+        rendezvous: Rendezvous,
+        device: str,
+        seed: int,
+        deterministic: bool = False,
+    ) -> None:
+        torch.use_deterministic_algorithms(deterministic)
+        place = torch.device("cuda:0" if device == "cuda" else device)
+        join(rendezvous, place)
+        position = positions(models[0].parallel)[rendezvous.rank]
+        seed_megatron(seed, position)
+        ranks = range(rendezvous.world_size)
+        self._models = {one.name: MegatronModel(one, ranks, place, rendezvous.deadline_seconds) for one in models}
+        seed_generators(seed, position)  # after initial weights were drawn, which no run uses
+        self._exporters: dict[str, WeightExporter] = {}
+        self._senders: dict[str, Sender] = {}
+        self._draft: ActorDraft | None = None
+        self._spans = SpanRecorder()
+
+    # Models
+
+    def grid_position(self, model: str) -> ParallelRanks:
+        """Where this rank stands in the TP x PP x DP grid of a model."""
+        return self._models[model].position
+
+    def load_weights(self, model: str, path: Path) -> None:
+        """See MegatronModel.load_weights."""
+        self._models[model].load_weights(path)
+
+    def logprobs(self, model: str, shard: Shard, refresh_follows: bool = False) -> tuple[NDArray, float] | None:
+        """Log-probs of the shard's response tokens and their entropy's sum; see MegatronModel.logprobs.
+
+        A draft learns from those of its own model (see ActorDraft.learning_from).
+        """
+        batches = shard.batches()
+        with self._spans.measure(f"{model} log-probs", micro_batches=len(batches)):
+            if self._draft is None or self._draft.model is not self._models[model]:
+                found = self._models[model].logprobs(batches)
+            else:
+                with self._draft.learning_from(batches, refresh_follows):
+                    found = self._models[model].logprobs(batches)
+        return (found[0].numpy(), found[1]) if found else None
+
+    def accumulate(self, model: str, shard: Shard, loss: TokenLoss, metrics: Sequence[str]) -> dict[str, float]:
+        """See MegatronModel.accumulate."""
+        batches = shard.batches()
+        with self._spans.measure(f"{model} gradients", micro_batches=len(batches)):
+            return self._models[model].accumulate(batches, loss, metrics)
+
+    def step(self, model: str) -> dict[str, float]:
+        """See MegatronModel.step."""
+        with self._spans.measure(f"{model} optimizer step"):
+            return self._models[model].step()
+
+    def offload(self, model: str) -> None:
+        """See MegatronModel.offload."""
+        self._models[model].offload()
+
+    def onload(self, model: str) -> None:
+        """See MegatronModel.onload."""
+        self._models[model].onload()
+
+    def take_spans(self) -> list[Span]:
+        """What this rank did since the last call, for the timeline."""
+        return self._spans.take()
+
+    # Checkpoints
+
+    def identity(self, model: str) -> dict[str, Any]:
+        """See MegatronModel.identity."""
+        return self._models[model].identity()
+
+    def save(self, model: str, directory: Path) -> SavedPart:
+        """See MegatronModel.save; with the draft that learns from this model."""
+        part = self._models[model].save(directory)
+        if self._draft is None or self._draft.model is not self._models[model] or part.failure is not None:
+            return part
+        try:
+            return SavedPart(part.files | self._draft.save(directory), None)
+        except WriteFailed as error:
+            return SavedPart({}, str(error))
+
+    def load(self, model: str, directory: Path) -> bool:
+        """See MegatronModel.load; with the draft that learns from this model."""
+        same_grid = self._models[model].load(directory)
+        if self._draft is not None and self._draft.model is self._models[model]:
+            self._draft.load(directory)
+        return same_grid
+
+    def verify(self, directory: Path, files: Mapping[str, FileSum]) -> str | None:
+        """What is wrong with the first of these files that is damaged; None when all are as they were written."""
+        return first_damage(directory, files)
+
+    # The draft
+
+    def start_draft(self, model: str, path: Path, learning: DraftLearning | None) -> None:
+        """Hold a draft of this model from its directory, to learn from now on if told how."""
+        self._draft = ActorDraft(self._models[model], path, learning)
+
+    def refresh_draft(self, steps: int | None, seconds: float | None) -> RefreshReport | None:
+        """Train the draft by count or by time; the report on the rank that has it."""
+        assert self._draft is not None
+        with self._spans.measure("draft refresh"):
+            return self._draft.refresh(steps, seconds)
+
+    # Resharding
+
+    def weight_names(self, model: str, target: WeightTarget) -> list[str]:
+        """Names of the tensors that this rank's pipeline stage (of a draft: this rank) holds."""
+        if target is WeightTarget.ACTOR:
+            return self._exporter(model).names()
+        return list(self._draft.weights()) if self._draft is not None else []
+
+    def connect(self, stream: str, address: Any, owner: int) -> None:
+        """Make the sending end of a transport under the name `stream`, in place of the last one of this name."""
+        if stream in self._senders:
+            self._senders[stream].close()
+        self._senders[stream] = address.sender(owner)
+
+    def send_weights(
+        self, model: str, stream: str, buckets: Sequence[Bucket], target: WeightTarget = WeightTarget.ACTOR
+    ) -> dict[int, int]:
+        """Send this stage's buckets; checksums on the stage's first tensor-parallel rank."""
+        sender = self._senders.get(stream)
+        with self._spans.measure("send weights", target=target.value):
+            if target is WeightTarget.ACTOR:
+                return self._exporter(model).send(buckets, sender)
+            assert self._draft is not None
+            return send_tensors(self._draft.weights(), buckets, sender) if sender is not None else {}
+
+    def _exporter(self, model: str) -> WeightExporter:
+        if model not in self._exporters:
+            self._exporters[model] = WeightExporter(self._models[model])
+        return self._exporters[model]

@@ -1,0 +1,153 @@
+"""The driver's view of one Megatron model: samples in, log-probs or gradients out, whatever the parallel layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhfspec_mega.algorithm.experience import Experience, Floats
+from rlhfspec_mega.algorithm.microbatch import Shard, TokenLoss
+from rlhfspec_mega.algorithm.packing import micro_batches
+from rlhfspec_mega.cluster.interface import Call, WorkerGroup
+from rlhfspec_mega.errors import CheckpointError, RunError
+from rlhfspec_mega.megatron.checkpoint_files import FileSum
+from rlhfspec_mega.megatron.description import ModelDescription
+from rlhfspec_mega.resharding.buckets import Bucket
+from rlhfspec_mega.types import Span, WeightTarget
+
+
+class ModelGroup:
+    """A model on all workers of a group.
+
+    Args:
+        workers: MegatronWorkers that hold a model of this description.
+        max_tokens: padded tokens of a micro-batch, at most.
+
+    Attributes:
+        positions: where each rank stands in the model's grid.
+    """
+
+    def __init__(self, workers: WorkerGroup, description: ModelDescription, max_tokens: int) -> None:
+        self._workers, self.description, self._max_tokens = workers, description, max_tokens
+        self.positions = workers.call("grid_position", description.name, phase=f"start {description.name}")
+
+    def load_weights(self, path: Path) -> None:
+        """Start from a Hugging Face directory."""
+        self._call("load_weights", path, phase="load weights")
+
+    def logprobs(self, samples: Experience, phase: str, *, refresh_follows: bool = False) -> tuple[Floats, float]:
+        """A column of log-probs, and the mean entropy per response token in nats.
+
+        Args:
+            refresh_follows: whether the draft, if there is one, is refreshed before the next call.
+        """
+        name, shards = self.description.name, self._shards(samples)
+        answers = self._scatter("logprobs", shards, refresh_follows, phase=phase)
+        column, scored, entropy = np.full(samples.response_offsets[-1], np.nan, np.float32), 0, 0.0
+        for position, answer in zip(self.positions, answers, strict=True):
+            if answer is not None:
+                shard = shards[position.dp]
+                samples.place(column, shard.indices, answer[0])
+                scored, entropy = scored + len(shard.indices), entropy + answer[1]
+        if scored != len(samples):
+            raise RunError(f"In phase '{phase}', the {name} scored {scored} of {len(samples)} samples.")
+        return column, entropy / max(len(column), 1)
+
+    def accumulate(self, samples: Experience, loss: TokenLoss, metrics: Sequence[str]) -> dict[str, float]:
+        """Gradients of a mini-batch; see MegatronModel.accumulate for the metrics."""
+        return self._scatter("accumulate", self._shards(samples), loss, metrics, phase="update")[0]
+
+    def step(self) -> dict[str, float]:
+        """One optimizer step on what was accumulated; see MegatronModel.step for the metrics."""
+        return self._call("step", phase="update")[0]
+
+    def offload(self) -> None:
+        """Weights, gradients and optimizer to host memory; gradients are forgotten."""
+        self._call("offload", phase="offload")
+
+    def onload(self) -> None:
+        """Bring back what `offload` took away."""
+        self._call("onload", phase="onload")
+
+    def take_spans(self) -> list[list[Span]]:
+        """What each rank did since the last call, with whatever model it holds."""
+        return self._workers.call("take_spans", phase="update")
+
+    # Checkpoints
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must have in common with this model to be loaded, as JSON."""
+        return self._call("identity", phase="checkpoint", ranks=[0])[0]
+
+    def save(self, directory: Path) -> dict[str, FileSum]:
+        """Write a distributed checkpoint into an existing empty directory; its files by name.
+
+        Raises:
+            CheckpointError: a rank could not write; files may be left, the ranks are as before.
+        """
+        parts = self._call("save", directory, phase="checkpoint")
+        if parts[0].failure is not None:
+            raise CheckpointError(parts[0].failure)
+        return {name: file_sum for part in parts for name, file_sum in part.files.items()}
+
+    def first_damage(self, directory: Path, files: Mapping[str, FileSum]) -> str | None:
+        """What is wrong with a damaged file of a distributed checkpoint, None when there is none; ranks share the work.
+
+        Files are dealt out by falling size, so that the ranks read about as much each.
+        """
+        names = sorted(files, key=lambda name: files[name].size, reverse=True)
+        ranks = range(self._workers.size)
+        arguments = [(directory, {name: files[name] for name in names[rank :: len(ranks)]}) for rank in ranks]
+        found = self._workers.scatter("verify", arguments, "load checkpoint")
+        return next((damage for damage in found if damage is not None), None)
+
+    def load(self, directory: Path) -> bool:
+        """Read a distributed checkpoint; whether the random state came with it (under the same parallel sizes)."""
+        return all(self._call("load", directory, phase="load checkpoint"))
+
+    # Resharding
+
+    def senders(self) -> dict[int, list[int]]:
+        """By pipeline stage the ranks of the data-parallel replica that sends, in TP order: the first is the sender."""
+        stages: dict[int, list[int]] = {}
+        for rank, position in enumerate(self.positions):
+            if position.dp == 0:
+                stages.setdefault(position.pp, []).append(rank)
+        return stages
+
+    def weight_names(self, rank: int, target: WeightTarget) -> list[str]:
+        """Names of the tensors that a rank's pipeline stage (of a draft: this rank) holds."""
+        return self._call("weight_names", target, phase="resharding plan", ranks=[rank])[0]
+
+    def connect(self, rank: int, stream: str, address: Any, owner: int) -> Call:
+        """Begin to make a rank's sending end of a transport."""
+        return self._workers.start(rank, "connect", stream, address, owner)
+
+    def send_weights(self, rank: int, stream: str, buckets: Sequence[Bucket], target: WeightTarget) -> Call:
+        """Begin to send a rank's part of these buckets; the call's result is their checksums, on the sender."""
+        return self._workers.start(rank, "send_weights", self.description.name, stream, buckets, target)
+
+    def _call(self, method: str, *args: Any, phase: str, ranks: Sequence[int] | None = None) -> list[Any]:
+        return self._workers.call(method, self.description.name, *args, phase=phase, ranks=ranks)
+
+    def _scatter(self, method: str, shards: Sequence[Shard], *args: Any, phase: str) -> list[Any]:
+        """A call on every worker with the shard of its data-parallel rank."""
+        shared = [self._workers.share(shard) for shard in shards]
+        arguments = [(self.description.name, shared[position.dp], *args) for position in self.positions]
+        return self._workers.scatter(method, arguments, phase)
+
+    def _shards(self, samples: Experience) -> list[Shard]:
+        """What each data-parallel rank gets."""
+        sizes = self.description.parallel
+        multiple = sizes.tensor if sizes.sequence else 1
+        plan = micro_batches(
+            samples.lengths.tolist(),
+            self._max_tokens,
+            ranks=sizes.data,
+            length_multiple=multiple,
+            count_multiple=sizes.pipeline if sizes.virtual_pipeline > 1 else 1,
+        )
+        return [Shard.cut(samples, rank_plan, multiple) for rank_plan in plan]
