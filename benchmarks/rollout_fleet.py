@@ -14,9 +14,12 @@ import torch
 from benchmarks.samples import Target
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.local import LocalCluster
-from rlhfspec_mega.config.schema import ReallocationConfig, RolloutConfig
+from rlhfspec_mega.cluster.meeting_point import MeetingPoint
+from rlhfspec_mega.config.schema import ActorConfig, ReallocationConfig, RolloutConfig
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.ledger import Ledger, Purpose
+from rlhfspec_mega.megatron.description import ParallelSizes, describe
+from rlhfspec_mega.megatron.rendezvous import Rendezvous
 from rlhfspec_mega.models.hf_directory import HfWeights
 from rlhfspec_mega.observe.timeline import Timeline
 from rlhfspec_mega.planning.consolidation import Consolidator
@@ -25,12 +28,12 @@ from rlhfspec_mega.planning.reallocation import Reallocator
 from rlhfspec_mega.planning.rollout_state import MigrationCost
 from rlhfspec_mega.planning.tail import TailPolicy
 from rlhfspec_mega.rollout.assignment import held_at_once
-from rlhfspec_mega.rollout.fusion import ScoringQueue
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.reallocation import FIRST_DOWNTIME, Reallocation, ScoringWork
+from rlhfspec_mega.rollout.scoring import Scoring
 from rlhfspec_mega.types import GenerationRequest, MigrationEvent, Prompt, Sample, Span, TailTally, TensorInfo
 from rlhfspec_mega.workers.engine import TorchEngineWorker
-from rlhfspec_mega.workers.scoring import ReferenceSettings
+from rlhfspec_mega.workers.scorer_group import ScorerGroup
 
 ENGINES, SLOTS = 2, 8
 POLL_SECONDS, SCORED_AT_ONCE = 0.05, 512
@@ -79,7 +82,7 @@ class Outcome:
     Attributes:
         rollout, total: seconds of the rollout, and of it and the scoring of its samples.
         tail: what was done about its long tail.
-        score_seconds: that engines spent on scoring, together.
+        score_seconds: that replicas of the reference spent on scoring, together.
     """
 
     rollout: float
@@ -105,13 +108,10 @@ class Fleet:
         config = RolloutConfig(
             slots=SLOTS, max_prompt_tokens=self._prompt, max_new_tokens=self._longest, prefill_chunk=512
         )
-        reference = ReferenceSettings(self._target.directory, "float32", 1.0, SCORED_AT_ONCE, 512)
         arguments = {"shape": self._target.shape, "config": config, "dtype": "float32", "device": "cpu"}
-        specs = [
-            WorkerSpec("benchmarks.migration_cost.CopyingEngine", arguments | {"reference": reference}, (rank,))
-            for rank in range(ENGINES)
-        ]
+        specs = [WorkerSpec("benchmarks.migration_cost.CopyingEngine", arguments, (rank,)) for rank in range(ENGINES)]
         self.engines = self.cluster.launch("engine", specs)
+        self._scorers = self._launch_scorers()
         self.cluster.wait_started()
         self.engines.call("load_weights", self._target.directory, phase="load")
         self.cluster.publish(0)
@@ -119,8 +119,37 @@ class Fleet:
             self.engines.confirm(rank, 0)
         return self
 
+    def _launch_scorers(self) -> ScorerGroup:
+        """The reference, a replica beside each engine."""
+        config = ActorConfig(logprob_chunk=512)
+        reference = describe(
+            "reference",
+            self._target.shape,
+            config,
+            ParallelSizes(),
+            temperature=1.0,
+            checkpoint=self._target.directory,
+        )
+        self._meeting_point = MeetingPoint(self.cluster.host_address, 300.0)
+        specs = [
+            WorkerSpec(
+                "rlhfspec_mega.workers.megatron.MegatronWorker",
+                {
+                    "models": [reference],
+                    "rendezvous": Rendezvous(f"{self._meeting_point.address}.{rank}", 0, 1, 300.0),
+                    "device": "cpu",
+                    "seed": 0,
+                },
+                (rank,),
+            )
+            for rank in range(ENGINES)
+        ]
+        workers = self.cluster.launch("reference", specs)
+        return ScorerGroup(self.cluster, workers, reference, {rank: {rank} for rank in range(ENGINES)}, SCORED_AT_ONCE)
+
     def __exit__(self, *_: object) -> None:
         self.cluster.close()
+        self._meeting_point.close()
         self._directory.cleanup()
 
     def recorder(self, name: str) -> Recorder:
@@ -141,7 +170,7 @@ class Fleet:
         """
         self._rollouts += 1
         moves, fuses = mechanism.startswith("reallocation"), mechanism.endswith("fusion")
-        scoring = ScoringQueue()
+        scoring = Scoring(self._scorers, SCORED_AT_ONCE)
         manager = RolloutManager(
             self.engines,
             self.cluster.wait,
@@ -149,7 +178,6 @@ class Fleet:
             poll_seconds=POLL_SECONDS,
             at_once=held_at_once(SLOTS) if mechanism == "queue" else None,
             reallocation=self._reallocation(lengths, fuses) if moves else None,
-            scored_at_once=SCORED_AT_ONCE,
             timeline=recorder,
         )
         ledger = _ledger(requests, self._rollouts)
@@ -161,8 +189,8 @@ class Fleet:
                 scoring.add(request, results[request.sample_id])
         manager.finish_scoring(scoring, "reference")
         ended = time.perf_counter()
-        self._scoring_rate = scoring.seconds / scoring.scored_tokens
-        return Outcome(rolled - started, ended - started, manager.take_tail(), scoring.seconds)
+        self._scoring_rate = scoring.seconds_per_token
+        return Outcome(rolled - started, ended - started, manager.take_tail(), scoring.queue.seconds)
 
     def _reallocation(self, lengths: LengthPredictor, fuses: bool) -> Reallocation:
         cost, work = MigrationCost(FIRST_DOWNTIME, 0.0), ScoringWork(seconds_per_token=self._scoring_rate)

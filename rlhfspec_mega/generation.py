@@ -9,8 +9,8 @@ from typing import Any
 
 from rlhfspec_mega.config.schema import RolloutConfig
 from rlhfspec_mega.ledger import Ledger, Purpose
-from rlhfspec_mega.rollout.fusion import ScoringQueue
 from rlhfspec_mega.rollout.manager import Progress, RolloutManager
+from rlhfspec_mega.rollout.scoring import Scoring
 from rlhfspec_mega.sampling.noise import sample_seed
 from rlhfspec_mega.types import GenerationRequest, Prompt, Sample
 
@@ -53,7 +53,7 @@ class SampleGenerator:
         members: int,
         step: int,
         progress: Progress | None = None,
-        scoring: ScoringQueue | None = None,
+        scoring: Scoring | None = None,
     ) -> list[Sample]:
         """`members` samples of each prompt, in order of prompt, then member, at the run's temperature.
 
@@ -80,7 +80,7 @@ class SampleGenerator:
         temperature: float,
         phase: str,
         progress: Progress | None,
-        scoring: ScoringQueue | None,
+        scoring: Scoring | None,
     ) -> list[Sample]:
         requests = [
             GenerationRequest(

@@ -92,7 +92,7 @@ def started(config: RunConfig) -> Iterator[Run]:
             timeline = Timeline(directory / TIMELINE_FILE)
             setup = Setup(config, sizes, shape, directory, sizes.total_updates, model, draft, reference)
             with System(setup, timeline) as system:
-                system.load_start(model)
+                system.actor.load_weights(model)
                 ledger, stops = Ledger(), stop_tokens(tokenizer, model)
                 generator = SampleGenerator(system.rollout, ledger, tokenizer, stops, config.rollout, config.seed)
                 phases = PhaseTimer(entered=console.phase, charged=timeline.phase)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlhfspec_mega import checkpoints
+from rlhfspec_mega.algorithm.experience import Floats
 from rlhfspec_mega.algorithms.policy_gradient import note_on_samples
 from rlhfspec_mega.checkpoints.recovery import driver_state, recover, resume
 from rlhfspec_mega.config.drafting import drafts
@@ -15,7 +16,6 @@ from rlhfspec_mega.ledger import Purpose
 from rlhfspec_mega.observe.drafting import collapse_notes, drafting_metrics
 from rlhfspec_mega.observe.reporter import Reporter, sample_metrics
 from rlhfspec_mega.observe.tail import tail_metrics
-from rlhfspec_mega.rollout.fusion import ScoringQueue
 from rlhfspec_mega.startup import Run, started
 from rlhfspec_mega.stop import StopSignals
 from rlhfspec_mega.types import Sample, SampleState
@@ -95,14 +95,12 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
     return samples, metrics
 
 
-def rollout(
-    run: Run, step: int, refreshes: bool
-) -> tuple[list[Sample], dict[str, list[float]] | None, dict[str, float]]:
-    """Samples with their rewards, the reference's log-probs by sample id where engines score, and metrics."""
+def rollout(run: Run, step: int, refreshes: bool) -> tuple[list[Sample], dict[str, Floats] | None, dict[str, float]]:
+    """Samples with their rewards, the reference's log-probs by sample id if it lies on their devices, and metrics."""
     trainer, system = run.config.trainer, run.system
     with run.phases.measure("generate"):
         prompts = run.prompts.next_batch(trainer.prompts_per_step)
-        scoring = ScoringQueue() if system.engines_score else None
+        scoring = system.new_scoring()
         if refreshes:
             system.allow_freed_refresh()
         samples = run.generator.sample(prompts, trainer.samples_per_prompt, step, run.console.progress, scoring)
@@ -116,7 +114,7 @@ def rollout(
     for note in collapse_notes(tallies):
         run.console.note(note)
     moved = {} if trainer.deterministic else tail_metrics(tail)  # then nothing moves, and the rest is the clock's
-    return samples, scoring.results if scoring else None, drafting_metrics(tallies) | moved
+    return samples, scoring.queue.results if scoring else None, drafting_metrics(tallies) | moved
 
 
 def refresh_draft(run: Run, done: RefreshReport | None) -> dict[str, float]:

@@ -94,3 +94,14 @@ class Echo:
             sums.append(checksum(data))
         receiver.close()
         return sums
+
+
+class Numbered(Echo):
+    """Knows how often it was started."""
+
+    def __init__(self, launch: int) -> None:
+        super().__init__()
+        self._launch = launch
+
+    def which(self) -> int:
+        return self._launch

@@ -13,7 +13,7 @@ from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.cluster.supervised import Group
 from rlhfspec_mega.config.schema import ActorConfig
-from rlhfspec_mega.megatron.description import Learning, ModelDescription, ParallelRanks, describe
+from rlhfspec_mega.megatron.description import Learning, ModelDescription, ParallelRanks, ParallelSizes, describe
 from rlhfspec_mega.megatron.groups import positions
 from rlhfspec_mega.megatron.model import MegatronModel, on_megatron
 from rlhfspec_mega.megatron.process import join, leave, seed_megatron
@@ -37,7 +37,9 @@ def described(
     """A model that learns, by the name of "actor"."""
     shape = model if isinstance(model, ModelShape) else read_shape(model)
     learning = Learning(config.optimizer, total_updates)
-    return describe("actor", shape, config, ranks=ranks, temperature=temperature, learning=learning)
+    return describe(
+        "actor", shape, config, ParallelSizes.of_actor(config, ranks), temperature=temperature, learning=learning
+    )
 
 
 def worker_specs(

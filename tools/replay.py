@@ -26,7 +26,7 @@ def replay(rollouts: Path, step: int, out: Path, overrides: list[str]) -> dict[s
         RunError: a worker failed.
     """
     from rlhfspec_mega.algorithms.choice import make_algorithm
-    from rlhfspec_mega.algorithms.policy_gradient import REFERENCE, note_on_samples
+    from rlhfspec_mega.algorithms.policy_gradient import ACTOR, REFERENCE, note_on_samples
     from rlhfspec_mega.config.checks import check_config
     from rlhfspec_mega.config.compose import load_config
     from rlhfspec_mega.config.model_shape import model_shape
@@ -36,6 +36,8 @@ def replay(rollouts: Path, step: int, out: Path, overrides: list[str]) -> dict[s
     from rlhfspec_mega.trainer import shuffle_generator
 
     config = load_config([*overrides, f"output_dir={out.parent}", f"name={out.name}"])
+    if config.algorithm.kl_coef > 0:
+        config.placement.reference = ACTOR  # there are no engines
     sizes = check_config(config)
     if config.model.path is None:
         raise UserError("A replay starts from weights on disk: give model.path=DIR, the model the rollout began with.")
@@ -52,7 +54,7 @@ def replay(rollouts: Path, step: int, out: Path, overrides: list[str]) -> dict[s
     reference = model if REFERENCE in algorithm.models else None
     setup = Setup(config, sizes, shape, out, sizes.total_updates, reference=reference, with_engines=False)
     with System(setup) as system:
-        system.load_start(model)
+        system.actor.load_weights(model)
         experience = algorithm.experience(samples)
         if system.reference is not None:
             algorithm.add_reference(experience, system.reference)

@@ -58,9 +58,9 @@ class Experience:
         """Where each sample's values begin in a column, [samples + 1]."""
         return starts(self.response_lengths)
 
-    def joined(self, values: Sequence[Sequence[float]]) -> Floats:
+    def joined(self, values: Sequence[ArrayLike]) -> Floats:
         """A column from each sample's values. Raises ValueError unless there is one for every response token."""
-        if [len(part) for part in values] != self.response_lengths.tolist():
+        if [np.size(part) for part in values] != self.response_lengths.tolist():
             raise ValueError("a column needs one value for every response token")
         return np.concatenate([np.asarray(part, np.float32) for part in values] or [np.zeros(0, np.float32)])
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhfspec_mega.algorithm.advantages import learning_samples, shaped_rewards, shuffled
-from rlhfspec_mega.algorithm.experience import Experience
+from rlhfspec_mega.algorithm.experience import Experience, Floats
 from rlhfspec_mega.algorithm.losses import kl_estimate
 from rlhfspec_mega.algorithm.microbatch import WEIGHTS, TokenLoss
 from rlhfspec_mega.algorithm.objectives import policy_metrics, policy_objective
@@ -63,9 +63,7 @@ class PolicyGradient(ABC):
         """Add the frozen reference's log-probs."""
         experience.columns["reference_logprobs"], _ = reference.logprobs(experience, "reference")
 
-    def take_reference(
-        self, samples: Sequence[Sample], experience: Experience, found: Mapping[str, Sequence[float]]
-    ) -> None:
+    def take_reference(self, samples: Sequence[Sample], experience: Experience, found: Mapping[str, Floats]) -> None:
         """Add the frozen reference's log-probs, by sample id, as they were computed beside generation.
 
         Raises RunError unless there is one for every response token of every sample.

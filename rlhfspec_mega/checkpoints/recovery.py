@@ -52,7 +52,7 @@ def recover(run: Run, reporter: Reporter, death: WorkerDied) -> int:
                 raise RunError(f"{death} It was restarted cluster.max_restarts={most} times without a step between.")
             try:
                 run.system.restart_actor()
-                run.system.load_start(run.model)
+                run.system.actor.load_weights(run.model)
                 step = resume(run)
             except WorkerDied as another:
                 death = another

@@ -19,11 +19,14 @@ class WorkerSpec:
     """One worker to start: `import_path` names a class, `arguments` are its keyword arguments.
 
     `devices` are the device indices of the cluster it may use (CUDA_VISIBLE_DEVICES on GPUs, a place on CPUs).
+    With `numbered` the class is also told, as `launch`, how often a process was started for this rank, this one
+    included: peers that start anew together meet under another name than the ones before.
     """
 
     import_path: str
     arguments: dict[str, Any] = field(default_factory=dict)
     devices: tuple[int, ...] = ()
+    numbered: bool = False
 
 
 @dataclass(eq=False)
@@ -114,14 +117,31 @@ class WorkerGroup(Protocol):
 
 
 class Cluster(Protocol):
-    """Starts worker groups, watches them and waits for them."""
+    """Starts worker groups, watches them and waits for them.
 
-    def launch(self, role: str, workers: Sequence[WorkerSpec], *, replaceable: bool = False) -> WorkerGroup:
+    Attributes:
+        host_address: where listeners of this process bind; every worker can reach it.
+    """
+
+    host_address: str
+
+    def launch(
+        self,
+        role: str,
+        workers: Sequence[WorkerSpec],
+        *,
+        replaceable: bool = False,
+        needs_weights: bool = True,
+        together: int = 1,
+    ) -> WorkerGroup:
         """Begin to start a group, beside others; `wait_started` must follow before its first call.
 
         Args:
-            replaceable: a worker that dies is started again by the cluster and rejoins with current weights; the death
-                of any other worker ends whatever is waited for.
+            replaceable: a worker that dies is started again by the cluster; the death of any other worker ends
+                whatever is waited for.
+            needs_weights: a replaceable worker serves only with the current policy's weights.
+            together: so many replaceable workers, from a multiple of it on, are one replica of a model: when one dies,
+                all are ended and started anew.
         """
 
     def wait_started(self) -> None:

@@ -95,7 +95,8 @@ class SupervisedCluster(ABC):
         self._restarts = Restarts(max_restarts)
         self._processes: dict[tuple[str, int], WorkerProcess] = {}
         self.launches: Counter[tuple[str, int]] = Counter()
-        self._replaceable: set[str] = set()
+        self._replaceable: dict[str, bool] = {}  # roles, and whether they need the policy's weights
+        self._together: dict[str, int] = {}  # workers of a replica, by role
         self._next_watch = 0.0
         self._up = False  # after the first start: before it, a failure to start ends the run
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -115,9 +116,17 @@ class SupervisedCluster(ABC):
 
     # Groups
 
-    def launch(self, role: str, workers: Sequence[WorkerSpec], *, replaceable: bool = False) -> Group:
+    def launch(
+        self,
+        role: str,
+        workers: Sequence[WorkerSpec],
+        *,
+        replaceable: bool = False,
+        needs_weights: bool = True,
+        together: int = 1,
+    ) -> Group:
         if replaceable:
-            self._replaceable.add(role)
+            self._replaceable[role], self._together[role] = needs_weights, together
         for rank, spec in enumerate(workers):
             self._start(role, rank, spec)
         return Group(self, role, len(workers))
@@ -146,7 +155,8 @@ class SupervisedCluster(ABC):
         while (busy := [call for call in calls if not call.done]) and time.monotonic() < end:
             self.receive([self.process(call.role, call.rank) for call in busy], end - time.monotonic())
         for call in busy:
-            self._bury(self.process(call.role, call.rank), f"being stuck in {call.method}")
+            if not call.done:  # by the end of a peer
+                self._bury(self.process(call.role, call.rank), f"being stuck in {call.method}")
 
     def end(self, role: str) -> None:
         for key in [key for key in self._processes if key[0] == role]:
@@ -226,7 +236,8 @@ class SupervisedCluster(ABC):
         report = self._report()  # wakes stopped workers
         if not check and all(call.role in self._replaceable for call in waiting):
             for call in waiting:
-                self._bury(self.process(call.role, call.rank), f"no answer within {limit:g} s (stacks: {report})")
+                if not call.done:  # by the end of a peer
+                    self._bury(self.process(call.role, call.rank), f"no answer within {limit:g} s (stacks: {report})")
             return
         raise RunError(
             f"In phase '{phase}', no answer within {limit:g} s from {who}. The Python stacks of all workers are in "
@@ -254,7 +265,8 @@ class SupervisedCluster(ABC):
             return
         self._next_watch = now + WATCH_SECONDS
         for process in list(self._processes.values()):
-            self._watch_one(process, now)
+            if self._is_current(process):  # not ended with a peer a moment ago
+                self._watch_one(process, now)
         if silent := [self.process(role, rank) for role, rank in self.liveness.look(now)]:
             self._fell_silent(silent, phase)
         for process in self._processes.values():
@@ -293,22 +305,29 @@ class SupervisedCluster(ABC):
                 f"In phase '{phase}', no sign of life from {who}. The Python stacks of all workers are in {report}. "
                 "Raise cluster.silence_seconds if it was only busy."
             )
-        for process in silent:
+        for process in filter(self._is_current, silent):
             why = self.liveness.health(process.role, process.rank).why
             self._bury(process, f"no sign of life ({why}; stacks: {report})")
 
     def _bury(self, process: WorkerProcess, why: str) -> None:
-        """Record a death, answer its pending call with it, and start another process where that is allowed."""
-        self.liveness.exited(process.role, process.rank, why)
-        process.answered(("dead", why))
-        process.kill()
-        if process.role not in self._replaceable:
+        """Record a death, answer its pending call with it, and start another process where that is allowed.
+
+        The peers of its replica go the same way.
+        """
+        role, size = process.role, self._together.get(process.role, 1)
+        first = process.rank - process.rank % size
+        for peer in [self.process(role, rank) for rank in range(first, first + size)]:
+            reason = why if peer is process else f"rank {process.rank}, its peer, which had {why}"
+            self.liveness.exited(role, peer.rank, reason)
+            peer.answered(("dead", reason))
+            peer.kill()
+        if role not in self._replaceable:
             return
-        key = (process.role, process.rank)
-        again = self._up and self._restarts.take(f"{process.role} {process.rank}")
+        again = self._up and self._restarts.take(f"{role} {first}")
         logger.warning("%s", self._death(process, "") + (" Another is starting." if again else " It stays down."))
         if again:
-            self._start(*key, process.spec)
+            for rank in range(first, first + size):
+                self._start(role, rank, self.process(role, rank).spec)
 
     def _death(self, process: WorkerProcess, phase: str) -> str:
         why = self.liveness.health(process.role, process.rank).why
@@ -319,11 +338,15 @@ class SupervisedCluster(ABC):
         process = self.spawn(role, rank, spec, self.log_dir / f"{role}-{rank}.log")
         self._processes[role, rank] = process
         self.launches[role, rank] += 1
-        self.liveness.launched(role, rank, time.monotonic(), needs_weights=role in self._replaceable)
-        process.start(_START, (spec.import_path, spec.arguments))
+        self.liveness.launched(role, rank, time.monotonic(), needs_weights=self._replaceable.get(role, False))
+        numbered = {"launch": self.launches[role, rank]} if spec.numbered else {}
+        process.start(_START, (spec.import_path, spec.arguments | numbered))
 
     def _starting(self, process: WorkerProcess) -> bool:
         return process.pending is not None and process.pending.method == _START
+
+    def _is_current(self, process: WorkerProcess) -> bool:
+        return self._processes.get((process.role, process.rank)) is process
 
     def _is_dead(self, process: WorkerProcess) -> bool:
         return self.liveness.health(process.role, process.rank).state is WorkerState.DEAD

@@ -26,12 +26,12 @@ from rlhfspec_mega.config.sglang import (
     memory_share,
     uses_sglang,
 )
-from rlhfspec_mega.config.sizes import Sizes, derive_sizes
+from rlhfspec_mega.config.sizes import Sizes, derive_sizes, reference_home
 from rlhfspec_mega.data.chain_sums import ChainSums
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.memory import GIB
-from rlhfspec_mega.planning.placement import ACTOR, ENGINE
+from rlhfspec_mega.planning.placement import ACTOR, ENGINE, GENERATION, REFERENCE
 from rlhfspec_mega.rollout.sglang_engine.cpu_kernels import NOTICE
 
 # The constants Megatron hard-codes for Llama 3's rotary scaling; only the factor can be chosen.
@@ -155,6 +155,8 @@ def _check_useless(config: RunConfig) -> None:
         "data.chat_template": (built_in_data, "data=files"),
         "algorithm.kl_in": (config.algorithm.kl_coef == 0, "algorithm.kl_coef=0.01"),
         "algorithm.kl_estimator": (config.algorithm.kl_coef == 0, "algorithm.kl_coef=0.01"),
+        "placement.reference": (config.algorithm.kl_coef == 0, "algorithm.kl_coef=0.01"),
+        "placement.reference_tensor_parallel": (reference_home(config) != GENERATION, "placement.reference=generation"),
         "data.max_terms": (not built_in_data, "data=chain_sums"),
         "data.median_terms": (not built_in_data, "data=chain_sums"),
         "data.sigma_terms": (not built_in_data, "data=chain_sums"),
@@ -250,13 +252,10 @@ def check_parallel(config: RunConfig, shape: ModelShape) -> None:
     """
     actor, name = config.actor, f"model {config.model.path or config.model.name}"
     tensor, chunks = actor.tensor_parallel, actor.pipeline_parallel * actor.virtual_pipeline
-    if shape.num_heads % tensor or shape.num_kv_heads % tensor or shape.ffn_size % tensor:
-        parts = (shape.num_heads, shape.num_kv_heads, shape.ffn_size)
-        valid = [n for n in range(1, shape.num_kv_heads + 1) if not any(part % n for part in parts)]
-        raise UserError(
-            f"actor.tensor_parallel={tensor}: {name} has {shape.num_heads} heads, {shape.num_kv_heads} key-value heads "
-            f"and a feed-forward size of {shape.ffn_size}: use {_either(valid)}."
-        )
+    _check_tensor_parallel("actor.tensor_parallel", tensor, shape, name)
+    _check_tensor_parallel(
+        "placement.reference_tensor_parallel", config.placement.reference_tensor_parallel, shape, name
+    )
     if shape.num_layers % chunks:
         valid = [n for n in range(1, shape.num_layers + 1) if shape.num_layers % n == 0]
         raise UserError(
@@ -275,6 +274,16 @@ def check_parallel(config: RunConfig, shape: ModelShape) -> None:
         raise UserError(
             "actor.overlap_p2p=true works with the interleaved schedule only: set actor.virtual_pipeline=2 or "
             "actor.overlap_p2p=false."
+        )
+
+
+def _check_tensor_parallel(option: str, size: int, shape: ModelShape, name: str) -> None:
+    parts = (shape.num_heads, shape.num_kv_heads, shape.ffn_size)
+    if any(part % size for part in parts):
+        valid = [n for n in range(1, shape.num_kv_heads + 1) if not any(part % n for part in parts)]
+        raise UserError(
+            f"{option}={size}: {name} has {shape.num_heads} heads, {shape.num_kv_heads} key-value heads "
+            f"and a feed-forward size of {shape.ffn_size}: use {_either(valid)}."
         )
 
 
@@ -320,8 +329,8 @@ def _check_devices(config: RunConfig) -> None:
 def _check_memory(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
     """Compare the estimate of planning.memory with what the machine has.
 
-    On a CPU all workers share the machine's memory and each actor rank keeps the reference's weights beside its own.
-    On GPUs the device that holds most decides; a tenth is left to communication buffers and fragmentation.
+    On a CPU all workers share the machine's memory. On GPUs the device that holds most decides, while samples are
+    generated or while the actor learns; a tenth is left to communication buffers and fragmentation.
     """
     actor, engine, draft = sizes.actor_memory, sizes.engine_memory, sizes.draft_memory
     parts = (
@@ -334,11 +343,12 @@ def _check_memory(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
         of_draft = f"{draft.actor / GIB:,.1f} on one actor rank, {draft.engine / GIB:,.1f} on each engine"
         parts += f"; for the draft {of_draft}"
     if sizes.reference_memory:
-        parts += f"; for the reference {sizes.reference_memory / GIB:,.1f} on each engine"
-    of_engine = engine.total + draft.engine + sizes.reference_memory
+        parts += f"; for each rank of the reference {sizes.reference_memory / GIB:,.1f}"
+    placement, of_engine = sizes.placement, engine.total + draft.engine
     if device_type(config.cluster) == "cpu":
-        workers = sizes.actor_ranks + sizes.engines
-        need = sizes.actor_ranks * (actor.total + 2 * actor.weights) + sizes.engines * of_engine
+        workers = sum(map(len, placement.processes().values()))
+        need = sizes.actor_ranks * (actor.total + actor.weights) + sizes.engines * of_engine
+        need += len(placement.devices(REFERENCE)) * sizes.reference_memory
         need += draft.actor + workers * PROCESS_BYTES + (sizes.engines * ENGINE_BYTES if uses_sglang(config) else 0)
         need, have = need // config.cluster.nodes, host_memory()
         where, hint = "this machine", "choose a smaller model or a machine with GPUs"
@@ -348,9 +358,10 @@ def _check_memory(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
         of_actor = actor.total + draft.actor
         beside = of_actor  # an engine
         if uses_sglang(config):
-            of_engine = int((memory_share(config, sizes.placement) or 0.0) * min(gpu_memory()))
-            beside -= (actor.activations + actor.logits) if engines_sleep(config, sizes.placement) else 0
-        need = max(of_actor, beside + of_engine) if sizes.placement.shares(ACTOR, ENGINE) else max(of_actor, of_engine)
+            of_engine = int((memory_share(config, placement) or 0.0) * min(gpu_memory()))
+            beside -= (actor.activations + actor.logits) if engines_sleep(config, placement) else 0
+        generating = {ACTOR: beside, ENGINE: of_engine, REFERENCE: sizes.reference_memory}
+        need = max(placement.fullest({ACTOR: of_actor}), placement.fullest(generating))
         have = int(0.9 * min(gpu_memory()))
         where = "each GPU"
         hint = "raise actor.tensor_parallel or pipeline_parallel, set actor.recompute=true, or lower rollout.slots"

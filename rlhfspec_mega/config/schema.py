@@ -141,7 +141,6 @@ class ReallocationConfig:
     """What is done about engines that end at different times; nothing under trainer.deterministic."""
 
     policy: str = "adaptive"  # off | queue | adaptive
-    fusion: bool = True  # engines without samples score finished ones with the reference; adaptive packs the tail
     least_gain: float = 0.1  # adaptive: share of the time left that moves must save
     cool_down: float = 1.0  # adaptive: seconds in which a sample is not moved again
     tolerance: float = 0.03  # adaptive: share of the time left by which packing the tail may delay its end
@@ -149,7 +148,11 @@ class ReallocationConfig:
 
 @dataclass
 class PlacementConfig:
+    """Which model lies on which devices."""
+
     mode: str = "colocated"  # colocated | separate
+    reference: str = "auto"  # generation | actor | auto: on the actor's ranks under trainer.deterministic
+    reference_tensor_parallel: int = 1  # generation: engines' devices of one replica, which scores while all are free
 
 
 @dataclass

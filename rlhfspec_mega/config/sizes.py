@@ -26,7 +26,7 @@ from rlhfspec_mega.planning.memory import (
     reference_memory,
     weights_per_rank,
 )
-from rlhfspec_mega.planning.placement import ACTOR, ENGINE, PLACEMENTS, Placement, Wishes
+from rlhfspec_mega.planning.placement import ACTOR, ENGINE, GENERATION, PLACEMENTS, REFERENCE, Placement, Wishes
 from rlhfspec_mega.planning.policies import make_policy
 from rlhfspec_mega.planning.tree import most_drafted
 
@@ -41,7 +41,7 @@ class Sizes:
         total_updates: optimizer steps of the whole run.
         weights_per_rank: weights on the actor rank that holds most.
         placement: where every model lies.
-        reference_memory: bytes of the reference in each engine; 0 where the actor holds it.
+        reference_memory: bytes of a rank of the reference; 0 without one.
     """
 
     devices: int
@@ -111,8 +111,26 @@ def _placement(config: RunConfig, devices: int) -> Placement:
             f"actor.tensor_parallel={actor.tensor_parallel} times pipeline_parallel={actor.pipeline_parallel} needs "
             f"{copy} devices and the cluster has {devices}: lower one of them or set cluster.devices_per_node={copy}."
         )
-    wishes = Wishes(devices, copy, actor.data_parallel, config.rollout.engines, engine_gpus(config))
+    wishes = Wishes(
+        devices,
+        copy,
+        actor.data_parallel,
+        config.rollout.engines,
+        engine_gpus(config),
+        node=config.cluster.devices_per_node,
+        reference=reference_home(config),
+        reference_devices=config.placement.reference_tensor_parallel,
+    )
     return PLACEMENTS[config.placement.mode](wishes)
+
+
+def reference_home(config: RunConfig) -> str | None:
+    """Where the frozen reference lies: on GENERATION devices or the ACTOR's ranks; None: there is none."""
+    if config.algorithm.kl_coef == 0:
+        return None
+    if config.placement.reference != "auto":
+        return config.placement.reference
+    return ACTOR if config.trainer.deterministic else GENERATION
 
 
 def _check_divides(update: int, samples: int) -> None:
@@ -157,17 +175,16 @@ def _draft_memory(config: RunConfig, shape: ModelShape, max_sequence: int) -> Dr
     return draft_memory(draft, plan)
 
 
-def engines_score(config: RunConfig) -> bool:
-    """Whether the reference lies on the engines' devices; otherwise, where there is one, on the actor's ranks."""
-    needed = config.algorithm.kl_coef > 0
-    return needed and config.reallocation.fusion and not config.trainer.deterministic
-
-
 def _reference_memory(config: RunConfig, shape: ModelShape) -> int:
-    if not engines_score(config):
+    home, actor = reference_home(config), config.actor
+    if home is None:
         return 0
-    plan = ReferencePlan(config.actor.dtype, config.trainer.max_tokens_per_microbatch, config.actor.logprob_chunk)
-    return reference_memory(shape, plan)
+    sizes = (actor.tensor_parallel, actor.pipeline_parallel)
+    if home == GENERATION:
+        sizes = (config.placement.reference_tensor_parallel, 1)
+    return reference_memory(
+        shape, ReferencePlan(*sizes, actor.dtype, config.trainer.max_tokens_per_microbatch, actor.logprob_chunk)
+    )
 
 
 def size_rows(config: RunConfig, sizes: Sizes) -> list[tuple[str, str, str]]:
@@ -202,7 +219,7 @@ def size_rows(config: RunConfig, sizes: Sizes) -> list[tuple[str, str, str]]:
         ("memory per actor rank", f"{sizes.actor_memory.total / GIB:.2f} GiB", "estimate"),
         ("memory per engine", f"{sizes.engine_memory.total / GIB:.2f} GiB", "estimate: weights, KV, scores"),
         *_draft_rows(sizes.draft_memory),
-        *_reference_rows(sizes.reference_memory),
+        *_reference_rows(sizes),
     ]
 
 
@@ -213,5 +230,10 @@ def _draft_rows(memory: DraftMemory) -> list[tuple[str, str, str]]:
     return [("memory of the draft", value, "estimate: beside one actor rank, in each engine")]
 
 
-def _reference_rows(memory: int) -> list[tuple[str, str, str]]:
-    return [("memory of the reference", f"{memory / GIB:.2f} GiB", "estimate: in each engine")] if memory else []
+def _reference_rows(sizes: Sizes) -> list[tuple[str, str, str]]:
+    place = sizes.placement.places.get(REFERENCE)
+    if place is None:
+        return []
+    where = "on the actor's ranks" if place.within else "on the engines' devices"
+    memory = f"{sizes.reference_memory / GIB:.2f} GiB"
+    return [("memory of the reference", memory, f"estimate: a rank of {len(place.devices)}, {where}")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from rlhfspec_mega.config.schema import ActorConfig, OptimizerConfig
@@ -35,6 +36,14 @@ class ParallelSizes:
         for name, size in (("context", self.context), ("expert", self.expert)):
             if size != 1:
                 raise UserError(f"A {name}-parallel size of {size} is not possible: use 1.")
+
+    @classmethod
+    def of_actor(cls, config: ActorConfig, ranks: int) -> ParallelSizes:
+        """The actor's, with as many data-parallel copies as so many ranks hold."""
+        data = ranks // (config.tensor_parallel * config.pipeline_parallel)
+        return cls(
+            config.tensor_parallel, config.pipeline_parallel, data, config.virtual_pipeline, config.sequence_parallel
+        )
 
     @property
     def ranks(self) -> int:
@@ -82,6 +91,8 @@ class ModelDescription:
 
     Attributes:
         name: of the model within its run, e.g. "actor"; workers know it by this.
+        checkpoint: Hugging Face directory of a frozen model's weights, read when they are first needed; None: they are
+            loaded by a call.
         dtype: "float32" or "bfloat16".
         learning: None: frozen.
         rests: where its weights are while it is not used.
@@ -94,6 +105,7 @@ class ModelDescription:
     parallel: ParallelSizes
     dtype: str
     logits: LogitSettings
+    checkpoint: Path | None = None
     learning: Learning | None = None
     rests: Residency = Residency.DEVICE
     recompute: bool = False
@@ -105,25 +117,23 @@ def describe(
     name: str,
     shape: ModelShape,
     config: ActorConfig,
+    parallel: ParallelSizes,
     *,
-    ranks: int,
     temperature: float,
     learning: Learning | None = None,
+    checkpoint: Path | None = None,
     rests: Residency = Residency.DEVICE,
 ) -> ModelDescription:
-    """A model cut as `config` says over so many ranks.
+    """A model of the actor's precision, cut as `parallel` says.
 
     Args:
         temperature: that samples are drawn at; 0 (greedy) counts as 1.
     """
-    data = ranks // (config.tensor_parallel * config.pipeline_parallel)
-    sizes = ParallelSizes(
-        config.tensor_parallel, config.pipeline_parallel, data, config.virtual_pipeline, config.sequence_parallel
-    )
     return ModelDescription(
         name=name,
         shape=shape,
-        parallel=sizes,
+        parallel=parallel,
+        checkpoint=checkpoint,
         dtype=config.dtype,
         logits=LogitSettings(shape.vocab_size, temperature or 1.0, config.logprob_chunk),
         learning=learning,

@@ -63,6 +63,7 @@ class MegatronModel:
         self.groups = make_groups(description.parallel, ranks, timedelta(seconds=deadline_seconds))
         self.position = ranks_in(self.groups)
         self.chunks = build_chunks(description, self.groups, device)
+        self._unread = description.checkpoint
         if description.learning is not None:
             self.optimizer = build_optimizer(
                 description.learning.optimizer, self.chunks, description.dtype, self.groups
@@ -81,6 +82,9 @@ class MegatronModel:
     @on_megatron
     def logprobs(self, batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, float] | None:
         """See compute_logprobs; one copy per data-parallel rank, None elsewhere."""
+        if self._unread is not None:
+            self.load_weights(self._unread)
+            self._unread = None
         if self.description.rests is Residency.HOST:
             self.onload()
         found = compute_logprobs(self.chunks, self.groups, batches, self.description.logits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,6 +24,10 @@ class Rendezvous:
     rank: int
     world_size: int
     deadline_seconds: float
+
+    def again(self, launch: int) -> Rendezvous:
+        """Where the processes of this launch meet: a store still holds what those before have left."""
+        return replace(self, init_method=f"{self.init_method}.{launch}")
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of init_process_group that say where to meet; connects to a store.

@@ -46,9 +46,14 @@ def actor_lane(rank: int) -> Lane:
     return Lane(2, rank, "actor", f"rank {rank}")
 
 
+def reference_lane(replica: int) -> Lane:
+    """The row of a replica of the reference on generation devices."""
+    return Lane(3, replica, "reference", f"replica {replica}")
+
+
 def engine_lane(rank: int, number: int) -> Lane:
     """A row of an engine: 0 for its work, 1 for when it was freed, 2 for samples that leave and arrive."""
-    return Lane(3 + rank, number, f"engine {rank}", ("work", "freed", "migrations")[number])
+    return Lane(4 + rank, number, f"engine {rank}", ("work", "freed", "migrations")[number])
 
 
 class Timeline:
@@ -89,6 +94,10 @@ class Timeline:
     def actor(self, rank: int, spans: Sequence[Span]) -> None:
         """What an actor rank did, in order of time."""
         self._spans(actor_lane(rank), spans)
+
+    def reference(self, replica: int, spans: Sequence[Span]) -> None:
+        """What a replica of the reference did on devices that engines left free, in order of time."""
+        self._spans(reference_lane(replica), spans)
 
     def freed(self, rank: int, start: float, end: float) -> None:
         """In this time the rollout had no more samples for the engine."""

@@ -98,13 +98,15 @@ class DraftPlan:
 
 @dataclass(frozen=True)
 class ReferencePlan:
-    """What the memory of a reference in an engine depends on besides the shape.
+    """What the memory of a frozen model's rank depends on besides the shape.
 
     Attributes:
         batch_tokens: padded tokens that it reads at once, at most.
         logit_chunk: tokens whose fp32 logits exist at once.
     """
 
+    tensor_parallel: int
+    pipeline_parallel: int
     dtype: str
     batch_tokens: int
     logit_chunk: int
@@ -200,23 +202,23 @@ def draft_memory(draft: DraftShape, plan: DraftPlan) -> DraftMemory:
 
 
 def reference_memory(shape: ModelShape, plan: ReferencePlan) -> int:
-    """Bytes that an engine needs besides its own while it scores with a reference of P weights.
+    """Bytes of the rank of a frozen model that needs most while it scores; TP divides all but the residual stream.
 
-    P b for the weights, b bytes each, and what exists at once of a forward pass:
+    With P = weights_per_rank, P b for the weights, b bytes each, and what exists at once of a forward pass:
         in a layer    per token 2 hidden (the residual stream and its norm), 4 ffn (gate and up of this layer and of the
                       one before), q, k and v, the attention's result, and 2 head_dim of rotary factors
         at the head   per token 3 hidden; per token of a chunk and vocabulary entry its fp32 logits and those of the
                       chunk before, or their log-softmax; in bf16 also the product they come from
     On a GPU the weights are there during a call only, and wait in host memory, which is not counted.
     """
-    size = DTYPE_BYTES[plan.dtype]
+    size, tp = DTYPE_BYTES[plan.dtype], plan.tensor_parallel
     qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     mixed = (shape.num_heads + 2) * shape.head_dim
-    layer = plan.batch_tokens * (2 * shape.hidden_size + 4 * shape.ffn_size + qkv + mixed) * size
+    layer = plan.batch_tokens * (2 * shape.hidden_size + (4 * shape.ffn_size + qkv + mixed) // tp) * size
     per_logit = 8 if plan.dtype == "float32" else 8 + size
     chunk = min(plan.logit_chunk, plan.batch_tokens)
-    head = plan.batch_tokens * 3 * shape.hidden_size * size + chunk * shape.vocab_size * per_logit
-    return shape.parameters * size + max(layer, head)
+    head = plan.batch_tokens * 3 * shape.hidden_size * size + chunk * shape.vocab_size * per_logit // tp
+    return weights_per_rank(shape, tp, plan.pipeline_parallel) * size + max(layer, head)
 
 
 def _matrices(shape: ModelShape | DraftShape, inputs: int) -> int:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from rlhfspec_mega.observe.timeline import Timeline
+from rlhfspec_mega.rollout.fusion import ScoreReport
 from rlhfspec_mega.types import MigrationEvent, Span, TailTally
 
 
@@ -54,13 +55,14 @@ class Journal:
             if self._timeline:
                 self._timeline.migration(event)
 
-    def scored(self, rank: int, span: Span) -> None:
-        """An engine has scored a batch: in freed time, if it began while others were still decoding."""
+    def scored(self, report: ScoreReport) -> None:
+        """A batch was scored: in freed time, if that began while engines were still decoding."""
+        span = report.span
         if span.start < self._ended:
             self._tally.fused_tasks += int(span.arguments["samples"])
             self._tally.fused_seconds += min(span.seconds, self._ended - span.start)
         if self._timeline:
-            self._timeline.engine(rank, [span])
+            self._timeline.reference(report.replica, [span])
 
     def end(self) -> None:
         """All samples have ended: engines that were empty before had been freed. Later calls do nothing."""

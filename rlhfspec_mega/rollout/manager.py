@@ -10,10 +10,10 @@ from typing import Any, Protocol
 from rlhfspec_mega.ledger import Ledger
 from rlhfspec_mega.observe.timeline import Timeline
 from rlhfspec_mega.rollout.assignment import Assignment
-from rlhfspec_mega.rollout.fusion import ScoringQueue
 from rlhfspec_mega.rollout.journal import Journal
 from rlhfspec_mega.rollout.migration.messages import Meeting
 from rlhfspec_mega.rollout.reallocation import Reallocation
+from rlhfspec_mega.rollout.scoring import Scoring
 from rlhfspec_mega.types import DraftingTally, EngineReport, GenerationRequest, GenerationResult, TailTally
 
 Progress = Callable[[int, int], None]
@@ -67,9 +67,8 @@ class RolloutManager:
         poll_seconds: longest time an engine decodes before it answers.
         at_once: samples an engine is given at once, see Assignment.
         reallocation: moves samples while they are decoded; not with `deterministic`.
-        scored_at_once: tokens that an engine scores before it answers.
         timeline: is told what the engines do.
-        freed_work: is offered freed engines' time after all finished samples are scored; with `reallocation`, which
+        freed_work: is offered freed devices' time after all finished samples are scored; with `reallocation`, which
             knows how long that is.
     """
 
@@ -83,15 +82,12 @@ class RolloutManager:
         deterministic: bool = False,
         at_once: int | None = None,
         reallocation: Reallocation | None = None,
-        scored_at_once: int = 1024,
         timeline: Timeline | None = None,
         freed_work: FreedWork | None = None,
     ) -> None:
         self._engines, self._wait, self._revive = engines, wait, revive
         self._poll_seconds, self._deterministic, self._at_once = poll_seconds, deterministic, at_once
-        self._reallocation, self._scored_at_once = reallocation, scored_at_once
-        self._journal, self._freed_work = Journal(timeline), freed_work
-        self._left: Stage | None = None  # engines that went on scoring when a rollout was over
+        self._reallocation, self._journal, self._freed_work = reallocation, Journal(timeline), freed_work
 
     def generate(
         self,
@@ -99,19 +95,19 @@ class RolloutManager:
         ledger: Ledger,
         phase: str,
         progress: Progress | None = None,
-        scoring: ScoringQueue | None = None,
+        scoring: Scoring | None = None,
     ) -> dict[str, GenerationResult]:
         """Decode all requests; results by sample id.
 
         Args:
             ledger: holds every sample as PENDING; they are FINISHED on return.
-            scoring: takes finished samples; engines without samples score them. Some may still do so on return, and
-                can be asked for nothing before `finish_scoring`, which does the rest.
+            scoring: takes finished samples, which are scored on devices of engines without samples. Some may still be
+                on return; `finish_scoring` does the rest.
 
         Raises:
             RunError: an engine failed or lost a sample, one came back twice or unasked, or no engine could be revived.
         """
-        serving, self._left = self._engines.serving(), None  # those of a step that was given up
+        serving = self._engines.serving()
         reallocation = self._reallocation if requests and len(serving) > 1 else None
         if reallocation:
             reallocation.begin(requests, self._meet(requests[0].temperature, phase))
@@ -122,10 +118,10 @@ class RolloutManager:
         self._journal.begin(serving)
         stage = Stage(work, reallocation, scoring)
         stage.given = {rank: self._engines.launches(rank) for rank in serving}
-        while not work.done or stage.decoding:  # an engine that waits for what ended elsewhere is heard out
+        while not work.done or stage.calls:  # an engine that waits for what ended elsewhere is heard out
             self._take_back(stage)
             if stage.idle:
-                self._plan(stage)  # first: there may be samples for it, and else it is given finished ones to score
+                self._plan(stage)  # first: there may be samples for it, and else its device scores finished ones
             self._start_calls(stage)
             self._plan(stage)  # while all decode
             self._hear(stage, phase)
@@ -135,23 +131,17 @@ class RolloutManager:
                 progress(len(work.results), len(requests))
         if reallocation:
             reallocation.end()
-            self._drop_copies(phase, set(range(self._engines.size)) - stage.calls.keys())
-        if stage.calls:
-            self._left = Stage(None, reallocation, scoring, stage.calls, stage.given)
+            self._drop_copies(phase)
         return work.results
 
-    def finish_scoring(self, scoring: ScoringQueue, phase: str) -> None:
-        """Have all engines score what waits. Raises RunError as `generate` does."""
-        stage, self._left = self._left or Stage(None, None, scoring), None
-        uncleared = list(stage.calls)
+    def finish_scoring(self, scoring: Scoring, phase: str) -> None:
+        """Have what waits scored. Raises RunError: a replica failed, or none is left."""
         while not scoring.done:
-            self._take_back(stage)
-            self._start_calls(stage)
-            self._hear(stage, phase)
-        if stage.reallocation:
-            self._drop_copies(phase, uncleared)
-        if self._reallocation and scoring.scored_tokens:
-            self._reallocation.scoring.seconds_per_token = scoring.seconds / scoring.scored_tokens
+            scoring.go_on()
+            for call in self._wait(scoring.calls(), phase, first=True, check=False):
+                self._scored(scoring, call)
+        if self._reallocation and scoring.seconds_per_token:
+            self._reallocation.scoring.seconds_per_token = scoring.seconds_per_token
 
     def take_tail(self) -> TailTally:
         """What was done about the long tail since the last call."""
@@ -170,53 +160,53 @@ class RolloutManager:
         self._wait(calls, phase, first=False, check=False)
         return {call.rank: call.result() for call in calls if not call.dead}
 
-    def _drop_copies(self, phase: str, ranks: Collection[int]) -> None:
+    def _drop_copies(self, phase: str) -> None:
         """Copies of prompts, and of samples whose move failed halfway, are now of no use to anyone."""
-        calls = [self._engines.start(rank, "clear") for rank in self._engines.serving() if rank in ranks]
+        calls = [self._engines.start(rank, "clear") for rank in self._engines.serving()]
         self._wait(calls, phase, first=False, check=False)
 
     def _plan(self, stage: Stage) -> None:
         """Let samples be reallocated if a plan is due."""
         work, reallocation = stage.work, stage.reallocation
-        if work is None or reallocation is None or work.done or not reallocation.due(urgent=stage.idle):
+        if reallocation is None or work.done or not reallocation.due(urgent=stage.idle):
             return
         stage.idle = False
-        unscored = stage.scoring.unscored_tokens if stage.scoring else None
+        unscored = stage.scoring.queue.unscored_tokens if stage.scoring else None
         if reallocation.plan(work, self._engines.serving(), unscored):
-            self._offer_freed(work, stage, reallocation)
+            self._offer_freed(stage, reallocation)
 
-    def _offer_freed(self, work: Assignment, stage: Stage, reallocation: Reallocation) -> None:
+    def _offer_freed(self, stage: Stage, reallocation: Reallocation) -> None:
         """After a plan, which gives an engine that has emptied new samples if there are any for it.
 
         Scoring comes first: training waits for it.
         """
         if self._freed_work and (stage.scoring is None or stage.scoring.done):
-            busy = {*stage.calls, *(rank for rank in self._engines.alive() if work.has_work(rank))}
-            self._freed_work.offer(busy, reallocation.seconds_left)
+            self._freed_work.offer(self._busy(stage), reallocation.seconds_left)
+
+    def _busy(self, stage: Stage) -> set[int]:
+        """Engines with samples."""
+        return {*stage.calls, *(rank for rank in self._engines.alive() if stage.work.has_work(rank))}
 
     def _start_calls(self, stage: Stage) -> None:
-        """Give every engine that waits what there is for it: samples first. Nothing once all samples have ended."""
-        if stage.work and stage.work.done:
+        """Have every engine that waits decode what there is for it, and what has ended scored where none does."""
+        if stage.work.done:
             return
         for rank in self._engines.serving():
-            if rank in stage.calls:
-                continue
-            if stage.work and stage.work.has_work(rank):
+            if rank not in stage.calls and stage.work.has_work(rank):
                 stage.given[rank] = self._engines.launches(rank)
-                stage.calls[rank] = self._advance(rank, stage.work, stage)
-            elif stage.scoring and (batch := stage.scoring.take(rank, self._scored_at_once)):
-                stage.given[rank] = self._engines.launches(rank)
-                stage.calls[rank] = self._engines.start(rank, "score", batch)
+                stage.calls[rank] = self._advance(rank, stage)
+        if stage.scoring:
+            stage.scoring.start(self._busy(stage))
 
-    def _advance(self, rank: int, work: Assignment, stage: Stage) -> EngineCall:
+    def _advance(self, rank: int, stage: Stage) -> EngineCall:
         """Begin to hand over what is queued for an engine, and to decode."""
+        work = stage.work
         samples = work.take(rank)
         self._journal.live(rank, work.held(rank))
         if stage.reallocation is None:
             return self._engines.start(rank, "advance", samples, self._poll_seconds)
         stage.cut[rank] = work.travels.open_sources(rank)
-        scores = stage.scoring.holders() if stage.scoring else ()
-        orders = stage.reallocation.orders(rank, work, occupied=scores)
+        orders = stage.reallocation.orders(rank, work)
         return self._engines.start(rank, "advance", samples, self._poll_seconds, orders)
 
     def _hear(self, stage: Stage, phase: str) -> None:
@@ -225,8 +215,17 @@ class RolloutManager:
             self._revive()
         elif not stage.calls:
             time.sleep(_PAUSE_SECONDS)  # a suspect engine holds what is left: it comes back or is given up
-        for call in self._wait(list(stage.calls.values()), phase, first=True, check=False):
-            self._file(call, stage)
+        scored = stage.scoring.calls() if stage.scoring else []
+        for call in self._wait([*stage.calls.values(), *scored], phase, first=True, check=False):
+            if stage.scoring and call in scored:
+                self._scored(stage.scoring, call)
+            else:
+                self._file(call, stage)
+
+    def _scored(self, scoring: Scoring, call: Any) -> None:
+        """Take note of a replica's answer, or of its death."""
+        if report := scoring.heard(call):
+            self._journal.scored(report)
 
     def _file(self, call: EngineCall, stage: Stage) -> None:
         """Take note of an answer, or of its engine's death."""
@@ -235,15 +234,11 @@ class RolloutManager:
         if call.dead:
             stage.given.pop(rank, None)
             self._lose(rank, stage)
-        elif stage.scoring and rank in stage.scoring.holders():
-            report = call.result()
-            stage.scoring.report(rank, report)
-            self._journal.scored(rank, report.span)
-        elif stage.work:
-            self._decoded(rank, call.result(), stage.work, stage)
+        else:
+            self._decoded(rank, call.result(), stage)
 
-    def _decoded(self, rank: int, report: EngineReport, work: Assignment, stage: Stage) -> None:
-        serving = self._engines.serving()
+    def _decoded(self, rank: int, report: EngineReport, stage: Stage) -> None:
+        work, serving = stage.work, self._engines.serving()
         work.report(rank, report, serving)
         if stage.scoring:
             for result in report.finished:
@@ -257,20 +252,15 @@ class RolloutManager:
         self._journal.decoded(rank, report.spans, work.held(rank))
 
     def _lose(self, rank: int, stage: Stage) -> None:
-        if stage.work:
-            stage.work.lose(rank, self._engines.serving())
+        stage.work.lose(rank, self._engines.serving())
         if stage.reallocation:
             stage.reallocation.lose(rank)
-        if stage.scoring:
-            stage.scoring.lose(rank)
         self._journal.gone(rank)
 
     def _take_back(self, stage: Stage) -> None:
         """The work of engines that died between two calls, and of those that were away from the start."""
         alive, given = self._engines.alive(), stage.given
-        holders = {*(stage.work.holders() if stage.work else ()), *(stage.scoring.holders() if stage.scoring else ())}
-        holders |= given.keys()
-        for rank in sorted(holders):
+        for rank in sorted({*stage.work.holders(), *given}):
             there = rank in alive and given.get(rank, self._engines.launches(rank)) == self._engines.launches(rank)
             if not there and rank not in stage.calls:
                 given.pop(rank, None)
@@ -279,7 +269,7 @@ class RolloutManager:
 
 @dataclass
 class Stage:
-    """A rollout, or the scoring after it, under way.
+    """A rollout under way.
 
     Attributes:
         calls: in flight, by rank.
@@ -288,15 +278,10 @@ class Stage:
         idle: an engine has run out of samples, and no plan was made since.
     """
 
-    work: Assignment | None
+    work: Assignment
     reallocation: Reallocation | None
-    scoring: ScoringQueue | None
+    scoring: Scoring | None
     calls: dict[int, EngineCall] = field(default_factory=dict)
     given: dict[int, int] = field(default_factory=dict)
     cut: dict[int, list[int]] = field(default_factory=dict)
     idle: bool = False
-
-    @property
-    def decoding(self) -> bool:
-        """Whether an engine is still at samples, not at their scoring."""
-        return not self.calls.keys() <= set(self.scoring.holders() if self.scoring else ())

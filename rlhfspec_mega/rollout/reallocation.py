@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,24 +82,17 @@ class Reallocation:
         copy, prefill = (sum(seconds) / max(len(seconds), 1) for seconds in (copying, reading))
         self._learn_cost(MigrationCost(self._downtime, copy, prefill))
 
-    def orders(self, rank: int, work: Assignment, occupied: Collection[int] = ()) -> Orders | None:
-        """What to ask of an engine with the samples it is given now; None for one that came later.
-
-        Args:
-            occupied: engines that take no sample before they have answered: moves to them are kept for a later call.
-        """
+    def orders(self, rank: int, work: Assignment) -> Orders | None:
+        """What to ask of an engine with the samples it is given now; None for one that came later."""
         if rank not in self._meetings:
             return None
         dead = set(work.travels.open_sources(rank))
-        moves, later = list[MigrationOrder](), list[MigrationOrder]()
+        moves = list[MigrationOrder]()
         for order in self._orders.pop(rank, []):
-            destination = self._names[order.destination.name]
-            if destination not in self._meetings:
+            if self._names[order.destination.name] not in self._meetings:
                 work.travels.kept(order.sample_id)  # it died meanwhile
             elif order.sample_id not in work.results:
-                (later if destination in occupied else moves).append(order)
-        if later:
-            self._orders[rank] = later
+                moves.append(order)
         return Orders(
             moves=moves,
             cut=[name for name, source in self._names.items() if source in dead],

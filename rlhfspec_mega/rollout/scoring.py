@@ -1,102 +1,107 @@
-"""Forward-only log-probs of a frozen model on a generation device: the reference where the samples are made."""
+"""Finished samples scored by a frozen model on the engines' devices: beside generation, and the rest after it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
 
-import torch
-from torch.nn.utils.rnn import pad_sequence
-
-from rlhfspec_mega.algorithm.packing import micro_batches
-from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
-from rlhfspec_mega.models.mapping import mapping_for
-from rlhfspec_mega.models.transformer import Transformer, sequence_logprobs
+from rlhfspec_mega.rollout.fusion import ScoreReport, ScoringQueue, ScoringTask
+from rlhfspec_mega.types import GenerationRequest, GenerationResult
 
 
-class Scorer:
-    """A frozen model from a Hugging Face directory, read at its first use.
+class Replicas(Protocol):
+    """A frozen model, replicated over the engines' devices; workers.scorer_group.ScorerGroup is one."""
 
-    Its weights wait in host memory and are on the device only during a call; on a CPU the two are one. The larger a
-    call, the less it costs to bring them.
+    devices: int  # of one replica
+
+    def serving(self) -> list[int]:
+        """Replicas that may be given work."""
+
+    def engines(self, replica: int) -> Collection[int]:
+        """Ranks of the engines whose devices a replica lies on."""
+
+    def start(self, replica: int, tasks: Sequence[ScoringTask]) -> list[Any]:
+        """Begin to score a batch: a call on each rank of the replica."""
+
+    def report(self, replica: int, tasks: Sequence[ScoringTask], answers: Sequence[Any]) -> ScoreReport:
+        """What the ranks' answers say of a batch."""
+
+    def revive(self) -> None:
+        """Wait until a replica serves. Raises RunError when none is left."""
+
+
+class Scoring:
+    """The scoring of one rollout's samples: each by one replica, in batches, whoever dies.
 
     Args:
-        path: of the directory. Raises UserError for a missing or unsupported config.json.
-        max_positions: longest sequence in tokens.
-        max_tokens: padded tokens of a batch, at most; a longer sequence is a batch of its own.
-        logit_chunk: positions whose float32 logits exist at once.
+        max_tokens: of a batch, at most, prompts included; a longer sample is a batch of its own.
+
+    Attributes:
+        queue: what waits, what was given to whom, and what has come back.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        max_positions: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        max_tokens: int,
-        logit_chunk: int,
-    ) -> None:
-        self._path, self._shape = path, read_shape(path)
-        self._max_positions, self._dtype, self._device = max_positions, dtype, torch.device(device)
-        self._max_tokens, self._logit_chunk = max_tokens, logit_chunk
-        self._model: Transformer | None = None  # on a CPU, once read
-        self._host: dict[str, torch.Tensor] = {}  # elsewhere: the weights by name, once read
+    def __init__(self, replicas: Replicas, max_tokens: int) -> None:
+        self._replicas, self._max_tokens = replicas, max_tokens
+        self.queue = ScoringQueue()
+        self._flights: dict[int, _Flight] = {}  # by replica
 
-    def logprobs(
-        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float
-    ) -> list[list[float]]:
-        """Log-probs of the response tokens of each (prompt tokens, response tokens); a prompt has one token at least.
+    @property
+    def done(self) -> bool:
+        """Whether every sample added so far is scored."""
+        return self.queue.done
 
-        Args:
-            temperature: log_softmax(logits / temperature) over the full vocabulary; 0 counts as 1.
+    @property
+    def seconds_per_token(self) -> float:
+        """Of one device; 0 before the first batch."""
+        return self._replicas.devices * self.queue.seconds / max(self.queue.scored_tokens, 1)
 
-        Raises UserError for a directory without the weights and for a sequence beyond `max_positions`.
+    def add(self, request: GenerationRequest, result: GenerationResult) -> None:
+        """A sample has finished."""
+        self.queue.add(request, result)
+
+    def start(self, busy: Collection[int] = ()) -> None:
+        """Give work to every idle replica none of whose engines is `busy` with samples."""
+        for replica in self._replicas.serving():
+            if replica in self._flights or not set(busy).isdisjoint(self._replicas.engines(replica)):
+                continue
+            if batch := self.queue.take(replica, self._max_tokens):
+                self._flights[replica] = _Flight(batch, self._replicas.start(replica, batch))
+
+    def calls(self) -> list[Any]:
+        """In flight."""
+        return [call for flight in self._flights.values() for call in flight.open]
+
+    def heard(self, call: Any) -> ScoreReport | None:
+        """File an answer, or a replica's death; what the replica says of its batch once all its ranks have answered.
+
+        Raises RunError where a rank failed, or scored something else than it was given.
         """
-        tokens = [torch.tensor([*prompt, *response]) for prompt, response in sequences]
-        found: list[list[float]] = [[] for _ in sequences]
-        to_read = [index for index, (_, response) in enumerate(sequences) if response]
-        if to_read:
-            scored = self._score([tokens[index] for index in to_read], temperature)
-            for index, row in zip(to_read, scored, strict=True):
-                prompt, response = sequences[index]
-                # Position t speaks of token t + 1.
-                found[index] = row[len(prompt) - 1 : len(prompt) - 1 + len(response)]
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()  # other processes use this device too
-        return found
+        found = next((item for item in self._flights.items() if call in item[1].open), None)
+        if found is None:
+            return None  # of a batch that a peer's death has ended
+        replica, flight = found
+        if any(one.dead for one in flight.open):  # then the others may have failed for want of it
+            del self._flights[replica]
+            self.queue.lose(replica)
+            return None
+        flight.open.remove(call)
+        flight.answers.append(call.result())
+        if flight.open:
+            return None
+        del self._flights[replica]
+        report = self._replicas.report(replica, flight.batch, flight.answers)
+        self.queue.report(report)
+        return report
 
-    def _score(self, tokens: Sequence[torch.Tensor], temperature: float) -> list[list[float]]:
-        """Log-probs of what follows each position, padding included, by sequence."""
-        model = self._on_device()
-        scored: list[list[float]] = [[] for _ in tokens]
-        for batch in micro_batches([len(one) for one in tokens], self._max_tokens)[0]:
-            padded = pad_sequence([tokens[index] for index in batch], batch_first=True).to(self._device)
-            rows = sequence_logprobs(model, padded, temperature=temperature, chunk=self._logit_chunk)
-            for index, row in zip(batch, rows.tolist(), strict=True):
-                scored[index] = row
-        return scored
+    def go_on(self) -> None:
+        """With all engines free, have something in flight. Raises RunError when no replica is left."""
+        self.start()
+        if not self._flights and not self.done:
+            self._replicas.revive()
 
-    def _on_device(self) -> Transformer:
-        """The model. Its weights are not packed: that serves products of fewer rows than come here."""
-        if self._model is not None:
-            return self._model
-        model = Transformer(self._shape, max_positions=self._max_positions, dtype=self._dtype, device=self._device)
-        own = model.hf_tensors()
-        for name, tensor in self._weights():
-            own[name].copy_(tensor, non_blocking=True)
-        if self._device.type == "cpu":
-            self._model = model
-        return model
 
-    def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """All weights: from the directory, and from host memory (pinned) once they have been there."""
-        if self._host:
-            return self._host.items()
-        infos, directory = mapping_for(self._shape.architecture).hf_tensors(self._shape), HfWeights(self._path)
-        directory.check(infos)
-        read = ((info.name, directory.get(info.name)) for info in infos)
-        if self._device.type == "cpu":
-            return read
-        self._host = {name: tensor.to(self._dtype).pin_memory() for name, tensor in read}
-        return self._host.items()
+class _Flight:
+    """A batch on its way through a replica: calls that are open, and answers so far."""
+
+    def __init__(self, batch: list[ScoringTask], calls: list[Any]) -> None:
+        self.batch, self.open, self.answers = batch, calls, list[Any]()

@@ -19,7 +19,6 @@ from rlhfspec_mega.rollout.assignment import held_at_once
 from rlhfspec_mega.rollout.manager import EnginePool, FreedWork, RolloutManager, Wait
 from rlhfspec_mega.rollout.reallocation import FIRST_DOWNTIME, Reallocation, ScoringWork
 from rlhfspec_mega.system.setup import Setup
-from rlhfspec_mega.workers.scoring import ReferenceSettings
 
 
 def engine_specs(setup: Setup, drafting_state: Any) -> list[WorkerSpec]:
@@ -36,14 +35,6 @@ def engine_specs(setup: Setup, drafting_state: Any) -> list[WorkerSpec]:
         "device": setup.device,
         "deterministic": config.trainer.deterministic,
     }
-    if setup.engines_score and setup.reference is not None:
-        arguments["reference"] = ReferenceSettings(
-            setup.reference,
-            config.actor.dtype,
-            config.rollout.temperature,
-            config.trainer.max_tokens_per_microbatch,
-            config.actor.logprob_chunk,
-        )
     if setup.draft is not None:
         arguments |= {"draft": setup.draft, "drafting": config.drafting}
     if uses_sglang(config):
@@ -80,7 +71,6 @@ def make_manager(
         deterministic=config.trainer.deterministic,
         at_once=held_at_once(config.rollout.slots) if reallocates(config, "queue") else None,
         reallocation=_reallocation(setup, lengths) if reallocates(config, "adaptive") else None,
-        scored_at_once=config.trainer.max_tokens_per_microbatch,
         timeline=timeline,
         freed_work=freed_work,
     )
@@ -90,7 +80,7 @@ def _reallocation(setup: Setup, lengths: LengthPredictor) -> Reallocation:
     options, scoring, cost = setup.config.reallocation, ScoringWork(), MigrationCost(FIRST_DOWNTIME, 0.0)
     policy = TailPolicy(
         Reallocator(cost, least_gain=options.least_gain, cool_down=options.cool_down),
-        Consolidator(cost, tolerance=options.tolerance) if setup.engines_score else None,
+        Consolidator(cost, tolerance=options.tolerance) if setup.fuses_scoring else None,
         scoring.seconds,
     )
     return Reallocation(policy, lengths, setup.config.rollout.poll_seconds, scoring, policy.learn_cost)

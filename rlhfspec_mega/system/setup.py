@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.schema import RunConfig
-from rlhfspec_mega.config.sizes import Sizes, engines_score
+from rlhfspec_mega.config.sizes import Sizes
 from rlhfspec_mega.models.shape import ModelShape
-from rlhfspec_mega.planning.placement import Placement
+from rlhfspec_mega.planning.placement import REFERENCE, Placement
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,6 @@ class Setup:
         return self.config.rollout.dtype or self.config.actor.dtype
 
     @property
-    def engines_score(self) -> bool:
-        """Whether finished samples are scored on generation devices."""
-        return self.reference is not None and self.with_engines and engines_score(self.config)
+    def fuses_scoring(self) -> bool:
+        """Whether the reference lies on generation devices, so that samples are scored as they finish."""
+        return REFERENCE in self.placement.processes()

@@ -14,8 +14,10 @@ from rlhfspec_mega.models.draft_directory import load_target_ids, read_draft_sha
 from rlhfspec_mega.models.hf_directory import write_directory
 from rlhfspec_mega.planning.placement import ACTOR, ENGINE, REFERENCE
 from rlhfspec_mega.rollout.manager import RolloutManager
+from rlhfspec_mega.rollout.scoring import Scoring
 from rlhfspec_mega.system.generation import engine_specs, length_predictor, make_manager, reallocates
 from rlhfspec_mega.system.learnt import Learnt
+from rlhfspec_mega.system.scorers import Scorers
 from rlhfspec_mega.system.setup import Setup
 from rlhfspec_mega.system.training import Training
 from rlhfspec_mega.system.weights import WeightSync
@@ -40,11 +42,16 @@ class System:
 
     def __init__(self, setup: Setup, timeline: Any = None) -> None:
         self._setup, self._timeline, config = setup, timeline, setup.config
-        places = {role: setup.placement.devices(role) for role in (ACTOR, ENGINE)}
-        self._cluster = make_cluster(config.cluster, setup.run_dir / "logs", places, use_gpus=setup.device == "cuda")
+        self._cluster = make_cluster(
+            config.cluster,
+            setup.run_dir / "logs",
+            setup.placement.processes(),
+            use_gpus=setup.device == "cuda",
+        )
         self._learnt = Learnt(setup.run_dir, config.trainer.resume)
         self._lengths = length_predictor(config, self._learnt.load("lengths"))
         self._training: Training | None = None
+        self._scorers: Scorers | None = None
         self._freed_refresh: FreedRefresh | None = None
         self._steps_done = 0
 
@@ -66,6 +73,7 @@ class System:
         specs = engine_specs(setup, self._learnt.load("drafting")) if setup.with_engines else []
         self._engines = self._cluster.launch(ENGINE, specs, replaceable=True)
         self._weights = WeightSync(self._cluster, self._engines, config.cluster.max_restarts)
+        self._scorers = Scorers(setup, self._cluster) if setup.fuses_scoring else None
         self._start_training()
         if setup.with_engines:
             self._freed_refresh = self._new_freed_refresh() if reallocates(config, "adaptive") else None
@@ -112,19 +120,12 @@ class System:
 
     @property
     def reference(self) -> ModelGroup | None:
-        """The frozen model on the actor's ranks; None if there is none or generation devices score."""
+        """The frozen model on the actor's ranks; None if there is none or it lies on generation devices."""
         return self.training.models.get(REFERENCE)
 
-    @property
-    def engines_score(self) -> bool:
-        """Whether finished samples are scored on generation devices."""
-        return self._setup.engines_score
-
-    def load_start(self, model: Path) -> None:
-        """Give a fresh actor its start weights, and the reference beside it its own."""
-        self.actor.load_weights(model)
-        if self.reference is not None and self._setup.reference is not None:
-            self.reference.load_weights(self._setup.reference)
+    def new_scoring(self) -> Scoring | None:
+        """The scoring of a rollout's samples by the reference on generation devices; None where it lies elsewhere."""
+        return self._scorers.new_scoring() if self._scorers else None
 
     # Weights
 
@@ -201,7 +202,8 @@ class System:
         if self._freed_refresh:
             self._freed_refresh.forget()
         self.training.close()
-        self._cluster.settle(ENGINE, SETTLE_SECONDS)
+        for role in (ENGINE, REFERENCE):
+            self._cluster.settle(role, SETTLE_SECONDS)
         self._start_training()
         calls = [self._engines.start(rank, "clear") for rank in self._engines.alive()]
         self._cluster.wait(calls, "restart actor", seconds=SETTLE_SECONDS, check=False)  # the dead hold nothing
@@ -231,3 +233,5 @@ class System:
         self._cluster.close()
         if self._training is not None:
             self._training.close()
+        if self._scorers is not None:
+            self._scorers.close()

@@ -7,12 +7,12 @@ from functools import partial
 
 from rlhfspec_mega.cluster.interface import Cluster, WorkerSpec
 from rlhfspec_mega.cluster.meeting_point import MeetingPoint
-from rlhfspec_mega.megatron.description import Learning, ModelDescription, describe
+from rlhfspec_mega.megatron.description import Learning, ModelDescription, ParallelSizes, describe
 from rlhfspec_mega.megatron.draft_learning import DraftLearning
 from rlhfspec_mega.megatron.rendezvous import Rendezvous
 from rlhfspec_mega.models.draft_directory import draft_tensors, read_draft_shape
 from rlhfspec_mega.models.mapping import mapping_for
-from rlhfspec_mega.planning.placement import ACTOR, ENGINE, REFERENCE, Residency
+from rlhfspec_mega.planning.placement import ACTOR, ENGINE, REFERENCE
 from rlhfspec_mega.resharding.controller import Resharder
 from rlhfspec_mega.resharding.transport import OpenHost
 from rlhfspec_mega.system.setup import Setup
@@ -68,18 +68,19 @@ class Training:
         self._meeting_point.close()
 
     def _descriptions(self) -> list[ModelDescription]:
-        """The actor and, where no generation device scores, the reference."""
+        """The actor and, if it lies there, the reference."""
         setup, config = self._setup, self._setup.config
         made = partial(
             describe,
             shape=setup.shape,
             config=config.actor,
-            ranks=setup.sizes.actor_ranks,
+            parallel=ParallelSizes.of_actor(config.actor, setup.sizes.actor_ranks),
             temperature=config.rollout.temperature,
         )
         found = [made(ACTOR, learning=Learning(config.actor.optimizer, setup.total_updates))]
-        if setup.reference is not None and not setup.engines_score:
-            found.append(made(REFERENCE, rests=Residency.HOST))
+        place = setup.placement.places.get(REFERENCE)
+        if place is not None and place.within == ACTOR:
+            found.append(made(REFERENCE, checkpoint=setup.reference, rests=place.rests))
         return found
 
     def _specs(self, descriptions: list[ModelDescription]) -> list[WorkerSpec]:

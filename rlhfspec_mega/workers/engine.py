@@ -19,7 +19,6 @@ from rlhfspec_mega.rollout.torch_engine.profile import profile_plain
 from rlhfspec_mega.types import DraftingTally, EngineReport, Span
 from rlhfspec_mega.workers.drafting import DraftingBrain
 from rlhfspec_mega.workers.plain_pace import PlainPace
-from rlhfspec_mega.workers.scoring import ReferenceSettings
 from rlhfspec_mega.workers.serving import ServingEngine
 
 KEPT = 0.5  # of the weight of lengths seen before, at every rollout
@@ -33,7 +32,6 @@ class TorchEngineWorker(TorchEngine, ServingEngine):
             drafting by a nominal cost, and forget for every share of samples what the ones before have taught.
         draft: directory of a draft: its shape and vocabulary; its weights come like the actor's.
         drafting_state: what `drafting_state` returned in an earlier life, on whatever machine; see DraftingBrain.
-        reference: what to score with; None: this engine does not.
     """
 
     _plain_pace: PlainPace | None = None  # of an engine without a draft
@@ -49,7 +47,6 @@ class TorchEngineWorker(TorchEngine, ServingEngine):
         draft: Path | None = None,
         drafting: DraftingConfig | None = None,
         drafting_state: Any = None,
-        reference: ReferenceSettings | None = None,
     ) -> None:
         torch.use_deterministic_algorithms(deterministic)
         self._brain = None
@@ -72,8 +69,6 @@ class TorchEngineWorker(TorchEngine, ServingEngine):
             **given,
         )
         self.weights_device = device
-        if reference is not None:
-            self.hold_reference(reference, self.max_positions, device)
 
     def advance(self, samples: Sequence[SampleSnapshot], seconds: float, orders: Orders | None = None) -> EngineReport:
         """As ServingEngine's. A driver that asks for samples waits for no update of the draft.

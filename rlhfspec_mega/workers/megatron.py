@@ -34,6 +34,7 @@ class MegatronWorker:
     Args:
         device: "cpu" or "cuda".
         deterministic: refuse operations whose result depends on timing (torch.use_deterministic_algorithms).
+        launch: how often these processes were started, where they may be started anew; see Rendezvous.again.
     """
 
     def __init__(
@@ -43,10 +44,11 @@ class MegatronWorker:
         device: str,
         seed: int,
         deterministic: bool = False,
+        launch: int | None = None,
     ) -> None:
         torch.use_deterministic_algorithms(deterministic)
         place = torch.device("cuda:0" if device == "cuda" else device)
-        join(rendezvous, place)
+        join(rendezvous if launch is None else rendezvous.again(launch), place)
         position = positions(models[0].parallel)[rendezvous.rank]
         seed_megatron(seed, position)
         ranks = range(rendezvous.world_size)
@@ -80,6 +82,12 @@ class MegatronWorker:
                 with self._draft.learning_from(batches, refresh_follows):
                     found = self._models[model].logprobs(batches)
         return (found[0].numpy(), found[1]) if found else None
+
+    def score(self, model: str, shard: Shard) -> tuple[NDArray, Span] | None:
+        """A frozen model's log-probs of the shard's response tokens, and the time that they took."""
+        found = self.logprobs(model, shard)
+        spans = self.take_spans()
+        return (found[0], spans[-1]) if found else None
 
     def accumulate(self, model: str, shard: Shard, loss: TokenLoss, metrics: Sequence[str]) -> dict[str, float]:
         """See MegatronModel.accumulate."""

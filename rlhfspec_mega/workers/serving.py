@@ -20,13 +20,12 @@ from rlhfspec_mega.rollout.migration.agent import MigrationAgent
 from rlhfspec_mega.rollout.migration.messages import Meeting, Orders
 from rlhfspec_mega.rollout.protocol import RolloutEngine, SampleSnapshot
 from rlhfspec_mega.types import EngineReport, GenerationResult, TensorInfo, WeightTarget
-from rlhfspec_mega.workers.scoring import ReferenceScoring
 
 ORDER_SECONDS = 30.0  # from the first byte copied on, in which a sample has moved, or stays
 _ACKNOWLEDGEMENT_SECONDS = 0.001  # between two looks for one, with nothing else to do
 
 
-class ServingEngine(ReferenceScoring, RolloutEngine):
+class ServingEngine(RolloutEngine):
     """Base of workers, after the engine's own class, which implements the protocol.
 
     Attributes:

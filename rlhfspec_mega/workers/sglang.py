@@ -30,7 +30,6 @@ from rlhfspec_mega.rollout.sglang_engine.launch import EngineSettings, start
 from rlhfspec_mega.rollout.sglang_engine.profile import Profile, measure
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, shapes_of
 from rlhfspec_mega.types import DraftingTally, EngineReport, TensorInfo, WeightTarget
-from rlhfspec_mega.workers.scoring import ReferenceSettings
 from rlhfspec_mega.workers.serving import ServingEngine
 
 MEMORY = Path("/dev/shm")  # a file system in memory, on Linux
@@ -49,7 +48,6 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
         device: cuda, or cpu for checking.
         deterministic: decide nothing by the clock: draft a fixed number of tokens and measure no steps.
         draft: directory of an EAGLE-3 draft; None: plain decoding.
-        reference: what to score with; None: this engine does not.
 
     Raises UserError where KV has no room for the longest sample, and what `start` raises.
     """
@@ -68,7 +66,6 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
         deterministic: bool = False,
         draft: Path | None = None,
         drafting: DraftingConfig | None = None,
-        reference: ReferenceSettings | None = None,
     ) -> None:
         directory, positions = files_of_engine(), config.max_prompt_tokens + config.max_new_tokens
         shapes, fixed = shapes_of(drafting, config.sglang.trees) if draft and drafting else (DraftShapes(), None)
@@ -108,8 +105,6 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
             torch.cuda.init()
             self.weights_device = device
         self._accepted = 0.0  # draft tokens per step of a sample with draft tokens, lately
-        if reference is not None:
-            self.hold_reference(reference, positions, device)
 
     def _measure(self, shapes: DraftShapes, length: int, vocabulary: int) -> Profile:
         """Time its steps, on random weights, and have its choice of draft tokens go by them."""

@@ -1,20 +1,65 @@
-"""The reference on a generation device against the one on Megatron's ranks, beside an actor that has learnt."""
+"""A frozen model in replicas on generation devices: real processes against a plain transformer, whoever dies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
-from rlhfspec_mega.config.schema import ActorConfig, OptimizerConfig
-from rlhfspec_mega.rollout.scoring import Scorer
-from tests.contract.test_megatron_parity import TEMPERATURE, make_batches, make_models, make_sequences
-from tests.megatron_probe import start_probes
+from rlhfspec_mega.cluster.local import LocalCluster
+from rlhfspec_mega.config.compose import load_config
+from rlhfspec_mega.config.sizes import derive_sizes
+from rlhfspec_mega.errors import RunError, UserError
+from rlhfspec_mega.models.hf_directory import WEIGHTS, read_shape
+from rlhfspec_mega.rollout.scoring import Scoring
+from rlhfspec_mega.system.scorers import Scorers
+from rlhfspec_mega.system.setup import Setup
+from rlhfspec_mega.types import FinishReason, GenerationRequest, GenerationResult
+from tests.contract.test_megatron_parity import make_models
+from tests.replicas import read_transformer, response_logprobs
 
-CONFIG = ActorConfig(tensor_parallel=1, optimizer=OptimizerConfig(lr=1e-2, warmup_steps=0))
+TEMPERATURE = 0.7
+
+
+class Beside:
+    """The reference as a run has it, without the rest of the run. A context manager."""
+
+    def __init__(
+        self, directory: Path, run_dir: Path, tensor: int, max_restarts: int = 1, options: Sequence[str] = ()
+    ) -> None:
+        placement = f"placement.reference_tensor_parallel={tensor}"
+        sizes = ("actor.logprob_chunk=16", "trainer.max_tokens_per_microbatch=24", "actor.tensor_parallel=1")
+        config = load_config([placement, f"rollout.temperature={TEMPERATURE}", *sizes, *options])
+        shape = read_shape(directory)
+        setup = Setup(config, derive_sizes(config, shape), shape, run_dir, 1, reference=directory)
+        limits: dict[str, Any] = {"deadline_seconds": 60.0, "start_seconds": 60.0, "silence_seconds": 60.0}
+        self.cluster = LocalCluster(
+            run_dir / "logs", threads=1, use_gpus=setup.device == "cuda", max_restarts=max_restarts, **limits
+        )
+        self.scorers = Scorers(setup, self.cluster)
+        self.cluster.wait_started()
+
+    def __enter__(self) -> Beside:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cluster.close()
+        self.scorers.close()
+
+    def kill(self, rank: int) -> None:
+        os.kill(self.cluster.process("reference", rank)._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+
+    def finish(self, scoring: Scoring) -> None:
+        while not scoring.done:
+            scoring.go_on()
+            for call in self.cluster.wait(scoring.calls(), "reference", first=True, check=False):
+                scoring.heard(call)
 
 
 @pytest.fixture(scope="module")
@@ -22,43 +67,84 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return make_models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module")
-def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    cluster, group = start_probes(tmp_path_factory.mktemp("probe"), 1)
-    yield group
-    cluster.close()
+def samples(count: int = 9) -> list[tuple[GenerationRequest, GenerationResult]]:
+    found = []
+    for number in range(count):
+        request = GenerationRequest(f"{number}", "g", tuple(range(1, 2 + number % 5)), 0, max_new_tokens=30)
+        tokens = [(7 * position + number) % 31 for position in range(1 + 2 * number)]
+        found.append((request, GenerationResult(f"{number}", tokens, [], [], FinishReason.STOP)))
+    return found
 
 
-def furthest(some: list[list[float]], others: list[list[float]]) -> float:
-    pairs = zip(some, others, strict=True)
-    return max(abs(a - b) for one, other in pairs for a, b in zip(one, other, strict=True))
+def is_the_transformers(
+    scoring: Scoring, given: Sequence[tuple[GenerationRequest, GenerationResult]], path: Path
+) -> bool:
+    model, results = read_transformer(path), scoring.queue.results
+    assert results.keys() == {request.sample_id for request, _ in given}
+    alone = (response_logprobs(model, one.prompt_tokens, result.tokens, TEMPERATURE) for one, result in given)
+    return all(np.abs(results[one.sample_id] - x).max() < 1e-4 for (one, _), x in zip(given, alone, strict=True))
 
 
-@pytest.mark.parametrize("architecture", ["llama_tied", "llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("max_tokens", [24, 1000])
-def test_agrees_with_the_frozen_reference(architecture: str, max_tokens: int, models: dict, probe: Any) -> None:
-    sequences = make_sequences()
-    batches = make_batches(sequences)
+@pytest.mark.parametrize(("architecture", "tensor"), [("llama_tied", 1), ("qwen2", 2), ("qwen3", 2)])
+def test_scores_are_a_plain_transformers(architecture: str, tensor: int, models: dict, tmp_path: Path) -> None:
+    given = samples()
+    with Beside(models[architecture], tmp_path, tensor) as beside:
+        scoring = beside.scorers.new_scoring()
+        for one in given:
+            scoring.add(*one)
+        scoring.start(busy=[0])  # the other engine's device is free: of no use to a replica that needs both
+        assert len(scoring.calls()) == (1 if tensor == 1 else 0)
+        beside.finish(scoring)
+        assert is_the_transformers(scoring, given, models[architecture])
+        assert scoring.seconds_per_token > 0
 
-    def on_megatron() -> list[list[float]]:
-        (found,) = probe.call("call", "logprobs", batches, phase="logprobs")
-        lengths = [len(one.tokens) - one.prompt_length for one in sequences]
-        return [part.tolist() for part in found[0].split(lengths)]
 
-    probe.call("build", CONFIG, models[architecture], TEMPERATURE, phase="build")
-    frozen = on_megatron()
-    probe.call("update", [batches], phase="update")
-    actor = on_megatron()
+def test_a_replica_is_started_anew_as_a_whole(models: dict, tmp_path: Path) -> None:
+    """While it scores, and between two batches."""
+    given = samples()
+    with Beside(models["llama"], tmp_path, 2) as beside:
+        scoring = beside.scorers.new_scoring()
+        for one in given[:4]:
+            scoring.add(*one)
+        scoring.go_on()
+        beside.kill(1)
+        beside.finish(scoring)
+        assert [beside.cluster.launches["reference", rank] for rank in (0, 1)] == [2, 2]
+        beside.cluster.progressed()
+        beside.kill(0)
+        for one in given[4:]:
+            scoring.add(*one)
+        beside.finish(scoring)
+        assert [beside.cluster.launches["reference", rank] for rank in (0, 1)] == [3, 3]
+        assert is_the_transformers(scoring, given, models["llama"])
 
-    scorer = Scorer(
-        models[architecture],
-        max_positions=64,
-        dtype=torch.float32,
-        device="cpu",
-        max_tokens=max_tokens,
-        logit_chunk=16,
-    )
-    split = [(one.tokens[: one.prompt_length], one.tokens[one.prompt_length :]) for one in sequences]
-    scored = scorer.logprobs(split, TEMPERATURE)
-    assert furthest(scored, frozen) < 1e-4
-    assert furthest(scored, actor) > 1e-2, "the actor has moved away"
+
+def test_without_a_replica_left_a_sentence_says_so(models: dict, tmp_path: Path) -> None:
+    with Beside(models["llama"], tmp_path, 2, max_restarts=0) as beside:
+        scoring = beside.scorers.new_scoring()
+        scoring.add(*samples(1)[0])
+        beside.kill(1)
+        with pytest.raises(RunError, match=r"No replica of the reference is left"):
+            beside.finish(scoring)
+
+
+def test_weights_that_are_missing_are_named(models: dict, tmp_path: Path) -> None:
+    """They are read at first use."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_bytes((models["llama"] / "config.json").read_bytes())
+    with Beside(directory, tmp_path, 1) as beside:
+        scoring = beside.scorers.new_scoring()
+        scoring.add(*samples(1)[0])
+        with pytest.raises(UserError, match=WEIGHTS):
+            beside.finish(scoring)
+
+
+def test_too_long_a_sample_is_a_batch_of_its_own(models: dict, tmp_path: Path) -> None:
+    request, result = samples(1)[0]
+    long = replace(result, tokens=[3] * 40)
+    with Beside(models["llama"], tmp_path, 1) as beside:
+        scoring = beside.scorers.new_scoring()
+        scoring.add(request, long)
+        beside.finish(scoring)
+        assert is_the_transformers(scoring, [(request, long)], models["llama"])

@@ -86,6 +86,17 @@ def test_a_dead_engine_is_replaced_and_no_sample_is_lost(disturb: Any) -> None:
     assert {sample["state"] for sample in samples} == {"trained"}
 
 
+def test_a_dead_replica_of_the_reference_is_replaced_as_a_whole(disturb: Any) -> None:
+    run = disturb("trainer.steps=8", "logger.console=false", "placement.reference_tensor_parallel=2")
+    run.worker("reference-0").kill()
+    said = run.end()
+    assert run.process.returncode == 0, said
+    assert "reference rank 0 died with exit status -9" in said and "Another is starting" in said
+    samples = [json.loads(line) for line in (run.directory / "rollouts.jsonl").read_text().splitlines()]
+    assert len(samples) == 8 * 3 * 2
+    assert all(len(sample["reference_logprobs"]) == len(sample["response_tokens"]) for sample in samples)
+
+
 def test_engines_come_back_in_the_middle_of_a_rollout_when_all_have_died(disturb: Any, quiet: Path) -> None:
     run = disturb(*DETERMINISTIC, done=2)
     for name in ("engine-0", "engine-1"):

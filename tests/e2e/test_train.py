@@ -42,6 +42,18 @@ def test_every_sample_is_trained_once_and_recorded(finished: Path) -> None:
         assert len(sample["old_logprobs"]) == len(sample["reference_logprobs"]) == len(sample["response_tokens"])
 
 
+def test_a_reference_over_both_engines_devices_is_the_start_model(finished: Path, model: Path) -> None:
+    """Its log-probs of an ordinary rollout are those of transformers."""
+    start = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for line in (finished / "rollouts.jsonl").read_text().splitlines():
+        sample = json.loads(line)
+        tokens = torch.tensor([[*sample["prompt_tokens"], *sample["response_tokens"]]])
+        with torch.no_grad():
+            logprobs = start(tokens).logits[0, :-1].log_softmax(-1)
+        alone = logprobs.gather(1, tokens[0, 1:, None])[len(sample["prompt_tokens"]) - 1 :, 0]
+        assert sample["reference_logprobs"] == pytest.approx(alone.tolist(), abs=1e-4)
+
+
 def test_exported_model_is_the_trained_one(finished: Path, model: Path) -> None:
     before, after = load_file(model / "model.safetensors"), load_file(finished / "model" / "model.safetensors")
     assert before.keys() == after.keys()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlhfspec_mega.config import ranges
-from rlhfspec_mega.config.checks import check_config, check_parallel, notes
+from rlhfspec_mega.config.checks import PROCESS_BYTES, check_config, check_parallel, notes
 from rlhfspec_mega.config.compose import load_config, sweep_jobs
 from rlhfspec_mega.config.hardware import cpu_has_fast_bf16
 from rlhfspec_mega.config.model_shape import BYTE_VOCABULARY, model_shape
@@ -87,8 +87,8 @@ def test_every_option_runs_or_is_refused_in_one_sentence(group: str, name: str, 
         assert check_config(load(option, out)).actor_ranks >= 1
 
 
-def test_the_memory_of_a_reference_on_the_engines_counts(out: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The smallest machine, to a MiB, on which the run fits without one is too small with one in each engine."""
+def test_the_memory_of_a_reference_counts(out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest machine, to a MiB, on which the run fits without one is too small with one beside each engine."""
     options = ("trainer.max_tokens_per_microbatch=200000", "actor.logprob_chunk=200000", out)  # large passes
 
     def least_memory(config: RunConfig) -> int:
@@ -100,14 +100,14 @@ def test_the_memory_of_a_reference_on_the_engines_counts(out: str, monkeypatch: 
                 check_config(config)
                 high = middle
             except UserError as error:
-                assert ("for the reference" in str(error)) == config.reallocation.fusion
+                assert ("of the reference" in str(error)) == (config.algorithm.kl_coef > 0)
                 low = middle
         return high
 
-    without, with_one = load("reallocation.fusion=false", *options), load(*options)
+    without, with_one = load("algorithm.kl_coef=0", *options), load(*options)
     sizes = check_config(with_one)
     more = least_memory(with_one) - least_memory(without)
-    assert more == pytest.approx(sizes.engines * sizes.reference_memory / 2**20, abs=1)
+    assert more == pytest.approx(sizes.engines * (sizes.reference_memory + PROCESS_BYTES) / 2**20, abs=1)
 
 
 def test_presets_follow_model_and_cluster_and_yield_to_the_user() -> None:

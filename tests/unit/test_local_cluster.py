@@ -397,3 +397,27 @@ def test_the_end_does_not_wait_for_a_process_that_cannot_end(
         assert "rank 1" not in caplog.text and not psutil.pid_exists(other)
     finally:
         os.kill(holder, signal.SIGKILL)
+
+
+def test_workers_of_a_replica_live_and_die_together(cluster: LocalCluster) -> None:
+    specs = [spec(name) for name in "abcd"]
+    group = cluster.launch("pair", specs, replaceable=True, needs_weights=False, together=2)
+    cluster.wait_started()
+    assert group.serving() == [0, 1, 2, 3], "nobody brings them weights"
+    calls = [group.start(0, "sleep", 0.3), group.start(2, "sleep", 30), group.start(3, "die")]
+    cluster.wait(calls, "reference", check=False)
+    assert [call.dead for call in calls] == [False, True, True], "the sleeper was ended with its peer"
+    assert [group.launches(rank) for rank in range(4)] == [1, 1, 2, 2]
+    cluster.wait_started()
+    assert group.serving() == [0, 1, 2, 3]
+    assert group.call("greet", "you", phase="test") == [f"{name} greets you" for name in "abcd"]
+
+
+def test_a_worker_can_be_told_how_often_it_was_started(cluster: LocalCluster) -> None:
+    numbered = WorkerSpec("tests.echo.Numbered", numbered=True)
+    group = cluster.launch("echo", [numbered], replaceable=True, needs_weights=False)
+    cluster.wait_started()
+    assert group.call("which", phase="test") == [1]
+    cluster.wait([group.start(0, "die")], "test", check=False)
+    cluster.wait_started()
+    assert group.call("which", phase="test") == [2]

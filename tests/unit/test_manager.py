@@ -18,12 +18,13 @@ from rlhfspec_mega.models.initialize import initial_tensors
 from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.tail import TailPolicy
 from rlhfspec_mega.rollout.assignment import assign
-from rlhfspec_mega.rollout.fusion import ScoringQueue
+from rlhfspec_mega.rollout.fusion import ScoringTask
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.reallocation import Reallocation
+from rlhfspec_mega.rollout.scoring import Scoring
 from rlhfspec_mega.types import EngineReport, FinishReason, GenerationResult
-from rlhfspec_mega.workers.scoring import ReferenceSettings
 from tests.engine_pool import SHAPE, TENSORS, Answered, Pool, generate, make_engine, opened, request
+from tests.replicas import TransformerReplicas
 
 ENGINES = [make_engine() for _ in range(3)]
 
@@ -160,30 +161,25 @@ def test_tokens_are_those_of_the_engine_alone() -> None:
     assert results == [generate(Pool(ENGINES[:1]), [one])[one.sample_id]]
 
 
-class SlowScoring(Pool):
-    """Engines whose scoring is heard of last; the engine of the first such call dies in it, if asked for."""
+class LateReplica(TransformerReplicas):
+    """A replica whose answers are heard of last; it dies in its first batch, if asked for."""
 
-    def __init__(self, engines: Sequence[Any], dies: bool) -> None:
-        super().__init__(engines)
-        self.dies, self.open = dies, list[tuple[str, Answered]]()
+    def __init__(self, directory: Path, dies: bool) -> None:
+        super().__init__(directory, engines={0: {0}, 1: {1}})
+        self.dies = dies
 
-    def start(self, rank: int, method: str, *args: Any) -> Answered:
-        assert not self.busy(rank), "one call at a time"
-        call = super().start(rank, method, *args)
-        if method == "score" and self.dies:
+    def start(self, replica: int, tasks: Sequence[ScoringTask]) -> list[Answered]:
+        if self.dies:
             self.dies = False
-            call = self._die(rank)
-        self.open.append((method, call))
-        return call
+            return [Answered(replica, None, dead=True)]
+        return super().start(replica, tasks)
 
-    def busy(self, rank: int) -> bool:
-        return any(call.rank == rank and not call.dead for _, call in self.open)
+
+class HeardLast(Pool):
+    """Engines that are heard of before replicas; decoding and scoring of one device at a time is checked."""
 
     def wait(self, calls: Sequence[Answered], phase: str, *, first: bool, check: bool) -> Sequence[Answered]:
-        mine = [one for one in self.open if one[1] in calls]
-        heard = sorted(mine, key=lambda one: one[0] == "score")[: 1 if first else None]
-        self.open = [one for one in self.open if one not in heard]
-        return [call for _, call in heard]
+        return calls[:1] if first else calls
 
 
 @pytest.mark.parametrize("moves", [False, True])
@@ -191,11 +187,7 @@ class SlowScoring(Pool):
 def test_a_rollout_does_not_wait_for_what_is_being_scored(tmp_path: Path, dies: bool, moves: bool) -> None:
     directory = tmp_path / "reference"
     write_directory(directory, SHAPE, initial_tensors(TENSORS, SHAPE.num_layers, seed=2))
-    reference = ReferenceSettings(directory, "float32", temperature=1.0, max_tokens=64, logit_chunk=16)
-    engines = [make_engine(), make_engine()]
-    for engine in engines:
-        engine.hold_reference(reference, max_positions=40, device="cpu")
-    pool = SlowScoring(engines, dies)
+    pool, replicas = HeardLast([make_engine(), make_engine()]), LateReplica(directory, dies)
     # One sample is long: the other engine is soon without any.
     requests = [
         replace(request(0, 0), max_new_tokens=14),
@@ -205,12 +197,10 @@ def test_a_rollout_does_not_wait_for_what_is_being_scored(tmp_path: Path, dies: 
     manager = RolloutManager(
         pool, pool.wait, revive=pool.revive, poll_seconds=0.0, reallocation=still if moves else None
     )
-    scoring = ScoringQueue()
+    scoring = Scoring(replicas, max_tokens=64)
     results = manager.generate(requests, opened(requests), "generate", scoring=scoring)
     assert len(results) == len(requests)
-    assert not scoring.done and scoring.holders(), "the rollout is over, an engine still scores"
+    assert not scoring.done and scoring.calls(), "the rollout is over, a replica still scores"
     manager.finish_scoring(scoring, "reference")
-    assert scoring.done and scoring.results.keys() == results.keys()
-    assert not any(map(pool.busy, range(2)))
-    tail = manager.take_tail()
-    assert (tail.fused_tasks > 0) != dies
+    assert scoring.done and scoring.queue.results.keys() == results.keys()
+    assert (manager.take_tail().fused_tasks > 0) != dies

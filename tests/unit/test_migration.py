@@ -322,19 +322,6 @@ def test_a_sample_that_comes_with_its_kv_does_not_wait_for_the_prompts_of_others
     assert second.stats()["prefill_tokens"] > read
 
 
-def test_orders_to_an_engine_that_scores_are_kept_for_later() -> None:
-    first, second, requests = begin(1)
-    reallocation = moving(0, share=1.0)
-    reallocation.begin(requests, {0: first.meet(1.0), 1: second.meet(1.0)})
-    work = Assignment(requests, 2, [0, 1], opened(requests), repeat=False)
-    owner = next(rank for rank in (0, 1) if work.take(rank))
-    assert reallocation.plan(work, [0, 1], None)
-    kept = reallocation.orders(owner, work, occupied=[1 - owner])
-    assert kept is not None and not kept.moves
-    sent = reallocation.orders(owner, work)
-    assert sent is not None and [one.sample_id for one in sent.moves] == ["3.0"]
-
-
 def test_an_engine_without_samples_brings_the_next_plan_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, requests = begin(1)
     meetings = {0: first.meet(1.0), 1: second.meet(1.0)}

@@ -74,18 +74,55 @@ def test_sizes_add_up_or_are_refused(
     assert sizes.total_updates * sizes.samples_per_update == config.trainer.steps * of_step
 
 
-def test_a_reference_is_counted_where_engines_score() -> None:
-    config = RunConfig()
-    config.reallocation.fusion = False
-    assert sizes_of(config).reference_memory == 0
-    config.reallocation.fusion = True
+def reference_of(config: RunConfig) -> tuple[list[tuple[int, ...]], str, int]:
+    """Devices by rank, in whose processes, and bytes of a rank."""
     sizes = sizes_of(config)
-    assert sizes.reference_memory > 4 * sizes.parameters
-    assert any("reference" in what for what, _, _ in size_rows(config, sizes))
-    config.trainer.deterministic = True  # on the actor's ranks
-    assert sizes_of(config).reference_memory == 0
-    config.trainer.deterministic, config.algorithm.kl_coef = False, 0.0  # nowhere
-    assert sizes_of(config).reference_memory == 0
+    place = sizes.placement.places.get("reference")
+    said = {what: where for what, _, where in size_rows(config, sizes)}.get("memory of the reference", "")
+    assert ("actor" in said, "engines" in said) == (bool(place and place.within), bool(place and not place.within))
+    return (place.devices, place.within, sizes.reference_memory) if place else ([], "", 0)
+
+
+def test_a_reference_is_counted_where_it_lies() -> None:
+    config = RunConfig()
+    weights = 4 * sizes_of(config).parameters
+    devices, within, memory = reference_of(config)
+    assert (devices, within) == ([(0,), (1,)], "") and memory > weights
+    config.placement.reference_tensor_parallel = 2
+    devices, within, of_half = reference_of(config)
+    assert (devices, within) == ([(0,), (1,)], "") and weights / 2 < of_half < memory
+    config.placement.reference_tensor_parallel = 1
+    for config.placement.reference, config.trainer.deterministic in (("actor", False), ("auto", True)):
+        devices, within, of_half = reference_of(config)
+        assert (devices, within) == ([(0,), (1,)], "actor") and weights / 2 <= of_half < memory
+    config.algorithm.kl_coef = 0.0
+    assert reference_of(config) == ([], "", 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "nodes", "of_node", "tensor", "first_of_replicas"),
+    [
+        ("separate", 1, 8, 2, [4, 6]),
+        ("separate", 1, 8, 3, [4]),  # one device is left over
+        ("colocated", 2, 3, 2, [0, 4]),  # 2 and 3 lie on two nodes
+        ("colocated", 2, 4, 4, [0, 4]),
+    ],
+)
+def test_replicas_share_generation_devices_and_no_two_nodes(
+    mode: str, nodes: int, of_node: int, tensor: int, first_of_replicas: list[int]
+) -> None:
+    config = RunConfig()
+    config.placement.mode, config.placement.reference_tensor_parallel = mode, tensor
+    config.cluster.nodes, config.cluster.devices_per_node = nodes, of_node
+    devices, _, _ = reference_of(config)
+    assert devices == [(first + rank,) for first in first_of_replicas for rank in range(tensor)]
+
+
+def test_a_replica_that_finds_no_room_is_refused() -> None:
+    config = RunConfig()
+    config.placement.reference_tensor_parallel = 4
+    with pytest.raises(UserError, match=r"reference_tensor_parallel=4 .* the 2 there are .*placement.reference=actor"):
+        sizes_of(config)
 
 
 def test_a_draft_is_counted_where_there_is_one() -> None:

@@ -1,0 +1,87 @@
+"""The driver's view of a frozen model that lies in replicas on the engines' devices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from rlhfspec_mega.algorithm.experience import Experience
+from rlhfspec_mega.algorithm.microbatch import Shard
+from rlhfspec_mega.algorithm.packing import micro_batches
+from rlhfspec_mega.cluster.interface import Call, Cluster, WorkerGroup
+from rlhfspec_mega.cluster.liveness import WorkerState
+from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.megatron.description import ModelDescription
+from rlhfspec_mega.rollout.fusion import ScoreReport, ScoringTask
+from rlhfspec_mega.types import Span
+
+_PAUSE_SECONDS = 0.1
+
+
+class ScorerGroup:
+    """Replicas of a frozen model, each on as many neighbouring ranks as its tensor-parallel size.
+
+    Implements rollout.scoring.Replicas.
+
+    Args:
+        workers: MegatronWorkers that hold a model of this description, replica after replica.
+        engines: by replica, the ranks of the engines on its devices.
+        max_tokens: padded tokens of a micro-batch, at most.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        workers: WorkerGroup,
+        description: ModelDescription,
+        engines: Mapping[int, Collection[int]],
+        max_tokens: int,
+    ) -> None:
+        self._cluster, self._workers, self._description = cluster, workers, description
+        self._engines, self._max_tokens = engines, max_tokens
+        self.devices = description.parallel.tensor
+
+    def serving(self) -> list[int]:
+        up = set(self._workers.serving())
+        return [replica for replica in self._engines if up.issuperset(self._ranks(replica))]
+
+    def engines(self, replica: int) -> Collection[int]:
+        return self._engines[replica]
+
+    def start(self, replica: int, tasks: Sequence[ScoringTask]) -> list[Call]:
+        shard = self._workers.share(self._shard(tasks))
+        return [self._workers.start(rank, "score", self._description.name, shard) for rank in self._ranks(replica)]
+
+    def report(self, replica: int, tasks: Sequence[ScoringTask], answers: Sequence[Any]) -> ScoreReport:
+        """Raises RunError unless there is a log-prob for every response token."""
+        (found, span), *others = (answer for answer in answers if answer is not None)
+        shard = self._shard(tasks)
+        wanted = shard.samples.response_offsets[-1]
+        if others or len(found) != wanted:
+            raise RunError(f"The {self._description.name} returned {len(found)} log-probs for {wanted} tokens.")
+        in_order = dict(zip(shard.indices, shard.samples.by_sample(found), strict=True))
+        amounts: dict[str, float | int | str] = {"samples": len(tasks), "tokens": sum(task.tokens for task in tasks)}
+        return ScoreReport(
+            replica,
+            {task.sample_id: in_order[number] for number, task in enumerate(tasks)},
+            Span("score", span.start, span.seconds, amounts),
+        )
+
+    def revive(self) -> None:
+        while not self.serving():
+            if not self._workers.ranks(WorkerState.STARTING, WorkerState.SUSPECT):
+                raise RunError(
+                    f"No replica of the {self._description.name} is left to score samples: each died more than "
+                    "cluster.max_restarts times in one step; look into its log."
+                )
+            self._cluster.wait_started()
+            time.sleep(_PAUSE_SECONDS)  # a suspect one comes back or is given up
+
+    def _ranks(self, replica: int) -> range:
+        return range(replica * self.devices, (replica + 1) * self.devices)
+
+    def _shard(self, tasks: Sequence[ScoringTask]) -> Shard:
+        samples = Experience.of([task.prompt_tokens for task in tasks], [task.response_tokens for task in tasks])
+        (plan,) = micro_batches(samples.lengths.tolist(), self._max_tokens, ranks=1)
+        return Shard.cut(samples, plan)
