@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from benchmarks.sglang_engines import DEVICE, PORTABLE, send
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.local import LocalCluster
+from rlhfspec_mega.cluster.supervised import Group
 from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig, SGLangConfig
 from rlhfspec_mega.models.hf_directory import read_shape
 from rlhfspec_mega.planning.lengths import LengthPredictor
@@ -134,3 +136,17 @@ def test_no_sample_is_lost(
     print(f"{trouble}: {tail.migrations} moves")
     if trouble is None:  # else the one engine may be gone at the first move
         assert tail.migrations > 20
+        dies_with_its_scheduler(cluster, engines)
+
+
+def dies_with_its_scheduler(cluster: LocalCluster, engines: Group) -> None:
+    """An engine that is asked for nothing is given up, too, when the processes that decode have ended."""
+    assert [engines.launches(rank) for rank in range(2)] == [1, 1]
+    processes = psutil.Process().children(recursive=True)
+    schedulers = [process for process in processes if "sglang::scheduler" in " ".join(process.cmdline())]
+    schedulers[0].kill()
+    end = time.monotonic() + 30.0
+    while engines.launches(0) + engines.launches(1) == 2:
+        assert time.monotonic() < end, "the engine has not ended"
+        cluster.look("idle")
+        time.sleep(0.1)

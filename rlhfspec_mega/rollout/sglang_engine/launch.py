@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -149,7 +153,25 @@ def start(settings: EngineSettings, directory: Path) -> Any:
     with _temporary_files_in(directory):
         engine = sglang.Engine(**given)
     _unlink_shared_memory(engine)
+    _end_with_processes_of_engine()
     return engine
+
+
+def _end_with_processes_of_engine() -> None:
+    """Have this process end when one of SGLang's crashes, whatever it is doing.
+
+    SGLang's watchdog sends SIGQUIT then, for which SGLang has set a handler in its event loop by now. uvloop loses
+    signals that come while the loop does not run, which here is most of the time: the engine would stay silent.
+    """
+    if threading.current_thread() is threading.main_thread():  # the only one that may set handlers
+        signal.signal(signal.SIGQUIT, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    print(
+        "A process of SGLang has crashed. This engine ends; its samples go on elsewhere.", file=sys.stderr, flush=True
+    )
+    os._exit(1)
 
 
 @contextmanager
