@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -116,6 +117,16 @@ class WorkerGroup(Protocol):
         """Record that a worker holds the weights of this policy version."""
 
 
+class Background(Protocol):
+    """Work on replaceable workers that goes on while the driver waits for something else; rollout.session is one."""
+
+    def calls(self) -> Sequence[Call]:
+        """In flight."""
+
+    def heard(self, calls: Sequence[Call]) -> None:
+        """These have been answered, or their workers are dead; others may begin."""
+
+
 class Cluster(Protocol):
     """Starts worker groups, watches them and waits for them.
 
@@ -169,6 +180,9 @@ class Cluster(Protocol):
             RunError: a worker failed, went silent or did not answer in time; phase, role, ranks and the last thing
                 each did are named, and the Python stacks of all workers are in a file.
         """
+
+    def beside(self, work: Background) -> AbstractContextManager[None]:
+        """Inside, every wait also attends to this work: what it raises ends the wait."""
 
     def look(self, phase: str, calls: Sequence[Call] = ()) -> None:
         """Take note of exits, silence and answers to these calls, and raise what a wait would; returns at once."""

@@ -6,11 +6,12 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlhfspec_mega.cluster.interface import Call, WorkerSpec
+from rlhfspec_mega.cluster.interface import Background, Call, WorkerSpec
 from rlhfspec_mega.cluster.liveness import Liveness, WorkerState
 from rlhfspec_mega.cluster.process import WorkerProcess
 from rlhfspec_mega.cluster.restarts import Restarts
@@ -98,6 +99,7 @@ class SupervisedCluster(ABC):
         self._replaceable: dict[str, bool] = {}  # roles, and whether they need the policy's weights
         self._together: dict[str, int] = {}  # workers of a replica, by role
         self._next_watch = 0.0
+        self._background: Background | None = None
         self._up = False  # after the first start: before it, a failure to start ends the run
         log_dir.mkdir(parents=True, exist_ok=True)
 
@@ -201,14 +203,41 @@ class SupervisedCluster(ABC):
                 return finished
             left = min(call.sent for call in waiting) + limit - time.monotonic()
             if left <= 0:
-                late = [call for call in waiting if call.sent + limit <= time.monotonic()]
-                self.receive([self.process(call.role, call.rank) for call in late], 0.0)  # unread since long ago?
-                if late := [call for call in late if not call.done]:
-                    self._overdue(late, phase, limit, check)
+                self._judge_late(waiting, phase, limit, check)
                 continue
             starting = [process for process in self._processes.values() if self._starting(process)]
-            holders = [self.process(call.role, call.rank) for call in waiting]
+            holders = [self.process(call.role, call.rank) for call in (*waiting, *self._attend(phase))]
             self.receive([*holders, *starting], min(WATCH_SECONDS, left))
+
+    @contextmanager
+    def beside(self, work: Background) -> Iterator[None]:
+        before, self._background = self._background, work
+        try:
+            yield
+        finally:
+            self._background = before
+
+    def _attend(self, phase: str) -> list[Call]:
+        """Hand the work in the background what has come for it; its calls in flight."""
+        work, self._background = self._background, None  # it may wait for something, too
+        if work is None:
+            return []
+        try:
+            if finished := [call for call in work.calls() if call.done]:
+                work.heard(finished)
+            waiting = [call for call in work.calls() if not call.done]
+            self._judge_late(waiting, phase, self._deadline, check=False)
+            return waiting
+        finally:
+            self._background = work
+
+    def _judge_late(self, waiting: Sequence[Call], phase: str, limit: float, check: bool) -> None:
+        """See _overdue, for those of these calls that have had no answer for so long."""
+        late = [call for call in waiting if call.sent + limit <= time.monotonic()]
+        if late:
+            self.receive([self.process(call.role, call.rank) for call in late], 0.0)  # unread since long ago?
+        if late := [call for call in late if not call.done]:
+            self._overdue(late, phase, limit, check)
 
     def _see_causes(self, calls: Sequence[Call], phase: str) -> None:
         """Peers of a dead rank fail too, a moment earlier or later, with less telling errors: wait for the death."""

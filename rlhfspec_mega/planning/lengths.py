@@ -57,16 +57,22 @@ class LengthPredictor:
         self._past = np.zeros(BINS)  # samples of earlier rollouts that ended in each bin, by their weight now
         self._correlation = FIRST_CORRELATION
         self._history: OrderedDict[str, tuple[float, float]] = OrderedDict()  # by prompt: mean score, samples
-        self.begin(())
+        self.begin()
 
-    def begin(self, prompts: Sequence[str]) -> None:
-        """A new rollout begins.
+    def begin(self, prompts: Sequence[str] = ()) -> None:
+        """A new rollout begins, with these groups; see `add`."""
+        self._prompts: tuple[str, ...] = ()
+        self._ended = np.zeros((0, BINS))  # samples by group and bin
+        self.add(prompts)
+
+    def add(self, prompts: Sequence[str]) -> None:
+        """The rollout has these groups, too.
 
         Args:
             prompts: a key of each group's prompt, the same in every epoch; groups are numbered in this order.
         """
-        self._prompts = tuple(prompts)
-        self._ended = np.zeros((len(prompts), BINS))  # samples by group and bin
+        self._prompts = (*self._prompts, *prompts)
+        self._ended = np.concatenate([self._ended, np.zeros((len(prompts), BINS))])
         self._prior = self._levels_before()
 
     def finished(self, group: int, length: int) -> None:

@@ -62,7 +62,7 @@ class Assignment:
         at_once: int | None = None,
     ) -> None:
         self.results: dict[str, GenerationResult] = {}
-        self.known = {request.sample_id: SampleSnapshot(request, [], [], []) for request in requests}
+        self.known: dict[str, SampleSnapshot] = {}
         self.travels = Travels()
         self._ledger, self._repeat, self._at_once = ledger, repeat, at_once
         self._common: deque[str] = deque()  # with `at_once`: samples for whichever engine has room first
@@ -71,12 +71,26 @@ class Assignment:
         self._owner: dict[str, int] = {}  # the engine whose result counts
         self._given_back: set[tuple[int, str]] = set()  # to an engine that has still to report the departure
         self._share: dict[int, list[str]] = {}  # with repeat: the share an engine works on, as it was given
-        if at_once is not None:
-            self._common.extend(self.known)
+        self._engines = engines
+        self.add(requests, serving)
+
+    def add(self, requests: Sequence[GenerationRequest], serving: Sequence[int]) -> None:
+        """Share these samples out, too. Raises RunError for one that is known."""
+        for request in requests:
+            if request.sample_id in self.known:
+                raise RunError(f"Sample {request.sample_id} was given to the engines twice.")
+            self.known[request.sample_id] = SampleSnapshot(request, [], [], [])
+        if self._at_once is not None:
+            self._common.extend(request.sample_id for request in requests)
             return
-        homes = list(range(engines)) if repeat or not serving else list(serving)
+        homes = list(range(self._engines)) if self._repeat or not serving else list(serving)
         for rank, share in zip(homes, assign(requests, len(homes)), strict=True):
             self._enqueue(rank, [request.sample_id for request in share])
+
+    def give_up(self) -> None:
+        """Nobody has any of the unfinished samples any more."""
+        for rank in range(self._engines):
+            self._ledger.release(_name(rank))
 
     @property
     def done(self) -> bool:

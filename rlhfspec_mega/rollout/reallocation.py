@@ -65,11 +65,10 @@ class Reallocation:
 
     def begin(self, requests: Sequence[GenerationRequest], meetings: Mapping[int, Meeting]) -> None:
         """A rollout begins, of these samples, on engines that have told about themselves."""
-        groups = list(dict.fromkeys(request.group_id for request in requests))
-        numbers = {group: number for number, group in enumerate(groups)}
-        prompts: dict[str, str] = {request.group_id: str(hash(request.prompt_tokens)) for request in requests}
-        self._group = {request.sample_id: numbers[request.group_id] for request in requests}
-        self._lengths.begin([prompts[group] for group in groups])
+        self._group: dict[str, int] = {}  # the number of each sample's group
+        self._numbers: dict[str, int] = {}  # of groups
+        self._lengths.begin()
+        self.add(requests)
         self._policy.begin()
         self._meetings = dict(meetings)
         self._names = {meeting.address.name: rank for rank, meeting in meetings.items()}
@@ -81,6 +80,15 @@ class Reallocation:
         reading = [meeting.prefill_seconds for meeting in meetings.values() if math.isfinite(meeting.prefill_seconds)]
         copy, prefill = (sum(seconds) / max(len(seconds), 1) for seconds in (copying, reading))
         self._learn_cost(MigrationCost(self._downtime, copy, prefill))
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """The rollout has these samples, too."""
+        prompts = {request.group_id: str(hash(request.prompt_tokens)) for request in requests}
+        fresh = [group for group in prompts if group not in self._numbers]
+        for group in fresh:
+            self._numbers[group] = len(self._numbers)
+        self._group |= {request.sample_id: self._numbers[request.group_id] for request in requests}
+        self._lengths.add([prompts[group] for group in fresh])
 
     def orders(self, rank: int, work: Assignment) -> Orders | None:
         """What to ask of an engine with the samples it is given now; None for one that came later."""

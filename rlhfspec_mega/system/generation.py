@@ -16,8 +16,9 @@ from rlhfspec_mega.planning.reallocation import Reallocator
 from rlhfspec_mega.planning.rollout_state import MigrationCost
 from rlhfspec_mega.planning.tail import TailPolicy
 from rlhfspec_mega.rollout.assignment import held_at_once
-from rlhfspec_mega.rollout.manager import EnginePool, FreedWork, RolloutManager, Wait
+from rlhfspec_mega.rollout.manager import RolloutManager, Wait
 from rlhfspec_mega.rollout.reallocation import FIRST_DOWNTIME, Reallocation, ScoringWork
+from rlhfspec_mega.rollout.session import EnginePool, FreedWork
 from rlhfspec_mega.system.setup import Setup
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,6 +16,7 @@ from rlhfspec_mega.models.hf_directory import write_directory
 from rlhfspec_mega.planning.placement import ACTOR, ENGINE, REFERENCE
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.scoring import Scoring
+from rlhfspec_mega.rollout.session import Session
 from rlhfspec_mega.system.generation import engine_specs, length_predictor, make_manager, reallocates
 from rlhfspec_mega.system.learnt import Learnt
 from rlhfspec_mega.system.scorers import Scorers
@@ -126,6 +128,10 @@ class System:
     def new_scoring(self) -> Scoring | None:
         """The scoring of a rollout's samples by the reference on generation devices; None where it lies elsewhere."""
         return self._scorers.new_scoring() if self._scorers else None
+
+    def beside(self, session: Session) -> AbstractContextManager[None]:
+        """Inside, engines go on with a rollout while the models are waited for."""
+        return self._cluster.beside(session)
 
     # Weights
 

@@ -1,0 +1,108 @@
+"""Engines decode while the actor learns: a whole system, driven by hand, as no default run does yet."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rlhfspec_mega.algorithm.experience import Experience
+from rlhfspec_mega.algorithms.choice import make_algorithm
+from rlhfspec_mega.config.compose import load_config
+from rlhfspec_mega.config.sizes import derive_sizes
+from rlhfspec_mega.ledger import Ledger, Purpose
+from rlhfspec_mega.models.hf_directory import read_shape
+from rlhfspec_mega.observe.timeline import Timeline
+from rlhfspec_mega.system.setup import Setup
+from rlhfspec_mega.system.system import System
+from rlhfspec_mega.trainer import shuffle_generator
+from rlhfspec_mega.types import GenerationRequest, GenerationResult, Prompt, Sample, SampleState, Span
+from tests.e2e.conftest import small_run
+
+GROUPS, MEMBERS, LONG = 4, 2, 80
+
+
+class Recorder(Timeline):
+    """Keeps what engines did."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.spans: list[tuple[int, Span]] = []
+
+    def engine(self, rank: int, spans: Sequence[Span]) -> None:
+        super().engine(rank, spans)
+        self.spans += [(rank, span) for span in spans]
+
+
+def opened(ledger: Ledger, step: int, limit: int) -> tuple[list[GenerationRequest], list[Sample]]:
+    """Groups of one step, which nothing but the limit ends."""
+    numbers = [step * GROUPS + group for group in range(GROUPS)]
+    samples = [
+        Sample(f"{step}.{number}.{member}", step, Prompt(number, "", "", (1, 2 + number)), member)
+        for number, member in itertools.product(numbers, range(MEMBERS))
+    ]
+    ledger.open(samples, Purpose.TRAIN)
+    requests = [
+        GenerationRequest(one.sample_id, f"{one.prompt.index}", one.prompt.tokens, 7 * number, limit)
+        for number, one in enumerate(samples)
+    ]
+    return requests, samples
+
+
+def learnt_from(samples: Sequence[Sample], results: dict[str, GenerationResult]) -> list[Sample]:
+    return [
+        replace(
+            one,
+            response_tokens=results[one.sample_id].tokens,
+            engine_logprobs=results[one.sample_id].logprobs,
+            reward=float(number % 2),
+        )
+        for number, one in enumerate(samples)
+    ]
+
+
+def test_engines_decode_inside_an_update_and_every_sample_is_accounted_for(model: Path, tmp_path: Path) -> None:
+    """The second step's samples begin before the first step's update and outlive it and its weights."""
+    limits = (f"rollout.max_new_tokens={LONG}", "algorithm.kl_coef=0", "drafting=off")
+    config = load_config(small_run(model, tmp_path, "session", *limits))
+    shape, ledger, recorder = read_shape(model), Ledger(), Recorder(tmp_path / "timeline.json")
+    setup = Setup(config, derive_sizes(config, shape), shape, tmp_path, 10, model)
+    algorithm = make_algorithm(config.algorithm, MEMBERS, GROUPS * MEMBERS)
+    with System(setup, recorder) as system:
+        system.actor.load_weights(model)
+        system.reshard(0)
+        requests, samples = opened(ledger, 0, 8)
+        results = system.rollout.generate(requests, ledger, "first")
+        experience: Experience = algorithm.experience(learnt_from(samples, results))
+
+        requests, _ = opened(ledger, 1, LONG)
+        session = system.rollout.begin(requests[:MEMBERS], ledger, "second")
+        before = len(recorder.spans)
+        with system.beside(session):
+            session.start(requests[MEMBERS:])
+            for _ in range(3):
+                algorithm.add_old_logprobs(experience, system.actor)
+                algorithm.add_advantages(experience, shuffle_generator(config, 0))
+                algorithm.update(experience, system.actor)
+        inside = recorder.spans[before:]
+        spans = [span for per_rank in system.actor.take_spans() for span in per_rank if "gradients" in span.name]
+        begun, ended = spans[0].start, spans[-1].start + spans[-1].seconds
+        for rank in range(2):
+            steps = [
+                int(span.arguments["steps"])
+                for engine, span in inside
+                if engine == rank and span.name == "decode" and begun < span.start and span.start + span.seconds < ended
+            ]
+            assert sum(steps) > 5, f"engine {rank} decoded {steps} steps between the first and the last gradient"
+        assert session.unfinished(), "some samples outlive the update"
+
+        system.rollout.settle(session, "reshard")
+        system.reshard(1)
+        session.pause(False)
+        results = system.rollout.drain(session, "second")
+    assert results.keys() == {one.sample_id for one in requests}
+    assert {ledger.state(one.sample_id) for one in requests} == {SampleState.FINISHED}
+    assert all(len(result.tokens) == LONG for result in results.values())
+    versions = [result.versions for result in results.values()]
+    assert all(row == sorted(row) for row in versions) and {0, 1} <= {version for row in versions for version in row}

@@ -1,0 +1,150 @@
+"""Random histories of sessions: samples join, end, pause, survive deaths, are given up; none is lost or doubled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.ledger import Ledger, Purpose
+from rlhfspec_mega.planning.lengths import LengthPredictor
+from rlhfspec_mega.rollout.manager import RolloutManager
+from rlhfspec_mega.rollout.reallocation import Reallocation
+from rlhfspec_mega.types import GenerationRequest, GenerationResult, Prompt, Sample, SampleState
+from tests.engine_pool import Answered, Pool, make_engine, request
+from tests.unit.test_migration import RandomMoves
+
+ENGINES = [make_engine() for _ in range(3)]
+ALONE: dict[str, list[int]] = {}
+
+
+def tokens_alone(one: GenerationRequest) -> list[int]:
+    """What an engine makes of a sample that it has to itself."""
+    if one.sample_id not in ALONE:
+        engine = make_engine()
+        engine.submit([one])
+        with torch.inference_mode():
+            (result,) = [result for _ in range(20) for result in engine.poll(0.0)]
+        ALONE[one.sample_id] = result.tokens
+    return ALONE[one.sample_id]
+
+
+class SessionMachine(RuleBasedStateMachine):
+    """One session after another over three real engines in this process."""
+
+    @initialize(moves=st.booleans(), seed=st.integers(0, 99))
+    def begin(self, moves: bool, seed: int) -> None:
+        for engine in ENGINES:
+            engine.clear()
+        self.pool = Pool(ENGINES)
+        moving = Reallocation(RandomMoves(seed, 0.5), LengthPredictor(limit=16), plan_seconds=0.0) if moves else None
+        self.manager = RolloutManager(
+            self.pool, self.pool.wait, revive=self.pool.revive, poll_seconds=0.0, reallocation=moving
+        )
+        self.ledger, self.groups = Ledger(), 0
+        self.session = None
+        self.asked: dict[str, GenerationRequest] = {}
+        self.taken: list[GenerationResult] = []
+
+    def fresh(self, count: int) -> list[GenerationRequest]:
+        """Samples of new groups, opened in the ledger."""
+        requests = [request(self.groups + group, member) for group in range(count) for member in range(2)]
+        prompts = {f"{self.groups + group}": Prompt(self.groups + group, "", "", (1,)) for group in range(count)}
+        self.ledger.open([Sample(one.sample_id, 0, prompts[one.group_id], 0) for one in requests], Purpose.EVALUATE)
+        self.groups += count
+        return requests
+
+    @rule(count=st.integers(1, 3))
+    def more(self, count: int) -> None:
+        requests = self.fresh(count)
+        if self.session is None:
+            self.session = self.manager.begin(requests, self.ledger, "test")
+            self.asked, self.taken = {}, []
+        else:
+            self.session.start(requests)
+            with pytest.raises(RunError, match="twice"):
+                self.session.start(requests[:1])
+        self.asked |= {one.sample_id: one for one in requests}
+
+    @precondition(lambda self: self.session and self.session.calls())
+    @rule(data=st.data())
+    def hear(self, data: st.DataObject) -> None:
+        calls = self.session.calls()
+        self.session.heard(data.draw(st.lists(st.sampled_from(calls), unique=True, min_size=1)))
+
+    @precondition(lambda self: self.session)
+    @rule(paused=st.booleans())
+    def pause(self, paused: bool) -> None:
+        self.session.pause(paused)
+
+    @precondition(lambda self: self.session and len(self.pool.serving()) > 1)
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        """The engine's call, if one is in flight, is never answered."""
+        rank = data.draw(st.sampled_from(self.pool.serving()))
+        dead = [call for call in self.session.calls() if call.rank == rank]
+        self.pool._die(rank)
+        for call in dead:
+            call.dead = True
+
+    @precondition(lambda self: self.session)
+    @rule()
+    def take(self) -> None:
+        self.taken += self.session.take()
+
+    @precondition(lambda self: self.session)
+    @rule()
+    def drain(self) -> None:
+        self.session.pause(False)
+        self.session.advance()
+        self.manager.drain(self.session, "test")
+        self.taken += self.session.take()
+        assert sorted(one.sample_id for one in self.taken) == sorted(self.asked)
+        self.session = None
+
+    @precondition(lambda self: self.session)
+    @rule()
+    def abort(self) -> None:
+        left = self.manager.abort(self.session, "test")
+        self.taken += self.session.take()
+        assert sorted([*left, *(one.sample_id for one in self.taken)]) == sorted(self.asked), "each is accounted for"
+        assert {self.ledger.state(name) for name in left} <= {SampleState.PENDING}
+        assert all(engine.idle for engine in ENGINES), "engines have forgotten them"
+        if left:  # they can be begun anew
+            self.asked, self.taken = {name: self.asked[name] for name in left}, []
+            self.session = self.manager.begin(list(self.asked.values()), self.ledger, "test")
+        else:
+            self.session = None
+
+    @invariant()
+    def what_ended_is_right_and_counted_once(self) -> None:
+        if self.session is None:
+            return
+        results = self.session.results
+        assert {name for name in self.asked if self.ledger.state(name) == SampleState.FINISHED} == set(results)
+        assert sorted([*results, *self.session.unfinished()]) == sorted(self.asked)
+        taken = [one.sample_id for one in self.taken]
+        assert len(set(taken)) == len(taken) and set(taken) <= set(results)
+        for name, result in results.items():
+            assert result.tokens == tokens_alone(self.asked[name])
+
+
+TestSession = SessionMachine.TestCase
+TestSession.settings = hypothesis_settings(max_examples=40, stateful_step_count=25, deadline=None)
+
+
+def test_a_session_under_way_is_not_ended() -> None:
+    pool = Pool([make_engine()])
+    manager = RolloutManager(pool, pool.wait, revive=pool.revive, poll_seconds=0.0)
+    one = request(0, 0)
+    ledger = Ledger()
+    ledger.open([Sample(one.sample_id, 0, Prompt(0, "", "", (1,)), 0)], Purpose.EVALUATE)
+    session = manager.begin([one], ledger, "test")
+    assert isinstance(session.calls()[0], Answered)
+    with pytest.raises(RunError, match="1 samples under way"):
+        session.end()
+    with pytest.raises(RunError, match="while engines were at work"):
+        session.give_up()
