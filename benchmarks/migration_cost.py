@@ -34,13 +34,13 @@ class CopyingEngine(LoadedEngine):
 
     def token_bytes(self) -> int:
         """KV of one token."""
-        return self.kv_layout(1).bytes
+        return self.engine.kv_layout(1).bytes
 
     def decode_rate(self, steps: int, destination: Address | None) -> float:
         """Tokens per second over so many steps, while samples are copied one after the other or not at all."""
         assert self.migration is not None
-        departures, tokens = self.migration._departures, self.stats()["generated_tokens"]
-        ids = [sample.request.sample_id for sample in self._scheduler.active]
+        departures, tokens = self.migration._departures, self.engine.stats()["generated_tokens"]
+        ids = [sample.request.sample_id for sample in self.engine._scheduler.active]
         started, last = time.perf_counter(), 0.0
         for step in range(steps):
             if destination is not None:
@@ -50,11 +50,11 @@ class CopyingEngine(LoadedEngine):
                 for sample_id in [i for i, one in departures._leaving.items() if one.caught_up]:
                     departures._give_up(sample_id)
             begun = time.perf_counter()
-            self.poll(0.0)
+            self.engine.poll(0.0)
             last = time.perf_counter() - begun
         for sample_id in list(departures._leaving):
             departures._give_up(sample_id)
-        return (self.stats()["generated_tokens"] - tokens) / (time.perf_counter() - started)
+        return (self.engine.stats()["generated_tokens"] - tokens) / (time.perf_counter() - started)
 
 
 def measure_migrations(fleet: Fleet, requests: list[GenerationRequest], rounds: int) -> MigrationFigures:

@@ -48,8 +48,8 @@ class LoadedEngine(TorchEngineWorker):
         """Make a model directory's weights live as version 0."""
         weights = HfWeights(directory)
         infos = [TensorInfo(name, tuple(weights.get(name).shape), "float32") for name in weights.names()]
-        self.begin_update(0, infos)
-        self.update_weights([(name, 0, weights.get(name).flatten()) for name in weights.names()])
+        self.engine.begin_update(0, infos)
+        self.engine.update_weights([(name, 0, weights.get(name).flatten()) for name in weights.names()])
         self.end_update(0)
 
 

@@ -32,7 +32,7 @@ from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.startup import Run, started
 from rlhfspec_mega.system import system
 from rlhfspec_mega.trainer import train_step
-from rlhfspec_mega.types import EngineReport, SampleProgress
+from rlhfspec_mega.types import EngineReport
 from rlhfspec_mega.workers.engine import TorchEngineWorker
 
 VARIANTS = ("supervised", "bare")
@@ -42,17 +42,15 @@ class SwitchedEngine(TorchEngineWorker):
     """An engine whose progress reports can be switched off."""
 
     reports = True
-    spent = 0.0
 
-    def progress(self) -> list[SampleProgress]:
-        start = time.perf_counter()
-        gained = super().progress()
-        self.spent += time.perf_counter() - start
-        return gained
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self._clock = Timed(self.engine)
+        self.engine.progress = self._clock.timed(self.engine.progress)  # type: ignore[method-assign]
 
     def report_seconds(self) -> float:
         """Spent on reports so far."""
-        return self.spent
+        return self._clock.spent
 
     def switch_reports(self, on: bool) -> None:
         self.reports = on
@@ -60,8 +58,8 @@ class SwitchedEngine(TorchEngineWorker):
     def advance(self, samples: Sequence[SampleSnapshot], seconds: float, orders: Orders | None = None) -> EngineReport:
         if self.reports:
             return super().advance(samples, seconds, orders)
-        self.submit([sample.request for sample in samples])
-        finished, load = self.poll(seconds), self.load()
+        self.engine.submit([sample.request for sample in samples])
+        finished, load = self.engine.poll(seconds), self.engine.load()
         return EngineReport(finished, [], load.running + load.waiting)
 
     def beat_seconds(self) -> float:

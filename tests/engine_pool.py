@@ -84,11 +84,11 @@ class Pool:
 
 
 def make_engine() -> TorchEngineWorker:
-    engine = TorchEngineWorker(SHAPE, CONFIG, "float32", "cpu")
-    engine.begin_update(0, TENSORS)
-    engine.update_weights([(name, 0, tensor.flatten()) for name, tensor in initial_tensors(TENSORS, 1, seed=1)])
-    engine.end_update(0)
-    return engine
+    worker = TorchEngineWorker(SHAPE, CONFIG, "float32", "cpu")
+    worker.engine.begin_update(0, TENSORS)
+    worker.engine.update_weights([(name, 0, tensor.flatten()) for name, tensor in initial_tensors(TENSORS, 1, seed=1)])
+    worker.end_update(0)
+    return worker
 
 
 def request(group: int, member: int) -> GenerationRequest:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from rlhfspec_mega.observe.spans import SpanRecorder
 from rlhfspec_mega.rollout.migration.staging import Layout
 from rlhfspec_mega.types import (
     EngineLoad,
@@ -56,9 +57,21 @@ class RolloutEngine(Protocol):
 
     Attributes:
         least_copy: bytes of KV to ask for at once: of fewer the call costs more than the copy.
+        turn_seconds: of decoding between two looks at migrations; 0: one step.
+        max_positions: tokens of prompt and response that the engine holds of a sample.
+        last_decode: when the last decode step began, in seconds since the epoch, and its seconds.
+        spans: what the time goes into.
     """
 
     least_copy: int
+    turn_seconds: float
+    max_positions: int
+    last_decode: tuple[float, float]
+    spans: SpanRecorder
+
+    @property
+    def idle(self) -> bool:
+        """Whether the engine holds no sample."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue samples. Raises UserError for a sample that can never fit (prompt + response over the KV length)."""
@@ -91,6 +104,9 @@ class RolloutEngine(Protocol):
 
     def end_update(self, version: int) -> None:
         """Make the weights live. Raises RunError when elements are missing or the version is not the announced one."""
+
+    def abandon_draft_update(self) -> None:
+        """Give up an update of the draft that was begun and will not be ended; without one nothing happens."""
 
     def holds(self, sample_id: str) -> bool:
         """Whether this engine has the sample, decoding or waiting."""

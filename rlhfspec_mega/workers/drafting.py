@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhfspec_mega.config.schema import DraftingConfig
 from rlhfspec_mega.models.draft_shape import DraftShape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
-from rlhfspec_mega.planning.cost import CostModel
+from rlhfspec_mega.planning.cost import CostModel, StepCost
 from rlhfspec_mega.planning.oversight import OverseenPolicy
 from rlhfspec_mega.planning.policies import make_policy
 from rlhfspec_mega.planning.policy import CalibratedPolicy
@@ -17,8 +18,6 @@ from rlhfspec_mega.planning.strategy import Adaptive
 from rlhfspec_mega.planning.throughput import throughput_of
 from rlhfspec_mega.planning.tree import DraftingPolicy
 from rlhfspec_mega.planning.uniform import Uniform
-from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
-from rlhfspec_mega.rollout.torch_engine.profile import profile
 from rlhfspec_mega.types import DraftingTally
 
 FORMAT = 3  # of `DraftingBrain.state_dict`
@@ -72,13 +71,11 @@ class DraftingBrain:
         assert policy is not None, "an engine with a draft has a drafting policy"
         return policy
 
-    def prepare(self, engine: TorchEngine) -> None:
-        """Before samples come: measure costs, once, or forget what earlier samples have taught."""
-        if not engine.idle:
-            return
+    def prepare(self, measure: Callable[[], Sequence[StepCost]]) -> None:
+        """Before samples come to an idle engine: measure costs, once, or forget what earlier samples have taught."""
         if not self._measured:
             self._measured = True
-            if costs := profile(engine):
+            if costs := measure():
                 self._cost.fit(costs)
         elif self._deterministic:
             self._set_models()

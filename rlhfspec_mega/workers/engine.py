@@ -1,4 +1,4 @@
-"""The worker of role engine: a torch engine and its side of resharding."""
+"""The worker of role engine that decodes with the embedded engine."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from rlhfspec_mega.planning.rollout_state import Throughput
 from rlhfspec_mega.rollout.migration.messages import Orders
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
-from rlhfspec_mega.rollout.torch_engine.profile import profile_plain
-from rlhfspec_mega.types import DraftingTally, EngineReport, Span
+from rlhfspec_mega.rollout.torch_engine.profile import profile, profile_plain
+from rlhfspec_mega.types import DraftingTally, EngineReport
 from rlhfspec_mega.workers.drafting import DraftingBrain
-from rlhfspec_mega.workers.plain_pace import PlainPace
-from rlhfspec_mega.workers.serving import ServingEngine
-
-KEPT = 0.5  # of the weight of lengths seen before, at every rollout
+from rlhfspec_mega.workers.plain_pace import PlainPace, UsualLength
+from rlhfspec_mega.workers.serving import EngineWorker
 
 
-class TorchEngineWorker(TorchEngine, ServingEngine):
-    """A TorchEngine that also receives weights, takes samples that began elsewhere, and scores finished ones.
+class TorchEngineWorker(EngineWorker):
+    """Has a TorchEngine, and what was learnt of how fast it decodes.
 
     Args:
         deterministic: refuse operations whose result depends on timing (torch.use_deterministic_algorithms), decide
@@ -34,8 +32,7 @@ class TorchEngineWorker(TorchEngine, ServingEngine):
         drafting_state: what `drafting_state` returned in an earlier life, on whatever machine; see DraftingBrain.
     """
 
-    _plain_pace: PlainPace | None = None  # of an engine without a draft
-    _kv_read = _sample_steps = 0.0  # of late: their ratio is the usual length of a sample
+    engine: TorchEngine
 
     def __init__(
         self,
@@ -59,7 +56,7 @@ class TorchEngineWorker(TorchEngine, ServingEngine):
             )
             vocabulary = load_target_ids(draft, draft_shape)
             given = {"draft": draft_shape, "draft_vocabulary": vocabulary, "policy": self._brain.policy}
-        super().__init__(
+        engine = TorchEngine(
             shape,
             slots=config.slots,
             max_positions=config.max_prompt_tokens + config.max_new_tokens,
@@ -68,51 +65,35 @@ class TorchEngineWorker(TorchEngine, ServingEngine):
             device=device,
             **given,
         )
-        self.weights_device = device
+        super().__init__(engine, device)
+        self._plain_pace: PlainPace | None = None  # of an engine that does not draft
+        self._length = UsualLength(engine.max_positions // 2)
 
     def advance(self, samples: Sequence[SampleSnapshot], seconds: float, orders: Orders | None = None) -> EngineReport:
-        """As ServingEngine's. A driver that asks for samples waits for no update of the draft.
-
-        One still open has lost its transfer while this engine was taken for silent.
-        """
-        self.abandon_draft_update()
+        """As EngineWorker's; the next rollout's plans go by what these steps took."""
         report = super().advance(samples, seconds, orders)
         decoding = [span for span in report.spans if span.name == "decode"]
         if orders is not None and decoding:
-            self._learn(decoding)
+            self._length.learn(decoding)
+            longest = max(decoding, key=lambda span: span.seconds)
+            if self._plain_pace and not longest.arguments["draft_tokens"]:
+                self._plain_pace.learn(longest)
         return report
-
-    def _learn(self, decoding: Sequence[Span]) -> None:
-        """Learn from decode steps what the next rollout's plans go by."""
-        for span in decoding:
-            self._kv_read += int(span.arguments["kv_tokens"])
-            self._sample_steps += int(span.arguments["batch"]) * int(span.arguments["steps"])
-        longest = max(decoding, key=lambda span: span.seconds)
-        if self._plain_pace and not longest.arguments["draft_tokens"]:
-            self._plain_pace.learn(longest)
 
     def prepare(self) -> None:
         """Measure costs, once, or forget what earlier samples have taught."""
-        if self._brain and self.drafting:
-            self._brain.prepare(self)
+        if self._brain and self.engine.drafting and self.engine.idle:
+            self._brain.prepare(lambda: profile(self.engine))
 
     def pace(self, temperature: float) -> Throughput:
         """From the costs of its steps and the acceptance of the draft as they are known now, at usual lengths."""
-        slots, length = self.load().slots, self.max_positions // 2
-        if self._sample_steps:
-            length = max(1, round(self._kv_read / self._sample_steps))
-            self._kv_read, self._sample_steps = KEPT * self._kv_read, KEPT * self._sample_steps
-        if self._brain is not None and self.drafting:
-            self._brain.prepare(self)
+        slots, length = self.engine.load().slots, self._length.take()
+        if self._brain is not None and self.engine.drafting:
+            self.prepare()
             return self._brain.pace(slots, length, temperature)
         if self._plain_pace is None:
-            self._plain_pace = PlainPace(profile_plain(self))
+            self._plain_pace = PlainPace(profile_plain(self.engine))
         return self._plain_pace.throughput(slots, length)
-
-    def clear(self) -> None:
-        """Forget every sample, and those on their way here and from here."""
-        super().clear()
-        self.forget_moves()
 
     def end_update(self, version: int) -> None:
         """Make weights live; the draft is watched anew."""

@@ -1,4 +1,4 @@
-"""How fast an engine without a draft decodes: measured before its first samples, and learnt from its steps since."""
+"""What an engine's steps teach its worker: how fast it decodes without a draft, and how long samples are."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from rlhfspec_mega.planning.cost import CostModel, StepCost
 from rlhfspec_mega.planning.rollout_state import Throughput
 from rlhfspec_mega.planning.throughput import throughput_of
 from rlhfspec_mega.types import Span
+
+KEPT = 0.5  # of the weight of lengths seen before, at every rollout
 
 
 class PlainPace:
@@ -31,3 +33,29 @@ class PlainPace:
     def throughput(self, slots: int, length: int) -> Throughput:
         """Of samples of so many tokens."""
         return throughput_of(self._cost, None, slots=slots, length=length)
+
+
+class UsualLength:
+    """Of the samples that an engine decodes, in tokens: what its steps have read, by sample.
+
+    Args:
+        first: before there were any.
+    """
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self._kv_read = self._sample_steps = 0.0
+
+    def learn(self, decoding: Sequence[Span]) -> None:
+        """From decode steps, see `TorchEngine.spans`."""
+        for span in decoding:
+            self._kv_read += int(span.arguments["kv_tokens"])
+            self._sample_steps += int(span.arguments["batch"]) * int(span.arguments["steps"])
+
+    def take(self) -> int:
+        """For a rollout; those that come after it count for more from now on."""
+        if not self._sample_steps:
+            return self._first
+        length = max(1, round(self._kv_read / self._sample_steps))
+        self._kv_read, self._sample_steps = KEPT * self._kv_read, KEPT * self._sample_steps
+        return length

@@ -1,101 +1,99 @@
-"""What a worker of role engine does whatever its engine is: takes and moves samples, receives weights, scores."""
+"""The worker of role engine, whatever its engine is: takes and moves samples, receives weights."""
 
 from __future__ import annotations
 
 import math
 import os
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 from rlhfspec_mega.cluster.environment import HOST, LOOPBACK
-from rlhfspec_mega.errors import RunError
-from rlhfspec_mega.observe.spans import SpanRecorder
 from rlhfspec_mega.planning.rollout_state import Throughput
 from rlhfspec_mega.resharding.buckets import Bucket
-from rlhfspec_mega.resharding.receive import receive_weights
-from rlhfspec_mega.resharding.transport import Receiver
+from rlhfspec_mega.resharding.receive import WeightReceiver
 from rlhfspec_mega.rollout.migration.agent import MigrationAgent
 from rlhfspec_mega.rollout.migration.messages import Meeting, Orders
 from rlhfspec_mega.rollout.protocol import RolloutEngine, SampleSnapshot
-from rlhfspec_mega.types import EngineReport, GenerationResult, TensorInfo, WeightTarget
+from rlhfspec_mega.types import DraftingTally, EngineReport, GenerationResult, TensorInfo, WeightTarget
 
 ORDER_SECONDS = 30.0  # from the first byte copied on, in which a sample has moved, or stays
 _ACKNOWLEDGEMENT_SECONDS = 0.001  # between two looks for one, with nothing else to do
 
 
-class ServingEngine(RolloutEngine):
-    """Base of workers, after the engine's own class, which implements the protocol.
+class EngineWorker(ABC):
+    """What the driver calls: it has an engine, a receiver of weights and, once it has met others, a migration agent.
 
-    Attributes:
-        max_positions: tokens of prompt and response that the engine holds of a sample.
-        last_decode: when the last decode step began, in seconds since the epoch, and its seconds.
-        spans: what the time goes into.
-        turn_seconds: of decoding between two looks at migrations; 0: one step.
-        weights_device: where weights are loaded.
+    Args:
+        engine: that decodes; it is called by nobody else.
+        weights_device: where its weights are loaded.
     """
 
-    max_positions: int
-    last_decode: tuple[float, float]
-    spans: SpanRecorder
-    turn_seconds = 0.0
-    weights_device = "cpu"
-    migration: MigrationAgent | None = None
-    _receiver: Receiver | None = None
+    def __init__(self, engine: RolloutEngine, weights_device: str) -> None:
+        self.engine = engine
+        self.receiver = WeightReceiver(engine, weights_device)
+        self.migration: MigrationAgent | None = None
 
-    @property
     @abstractmethod
-    def idle(self) -> bool:
-        """Whether the engine holds no sample."""
+    def prepare(self) -> None:
+        """Before samples come."""
 
     @abstractmethod
     def pace(self, temperature: float) -> Throughput:
-        """How fast it decodes."""
+        """How fast the engine decodes."""
 
-    def prepare(self) -> None:
-        """Before samples come."""
+    @abstractmethod
+    def take_tally(self) -> DraftingTally | None:
+        """What speculation did since the last call; None without a draft."""
+
+    @abstractmethod
+    def drafting_state(self) -> dict[str, Any] | None:
+        """What was learnt of costs and acceptance, as plain data; None if there is nothing that another run may use."""
 
     def advance(self, samples: Sequence[SampleSnapshot], seconds: float, orders: Orders | None = None) -> EngineReport:
         """Take these samples, decode for about `seconds`, and report all that the driver does not know yet.
 
+        A driver that asks for samples waits for no update of the draft: one still open has lost its transfer while this
+        engine was taken for silent.
+
         Args:
             orders: of migrations; None where samples stay.
         """
+        engine = self.engine
+        engine.abandon_draft_update()
         if self.migration:
             self.migration.collect()
-            self.abort([sample.request.sample_id for sample in samples])  # copies left from moves that failed halfway
+            engine.abort([sample.request.sample_id for sample in samples])  # copies left from moves that failed halfway
         if samples:
             self.prepare()
-        fresh = [sample.request for sample in samples if not sample.tokens]
         for sample in samples:
             if sample.tokens:
-                self.import_sample(sample)
-        self.submit(fresh)
-        moves = orders is not None and self.migration is not None  # one that was started anew has met nobody
-        finished = self._decode(seconds, orders) if moves and orders else self.poll(seconds)
-        load = self.load()
-        report = EngineReport(finished, self.progress(), load.running + load.waiting, spans=self.spans.take())
-        if moves and self.migration:
-            report.migration = self.migration.report()
-            report.unfinished += self.migration.undecided
+                engine.import_sample(sample)
+        engine.submit([sample.request for sample in samples if not sample.tokens])
+        moves = self.migration if orders is not None else None  # a worker that was started anew has met nobody
+        finished = self._decode(moves, seconds, orders) if moves and orders else engine.poll(seconds)
+        load = engine.load()
+        report = EngineReport(finished, engine.progress(), load.running + load.waiting, spans=engine.spans.take())
+        if moves:
+            report.migration = moves.report()
+            report.unfinished += moves.undecided
         return report
 
-    def _decode(self, seconds: float, orders: Orders) -> list[GenerationResult]:
+    def _decode(self, migration: MigrationAgent, seconds: float, orders: Orders) -> list[GenerationResult]:
         """Decode with migrations between the steps; an engine without samples waits for those that are expected."""
-        assert self.migration is not None
-        end, finished = time.monotonic() + seconds, list[GenerationResult]()
-        self.migration.follow(orders)
+        engine, end, finished = self.engine, time.monotonic() + seconds, list[GenerationResult]()
+        migration.follow(orders)
         while True:
-            self.migration.turn()
-            if not self.idle:
-                finished += self.poll(self.turn_seconds)
-                self.migration.stepped(*self.last_decode)
+            migration.turn()
+            if not engine.idle:
+                finished += engine.poll(engine.turn_seconds)
+                migration.stepped(*engine.last_decode)
             left = end - time.monotonic()
-            if left <= 0 or (self.idle and not self.migration.busy and not orders.expects):
+            if left <= 0 or (engine.idle and not migration.busy and not orders.expects):
                 return finished
-            if self.idle:
-                self.migration.wait(min(left, _ACKNOWLEDGEMENT_SECONDS) if self.migration.busy else left)
+            if engine.idle:
+                migration.wait(min(left, _ACKNOWLEDGEMENT_SECONDS) if migration.busy else left)
 
     def meet(self, temperature: float) -> Meeting:
         """Before a rollout with migrations: where this engine listens, and how fast it decodes.
@@ -104,11 +102,10 @@ class ServingEngine(RolloutEngine):
         """
         self.clear()
         if self.migration is None:
-            self.migration = MigrationAgent(self, os.environ.get(HOST, LOOPBACK), ORDER_SECONDS)
-        pace, slots, stats = self.pace(temperature), self.load().slots, self.stats()
+            self.migration = MigrationAgent(self.engine, os.environ.get(HOST, LOOPBACK), ORDER_SECONDS)
+        pace, slots, stats = self.pace(temperature), self.engine.load().slots, self.engine.stats()
         prefill = stats["prefill_seconds"] / stats["prefill_tokens"] if stats["prefill_tokens"] else math.inf
-        self.migration.forget()
-        room, copy = self.max_positions * slots, self.migration.copy_seconds
+        room, copy = self.engine.max_positions * slots, self.migration.copy_seconds
         return Meeting(self.migration.address, pace, slots, room, prefill, copy)
 
     def leave(self) -> None:
@@ -117,16 +114,15 @@ class ServingEngine(RolloutEngine):
             self.migration.close()
             self.migration = None
 
-    def forget_moves(self) -> None:
-        """Give up samples on their way here and from here."""
+    def clear(self) -> None:
+        """Forget every sample, and those on their way here and from here."""
+        self.engine.clear()
         if self.migration is not None:
             self.migration.forget()
 
     def connect(self, address: Any, index: int) -> None:
         """Make the receiving end of a transport in place of the last one."""
-        if self._receiver is not None:
-            self._receiver.close()
-        self._receiver = address.receiver(index)
+        self.receiver.connect(address, index)
 
     def receive_weights(
         self,
@@ -136,6 +132,8 @@ class ServingEngine(RolloutEngine):
         target: WeightTarget = WeightTarget.ACTOR,
     ) -> dict[int, int]:
         """Load an update; {bucket id: checksum}. Not live before `end_update`."""
-        if self._receiver is None:
-            raise RunError("An engine was asked for weights before it was connected to a transport.")
-        return receive_weights(self, self._receiver, version, tensors, buckets, target, self.weights_device)
+        return self.receiver.receive(version, tensors, buckets, target)
+
+    def end_update(self, version: int) -> None:
+        """Make the weights live that were received last."""
+        self.engine.end_update(version)

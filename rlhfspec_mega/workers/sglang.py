@@ -2,44 +2,38 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import torch
 
 from rlhfspec_mega.cluster.sweeper import Sweeper
 from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig
-from rlhfspec_mega.errors import SilentEngineError, UserError
+from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.draft_directory import read_draft_shape
-from rlhfspec_mega.models.draft_shape import DraftShape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.rollout_state import Throughput
-from rlhfspec_mega.rollout.migration.messages import Meeting, Orders
-from rlhfspec_mega.rollout.protocol import SampleSnapshot
-from rlhfspec_mega.rollout.sglang_engine.choice import FREE
-from rlhfspec_mega.rollout.sglang_engine.control import DraftingControl
+from rlhfspec_mega.rollout.migration.messages import Meeting
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
-from rlhfspec_mega.rollout.sglang_engine.kv import DRAFT, TARGET, KvAccess
+from rlhfspec_mega.rollout.sglang_engine.kv import KvAccess, divides, kv_shapes
 from rlhfspec_mega.rollout.sglang_engine.launch import EngineSettings, start
-from rlhfspec_mega.rollout.sglang_engine.profile import Profile, measure
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, shapes_of
-from rlhfspec_mega.types import DraftingTally, EngineReport, TensorInfo, WeightTarget
-from rlhfspec_mega.workers.serving import ServingEngine
+from rlhfspec_mega.types import DraftingTally
+from rlhfspec_mega.workers.serving import EngineWorker
+from rlhfspec_mega.workers.sglang_brain import SGLangBrain
 
 MEMORY = Path("/dev/shm")  # a file system in memory, on Linux
 _sweepers: list[Sweeper] = []  # they live as long as this process
 
 
-class SGLangEngineWorker(SGLangEngine, ServingEngine):
-    """An SGLangEngine that also receives weights, takes samples that began elsewhere, and scores finished ones.
+class SGLangEngineWorker(EngineWorker):
+    """Has an SGLangEngine, and what is known of how fast it decodes.
 
-    Starts SGLang on the GPUs that it sees and measures its steps, which takes minutes.
+    Starts SGLang on the GPUs that it sees and measures its steps, which takes minutes. When SGLang has gone silent this
+    process ends: another engine takes its place, as after any other death.
 
     Args:
         model: Hugging Face directory of a model of this shape.
@@ -52,7 +46,7 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
     Raises UserError where KV has no room for the longest sample, and what `start` raises.
     """
 
-    turn_seconds = 0.01
+    engine: SGLangEngine
 
     def __init__(
         self,
@@ -87,110 +81,61 @@ class SGLangEngineWorker(SGLangEngine, ServingEngine):
             device=device,
             options=config.sglang.options,
         )
-        engine = start(settings, directory)
-        of_kv = kv_shapes(shape, read_draft_shape(draft, shape) if draft else None)
-        kv = None
-        if divides(config.sglang.tensor_parallel, of_kv):
-            kv = KvAccess(engine, directory, of_kv, dtype, config.sglang.tensor_parallel)
-        super().__init__(engine, config.slots, positions, kv)
-        if (room := self.kv_room) is not None and room < settings.longest:
+        sglang = start(settings, directory)
+        of_kv, ranks = kv_shapes(shape, read_draft_shape(draft, shape) if draft else None), settings.tensor_parallel
+        kv = KvAccess(sglang, directory, of_kv, dtype, ranks) if divides(ranks, of_kv) else None
+        engine = SGLangEngine(sglang, config.slots, positions, kv, silent=_end_process)
+        if (room := engine.kv_room) is not None and room < settings.longest:
             raise UserError(
                 f"SGLang has room for {room} tokens of KV and a sample may take {settings.longest}: raise "
                 "rollout.sglang.memory (or options.max_total_tokens), or lower rollout.max_new_tokens."
             )
-        self._control = DraftingControl(engine, directory) if draft else None
-        self._profile = None if deterministic else self._measure(shapes, positions // 2, shape.vocab_size)
-        self._shapes = shapes
-        if device == "cuda":  # SGLang's processes then read a bucket where it lies (CUDA IPC)
+        self.brain = SGLangBrain(sglang, directory, shapes, drafts=draft is not None)
+        if not deterministic:
+            self.brain.measure(config.slots, positions // 2, shape.vocab_size)
+        self._on_gpu = device == "cuda"
+        if self._on_gpu:  # SGLang's processes then read a bucket where it lies (CUDA IPC)
             torch.cuda.init()
-            self.weights_device = device
-        self._accepted = 0.0  # draft tokens per step of a sample with draft tokens, lately
+        super().__init__(engine, device if self._on_gpu else "cpu")
 
-    def _measure(self, shapes: DraftShapes, length: int, vocabulary: int) -> Profile:
-        """Time its steps, on random weights, and have its choice of draft tokens go by them."""
-        force = self._control.force if self._control else _nothing_to_force
-        sizes = {"slots": self._slots, "length": length, "vocabulary": vocabulary}
-        found = measure(self._engine, shapes.counts, force, **sizes)
-        if self._control:
-            self._control.learn_costs(found.table)
-            self._control.force(FREE)
-        return found
-
-    def advance(self, samples: Sequence[SampleSnapshot], seconds: float, orders: Orders | None = None) -> EngineReport:
-        """As ServingEngine's."""
-        with _ending_if_silent():
-            return super().advance(samples, seconds, orders)
-
-    def begin_update(
-        self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget = WeightTarget.ACTOR
-    ) -> None:
-        """As SGLangEngine's."""
-        with _ending_if_silent():
-            super().begin_update(version, tensors, target)
+    def prepare(self) -> None:
+        """Nothing: costs were measured at start."""
 
     def pace(self, temperature: float) -> Throughput:
-        """From the steps measured at start and the acceptance of late, taken to be alike at every depth."""
-        assert self._profile is not None, "a deterministic run moves no samples"
-        table, chance = self._profile.table, self._accepted / (1.0 + self._accepted)
-        depths = map(self._shapes.depth_of, table.counts)
-        tokens = [1.0 + sum(chance**layer for layer in range(1, depth + 1)) for depth in depths]
-        best = (min(t / n for t, n in zip(row, tokens, strict=True)) for row in table.seconds)
-        return Throughput(table.batches, tuple(best))
+        """See SGLangBrain."""
+        return self.brain.pace()
 
     def meet(self, temperature: float) -> Meeting:
-        """As ServingEngine's; where KV cannot be copied, a sample that moves is prefilled."""
-        meeting = super().meet(temperature)
-        assert self._profile is not None
-        prefill = meeting.prefill_seconds if math.isfinite(meeting.prefill_seconds) else self._profile.prefill_seconds
-        copy = min(meeting.copy_seconds, prefill / 2) if self._kv else prefill / 2
-        room = min(meeting.kv_tokens, self.kv_room or meeting.kv_tokens)
-        return meeting._replace(prefill_seconds=prefill, copy_seconds=copy, kv_tokens=room)
-
-    def clear(self) -> None:
-        """Forget every sample, and those on their way here and from here."""
-        with _ending_if_silent():
-            super().clear()
-        self.forget_moves()
+        """As EngineWorker's, with what SGLang's engine does not tell by itself."""
+        copies = bool(self.engine.kv_layout(0).parts)
+        return self.brain.complete(super().meet(temperature), self.engine.kv_room, copies)
 
     def end_update(self, version: int) -> None:
         """Make weights live; the draft is watched anew, and the memory of buckets is for SGLang and the actor again."""
-        with _ending_if_silent():
-            super().end_update(version)
-        if self.weights_device == "cuda":
+        super().end_update(version)
+        if self._on_gpu:
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
-        if self._control:
-            self._control.weights_changed()
+        self.brain.weights_changed()
 
     def take_tally(self) -> DraftingTally | None:
         """What speculation did since the last call; None without a draft."""
-        if self._control is None:
-            return None
-        tally = self._control.take_tally()
-        if tally.drafted_sample_steps:
-            self._accepted = tally.accepted / tally.drafted_sample_steps
-        return tally
+        return self.brain.take_tally()
 
-    def drafting_state(self) -> dict[str, Any] | None:
+    def drafting_state(self) -> None:
         """None: costs are measured anew at every start, and acceptance is learnt within seconds."""
-        return None
 
     def sleep(self) -> None:
-        """As SGLangEngine's; copies of samples that belong to others, and what scoring has left, go with it."""
+        """As SGLangEngine's; copies of samples that belong to others go with it."""
         self.clear()
-        super().sleep()
-        if self.weights_device == "cuda":
+        self.engine.sleep()
+        if self._on_gpu:
             torch.cuda.empty_cache()
 
 
-@contextmanager
-def _ending_if_silent() -> Iterator[None]:
-    """Have an engine that has gone silent end its process: another one takes its place, as after any other death."""
-    try:
-        yield
-    except SilentEngineError as error:
-        print(f"{error} This engine ends; its samples go on elsewhere.", file=sys.stderr, flush=True)
-        os._exit(1)
+def _end_process(sentence: str) -> NoReturn:
+    print(f"{sentence} This engine ends; its samples go on elsewhere.", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def files_of_engine() -> Path:
@@ -198,18 +143,3 @@ def files_of_engine() -> Path:
     directory = Path(tempfile.mkdtemp(prefix="rlhfspec_mega.sglang.", dir=MEMORY if MEMORY.is_dir() else None))
     _sweepers.append(Sweeper(directory))
     return directory
-
-
-def kv_shapes(shape: ModelShape, draft: DraftShape | None) -> dict[str, tuple[int, int, int]]:
-    """Layers, key-value heads and head size of target and draft, which has one layer."""
-    found = {TARGET: (shape.num_layers, shape.num_kv_heads, shape.head_dim)}
-    return found | ({DRAFT: (1, draft.num_kv_heads, draft.head_dim)} if draft else {})
-
-
-def divides(ranks: int, shapes: Mapping[str, tuple[int, int, int]]) -> bool:
-    """Whether each rank has heads of its own: otherwise some are kept by several ranks."""
-    return all(heads % ranks == 0 for _, heads, _ in shapes.values())
-
-
-def _nothing_to_force(count: int) -> None:
-    """An engine that decodes plainly."""

@@ -24,7 +24,7 @@ from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.resharding.buckets import Bucket
 from rlhfspec_mega.resharding.controller import Resharder
-from rlhfspec_mega.types import WeightTarget
+from rlhfspec_mega.types import EngineLoad, WeightTarget
 from rlhfspec_mega.workers.draft_group import DraftGroup
 from rlhfspec_mega.workers.engine import TorchEngineWorker
 from rlhfspec_mega.workers.model_group import ModelGroup
@@ -39,14 +39,18 @@ class DraftingEngine(TorchEngineWorker):
     trouble = ""
 
     def draft_weights(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in self._decoder.drafter.model.tensors().items()}
+        return {name: tensor.clone() for name, tensor in self.engine._decoder.drafter.model.tensors().items()}
+
+    def load(self) -> EngineLoad:
+        return self.engine.load()
 
     def make_trouble(self, kind: str) -> None:
         self.trouble = kind
 
     def connect(self, address: Any, index: int) -> None:
         super().connect(address, index)
-        receive = self._receiver.receive
+        receiver = self.receiver._receiver
+        receive = receiver.receive
 
         def disturbed(bucket: Bucket) -> torch.Tensor:
             data = receive(bucket)
@@ -57,7 +61,7 @@ class DraftingEngine(TorchEngineWorker):
                 data[3] ^= 4
             return data
 
-        self._receiver.receive = disturbed
+        receiver.receive = disturbed
 
 
 @pytest.fixture(scope="module")

@@ -46,8 +46,10 @@ class MortalEngine(TorchEngineWorker):
     """An engine with the weights of tests.engine_pool.make_engine, whose process may be killed in a migration."""
 
     def take_weights(self) -> None:
-        self.begin_update(0, TENSORS)
-        self.update_weights([(name, 0, tensor.flatten()) for name, tensor in initial_tensors(TENSORS, 1, seed=1)])
+        self.engine.begin_update(0, TENSORS)
+        self.engine.update_weights(
+            [(name, 0, tensor.flatten()) for name, tensor in initial_tensors(TENSORS, 1, seed=1)]
+        )
         self.end_update(0)
 
     def die_when(self, moment: str, sign: Path) -> None:

@@ -25,6 +25,7 @@ from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.resharding.buckets import Bucket
 from rlhfspec_mega.resharding.controller import Resharder
+from rlhfspec_mega.types import EngineLoad
 from rlhfspec_mega.workers.engine import TorchEngineWorker
 from rlhfspec_mega.workers.model_group import ModelGroup
 from tests.clusters import local_cluster
@@ -50,7 +51,10 @@ class EngineUnderTest(TorchEngineWorker):
     slow = False
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in self._model.hf_tensors().items()}
+        return {name: tensor.clone() for name, tensor in self.engine._model.hf_tensors().items()}
+
+    def load(self) -> EngineLoad:
+        return self.engine.load()
 
     def misread(self, bucket_id: int | None) -> None:
         self.flip_in = bucket_id
@@ -64,7 +68,8 @@ class EngineUnderTest(TorchEngineWorker):
     def connect(self, address: Any, index: int) -> None:
         self._die_if("connect")
         super().connect(address, index)
-        receive = self._receiver.receive
+        receiver = self.receiver._receiver
+        receive = receiver.receive
 
         def disturbed(bucket: Bucket) -> torch.Tensor:
             if bucket.id == 2:
@@ -75,7 +80,7 @@ class EngineUnderTest(TorchEngineWorker):
                 data[5] ^= 1
             return data
 
-        self._receiver.receive = disturbed
+        receiver.receive = disturbed
 
     def receive_weights(self, *arguments: Any) -> dict[int, int]:
         sums = super().receive_weights(*arguments)

@@ -17,10 +17,10 @@ from rlhfspec_mega.models.hf_directory import read_shape
 from rlhfspec_mega.planning.tree import Batch, DraftTree, StepRecord
 from rlhfspec_mega.rollout.sglang_engine.control import DraftingControl
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
-from rlhfspec_mega.rollout.sglang_engine.kv import KvAccess
+from rlhfspec_mega.rollout.sglang_engine.kv import KvAccess, kv_shapes
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, WeightTarget
-from rlhfspec_mega.workers.sglang import SGLangEngineWorker, kv_shapes
+from rlhfspec_mega.workers.sglang import SGLangEngineWorker
 
 FP32: dict[str, Any] = {"dtype": "float32", "max_positions": 300, "slots": 32}
 
@@ -94,7 +94,7 @@ def worker(made: tuple[Path, Path], drafts: bool = True, **sglang: Any) -> SGLan
     found = SGLangEngineWorker(
         shape, config, "float32", made[0], memory, True, DEVICE, draft=draft, drafting=DraftingConfig()
     )
-    send(found, made[0], 0)
+    send(found.engine, made[0], 0)
     return found
 
 

@@ -17,9 +17,8 @@ from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.rollout.protocol import RolloutEngine
 from rlhfspec_mega.rollout.sglang_engine import launch, weights
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
-from rlhfspec_mega.rollout.sglang_engine.kv import KvAccess
+from rlhfspec_mega.rollout.sglang_engine.kv import KvAccess, kv_shapes
 from rlhfspec_mega.types import GenerationRequest
-from rlhfspec_mega.workers.sglang import kv_shapes
 from tests.e2e.conftest import make_model
 from tests.engine_contract import EngineContract
 from tests.engine_samples import (

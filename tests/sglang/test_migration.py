@@ -50,7 +50,7 @@ class MortalWorker(SGLangEngineWorker):
         super().__init__(*arguments, **named)
 
     def take_weights(self, model: Path) -> None:
-        send(self, model, 0)
+        send(self.engine, model, 0)
 
     def freeze_at_call(self, calls: int, seconds: float) -> None:
         """Stop SGLang's scheduler as SIGSTOP does, after so many calls of `advance`; then it may be silent so long."""

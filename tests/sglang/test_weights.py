@@ -48,14 +48,15 @@ def test_sleep(made: tuple[Path, Path], requests: list[GenerationRequest]) -> No
     On a CPU what was given back is filled with what is no number: a read of it would show.
     """
     one = worker(made)
-    assert one._control is not None
-    one._control.force(3)  # the number that pays depends on the clock
-    before = tokens_of(finish(one, requests))
-    usual = acceptance(one._control)
+    control = one.brain.control
+    assert control is not None
+    control.force(3)  # the number that pays depends on the clock
+    before = tokens_of(finish(one.engine, requests))
+    usual = acceptance(control)
     free = torch.cuda.mem_get_info()[0] if DEVICE == "cuda" else 0
     one.sleep()
     if DEVICE == "cuda":
         assert torch.cuda.mem_get_info()[0] - free > 0.05 * torch.cuda.mem_get_info()[1]
-    send(one, made[0], 1)
-    assert tokens_of(finish(one, requests)) == before
-    assert acceptance(one._control) == pytest.approx(usual, rel=0.05) and usual > 1.0
+    send(one.engine, made[0], 1)
+    assert tokens_of(finish(one.engine, requests)) == before
+    assert acceptance(control) == pytest.approx(usual, rel=0.05) and usual > 1.0

@@ -26,6 +26,7 @@ from rlhfspec_mega.planning.throughput import seconds_per_token
 from rlhfspec_mega.rollout.migration.messages import MigrationOrder, Orders
 from rlhfspec_mega.rollout.protocol import DraftPast, SampleSnapshot
 from rlhfspec_mega.rollout.sglang_engine.choice import FREE
+from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.rollout.sglang_engine.profile import _Runs
 from rlhfspec_mega.types import EngineReport, GenerationRequest, GenerationResult
 from rlhfspec_mega.workers.sglang import MEMORY, SGLangEngineWorker
@@ -56,7 +57,7 @@ def running(made: tuple[Path, Path]) -> list[SGLangEngineWorker]:
     """Two that draft. Their watchdogs are called off at the end of the process."""
     found = [make(made) for _ in range(2)]
     for worker in found:
-        started(lambda worker=worker: worker._engine)
+        started(lambda worker=worker: worker.engine._engine)
     return found
 
 
@@ -64,13 +65,13 @@ def running(made: tuple[Path, Path]) -> list[SGLangEngineWorker]:
 def workers(running: list[SGLangEngineWorker], made: tuple[Path, Path]) -> Iterator[list[SGLangEngineWorker]]:
     """With weights, and without samples."""
     for worker in running:
-        if worker.load().policy_version < 0:
-            send(worker, made[0], 0)
+        if worker.engine.load().policy_version < 0:
+            send(worker.engine, made[0], 0)
         worker.take_tally()
     yield running
     for worker in running:
-        assert worker._control is not None
-        worker._control.force(FREE)
+        assert worker.brain.control is not None
+        worker.brain.control.force(FREE)
         worker.clear()
         worker.leave()
 
@@ -88,8 +89,8 @@ def right(made: tuple[Path, Path], asked: list[GenerationRequest]) -> dict[str, 
 
 def test_its_steps_were_measured_at_start(workers: list[SGLangEngineWorker]) -> None:
     for worker in workers:
-        assert worker._profile is not None and worker._profile.prefill_seconds > 0
-        table = worker._profile.table
+        assert worker.brain.profile is not None and worker.brain.profile.prefill_seconds > 0
+        table = worker.brain.profile.table
         assert table.counts == (0, 1, 2, 3) and table.batches == (1, 2, SLOTS)
         assert all(seconds > 0 for row in table.seconds for seconds in row)
         assert (seconds_per_token(worker.pace(1.0), torch.arange(1, 9).numpy()) > 0).all()
@@ -97,8 +98,8 @@ def test_its_steps_were_measured_at_start(workers: list[SGLangEngineWorker]) -> 
 
 def test_the_full_batch_is_measured_while_all_of_it_decode(workers: list[SGLangEngineWorker]) -> None:
     """Its prompts come in chunks; each request has put out a token before any has ended."""
-    workers[0]._empty()  # of what was measured at start, prompts too
-    outputs = _Runs(workers[0]._engine, (PROMPT + NEW) // 2, 259)._outputs(SLOTS, (PROMPT + NEW) // 2)
+    workers[0].engine._empty()  # of what was measured at start, prompts too
+    outputs = _Runs(workers[0].engine._engine, (PROMPT + NEW) // 2, 259)._outputs(SLOTS, (PROMPT + NEW) // 2)
     assert len(outputs) == SLOTS and max(times[0] for times in outputs) < min(times[-1] for times in outputs)
 
 
@@ -110,16 +111,16 @@ def test_it_drafts_by_the_table_of_costs(
 ) -> None:
     """And counts what it drafts: nothing where draft tokens are dear, much where they cost nothing."""
     worker, found = workers[0], []
-    assert worker._profile is not None and worker._control is not None
-    table = worker._profile.table
+    assert worker.brain.profile is not None and worker.brain.control is not None
+    table = worker.brain.profile.table
     for cost in (1.0, 0.0):
         seconds = tuple(tuple(0.01 + cost * count for count in table.counts) for _ in table.batches)
-        worker._control.learn_costs(StepTable(table.batches, table.counts, seconds))
-        assert_same(right, finish(worker, asked), asked, judge)
+        worker.brain.control.learn_costs(StepTable(table.batches, table.counts, seconds))
+        assert_same(right, finish(worker.engine, asked), asked, judge)
         tally = worker.take_tally()
         assert tally is not None and tally.accepted <= tally.verified
         found.append(tally)
-    worker._control.learn_costs(table)
+    worker.brain.control.learn_costs(table)
     dear, free = found
     assert free.accepted > 0.3 * free.sample_steps and free.drafted_sample_steps > 0.9 * free.sample_steps
     assert dear.drafted_sample_steps < 0.3 * dear.sample_steps
@@ -128,9 +129,10 @@ def test_it_drafts_by_the_table_of_costs(
 
 
 def test_what_was_accepted_makes_it_quicker(workers: list[SGLangEngineWorker], asked: list[GenerationRequest]) -> None:
-    worker, worker._accepted = workers[0], 0.0
+    worker = workers[0]
+    worker.brain.accepted = 0.0
     before = worker.pace(1.0)
-    finish(worker, asked)
+    finish(worker.engine, asked)
     worker.take_tally()
     assert any(now < then for now, then in zip(worker.pace(1.0).seconds, before.seconds, strict=True))
 
@@ -138,7 +140,7 @@ def test_what_was_accepted_makes_it_quicker(workers: list[SGLangEngineWorker], a
 def test_a_sample_as_long_as_is_allowed(workers: list[SGLangEngineWorker]) -> None:
     """SGLang keeps positions for drafting to itself."""
     requests = [GenerationRequest(f"{i}", "long", tuple(range(PROMPT)), i, NEW) for i in range(SLOTS)]
-    assert [len(result.tokens) for result in finish(workers[0], requests).values()] == [NEW] * SLOTS
+    assert [len(result.tokens) for result in finish(workers[0].engine, requests).values()] == [NEW] * SLOTS
 
 
 def test_an_option_that_sglang_does_not_know_is_refused(made: tuple[Path, Path]) -> None:
@@ -158,14 +160,14 @@ def test_samples_move_while_they_decode(
     """To and fro; every sample comes back once with its own tokens, and what was copied is not prefilled."""
     for worker in workers:
         if not copies:
-            monkeypatch.setattr(worker, "_kv", None)
-        assert worker._control is not None
-        worker._control.force(0)  # so that they last
-        worker._empty()
+            monkeypatch.setattr(worker.engine, "_kv", None)
+        assert worker.brain.control is not None
+        worker.brain.control.force(0)  # so that they last
+        worker.engine._empty()
     meetings = [worker.meet(1.0) for worker in workers]
     assert all(0 < meeting.copy_seconds < meeting.prefill_seconds for meeting in meetings)
     assert {meeting.kv_tokens for meeting in meetings} == {SLOTS * (PROMPT + NEW)}
-    before = [worker.stats() for worker in workers]
+    before = [worker.engine.stats() for worker in workers]
     reports = to_and_fro(workers, [meeting.address for meeting in meetings], asked)
     results = [result for report in reports for result in report.finished]
     assert sorted(result.sample_id for result in results) == sorted(one.sample_id for one in asked)
@@ -174,7 +176,7 @@ def test_samples_move_while_they_decode(
     landings = [landing for report in reports for landing in report.migration.landings]
     assert len(arrived) >= 4 and landings
     assert any(landing.settled_bytes > 0 for landing in landings) == copies
-    after = [worker.stats() for worker in workers]
+    after = [worker.engine.stats() for worker in workers]
     resumed, spared = (
         sum(now[name] - then[name] for now, then in zip(after, before, strict=True))
         for name in ("resumed_tokens", "spared_tokens")
@@ -194,7 +196,7 @@ def to_and_fro(
     while finished < len(asked):
         assert time.monotonic() < end
         source = turn // 3 % 2
-        moving = [name for name, held in workers[source]._held.items() if held.started and turn % 3 == 0][:3]
+        moving = [name for name, held in workers[source].engine._held.items() if held.started and turn % 3 == 0][:3]
         for rank, worker in enumerate(workers):
             orders = Orders(expects=True)
             if rank == source:
@@ -209,7 +211,7 @@ def test_it_sleeps_and_weights_wake_it(
     workers: list[SGLangEngineWorker], made: tuple[Path, Path], asked: list[GenerationRequest], right: Any, judge: Any
 ) -> None:
     """Also where the first sample afterwards comes with KV."""
-    source, worker = workers
+    source, worker = workers[0].engine, workers[1]
     source.submit(asked[1:2])
     name = asked[1].sample_id
     while (settled := source.settled(name)) is None or settled["target"] < len(asked[1].prompt_tokens) + 5:
@@ -219,48 +221,48 @@ def test_it_sleeps_and_weights_wake_it(
     rows = min(part.shape[3] for part in kv.values())
     snapshot.kv = kv["target"][:, :, :, :rows]
     snapshot.draft = DraftPast(kv["draft"][:, :, :, :rows], torch.empty(0, 0))
-    worker.import_sample(SampleSnapshot(asked[0], [], [], []))
+    worker.engine.import_sample(SampleSnapshot(asked[0], [], [], []))
     worker.sleep()
-    assert worker.idle and worker.load().policy_version == -1
-    send(worker, made[0], 1)
-    spared = worker.stats()["spared_tokens"]
-    worker.import_sample(snapshot)
-    assert_same(right, drained(worker), asked[1:2], judge)
-    assert worker.stats()["spared_tokens"] - spared >= rows - 1
+    assert worker.engine.idle and worker.engine.load().policy_version == -1
+    send(worker.engine, made[0], 1)
+    spared = worker.engine.stats()["spared_tokens"]
+    worker.engine.import_sample(snapshot)
+    assert_same(right, drained(worker.engine), asked[1:2], judge)
+    assert worker.engine.stats()["spared_tokens"] - spared >= rows - 1
 
 
-def drained(worker: SGLangEngineWorker) -> dict[str, GenerationResult]:
+def drained(engine: SGLangEngine) -> dict[str, GenerationResult]:
     found: dict[str, GenerationResult] = {}
-    while not worker.idle:
-        found |= {result.sample_id: result for result in worker.poll(0.1)}
+    while not engine.idle:
+        found |= {result.sample_id: result for result in engine.poll(0.1)}
     return found
 
 
 def test_kv_takes_the_place_of_what_was_used_longest_ago(workers: list[SGLangEngineWorker]) -> None:
     """More samples come with KV than there is room for: of the first nothing is left, the last finds all."""
-    worker = workers[0]
-    worker._empty()
-    assert worker.kv_room is not None
-    sequences = [tuple(number for _ in range(200)) for number in range(worker.kv_room // 200 + 2)]
+    engine = workers[0].engine
+    engine._empty()
+    assert engine.kv_room is not None
+    sequences = [tuple(number for _ in range(200)) for number in range(engine.kv_room // 200 + 2)]
     for sequence in sequences:
-        worker.import_sample(with_kv(worker, sequence))
-        assert worker.abort(["s"])
+        engine.import_sample(with_kv(engine, sequence))
+        assert engine.abort(["s"])
     found = []
     for sequence in (sequences[-1], sequences[0]):
-        before = worker.stats()["spared_tokens"]
-        worker.import_sample(replace(with_kv(worker, sequence), kv=None, draft=None))
-        while worker.waits("s"):
-            worker.poll(0.001)
-        worker.abort(["s"])
-        found.append(worker.stats()["spared_tokens"] - before)
+        before = engine.stats()["spared_tokens"]
+        engine.import_sample(replace(with_kv(engine, sequence), kv=None, draft=None))
+        while engine.waits("s"):
+            engine.poll(0.001)
+        engine.abort(["s"])
+        found.append(engine.stats()["spared_tokens"] - before)
     assert found[0] >= 190 and found[1] == 0
-    worker._empty()
+    engine._empty()
 
 
-def with_kv(worker: SGLangEngineWorker, tokens: tuple[int, ...]) -> SampleSnapshot:
+def with_kv(engine: SGLangEngine, tokens: tuple[int, ...]) -> SampleSnapshot:
     """A sample of these tokens, the last 90 of them its response, and KV that means nothing."""
     request = GenerationRequest("s", "g", tokens[:-90], 1, NEW)
-    shapes = worker.kv_layout(len(tokens) - 1).parts
+    shapes = engine.kv_layout(len(tokens) - 1).parts
     known = list(tokens[-90:]), [0.0] * 90, [0] * 90
     draft = DraftPast(torch.zeros(shapes["draft"]), torch.empty(0, 0))
     return SampleSnapshot(request, *known, torch.zeros(shapes["target"]), draft)
@@ -275,7 +277,7 @@ if sys.argv[3] == "cpu":
 from tests.sglang.test_worker import make
 if __name__ == "__main__":
     worker = make((Path(sys.argv[1]), Path(sys.argv[2])))
-    print("ready", worker._kv._directory, flush=True)
+    print("ready", worker.engine._kv._directory, flush=True)
     sys.stdin.read()
 """
 

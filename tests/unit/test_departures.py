@@ -9,8 +9,8 @@ import pytest
 from rlhfspec_mega.rollout.migration import departures
 from rlhfspec_mega.rollout.migration.messages import Orders
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
+from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.types import GenerationResult
-from rlhfspec_mega.workers.engine import TorchEngineWorker
 from tests.unit.test_migration import advance, alone, begin, order
 
 
@@ -18,21 +18,21 @@ def test_a_sample_that_ends_while_another_is_handed_over_stays(monkeypatch: pyte
     """It was copied in part, and the other, which came later and is shorter, to its end."""
     first, second, (long,) = begin(1)
     monkeypatch.setattr(departures, "COPY_SHARE", 0.0)
-    monkeypatch.setattr(TorchEngineWorker, "least_copy", 2 * first.kv_layout(1).bytes + 1)  # two rows, and a third
+    monkeypatch.setattr(TorchEngine, "least_copy", 2 * first.engine.kv_layout(1).bytes + 1)  # two rows, and a third
     for _ in range(7):
         first.advance([], 0.0, Orders())
     short = replace(long, sample_id="4.0", group_id="4", prompt_tokens=(1,))
     first.advance([SampleSnapshot(short, [], [], [])], 0.0, Orders())
-    export, ended = first.export_sample, list[GenerationResult]()
+    export, ended = first.engine.export_sample, list[GenerationResult]()
 
     def slowly(sample_id: str, with_kv: bool = True) -> SampleSnapshot:
         snapshot = export(sample_id, with_kv)
-        while first.holds(long.sample_id):
-            ended.extend(first.poll(0.0))
+        while first.engine.holds(long.sample_id):
+            ended.extend(first.engine.poll(0.0))
         return snapshot
 
-    monkeypatch.setattr(first, "export_sample", slowly)
+    monkeypatch.setattr(first.engine, "export_sample", slowly)
     reports = advance(first, lambda report: report.migration.kept, order(second, long, short))
     assert reports[-1].migration.kept == [long.sample_id] and not any(report.finished for report in reports)
     assert [result.tokens for result in ended] == [alone([long])[long.sample_id].tokens]
-    assert not first.holds(short.sample_id)
+    assert not first.engine.holds(short.sample_id)

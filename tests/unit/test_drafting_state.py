@@ -44,8 +44,8 @@ def make_worker(draft: Path, state: Any = None, limits: RolloutConfig = LIMITS, 
     worker = TorchEngineWorker(
         SHAPE, limits, "float32", "cpu", draft=draft, drafting=config, drafting_state=state, **given
     )
-    send_weights(worker, WEIGHTS)
-    send_draft(worker, draft_weights())
+    send_weights(worker.engine, WEIGHTS)
+    send_draft(worker.engine, draft_weights())
     return worker
 
 
@@ -71,7 +71,7 @@ def learnt(draft) -> dict[str, Any]:
 def test_a_worker_measures_costs_once_and_gives_the_tokens_of_plain_decoding(alone, draft, monkeypatch):
     profiles = []
     monkeypatch.setattr(
-        "rlhfspec_mega.workers.drafting.profile", lambda engine: profiles.append(profile(engine)) or profiles[-1]
+        "rlhfspec_mega.workers.engine.profile", lambda engine: profiles.append(profile(engine)) or profiles[-1]
     )
     worker = make_worker(draft)
     before = worker.drafting_state()
@@ -114,22 +114,24 @@ def test_an_update_of_the_draft_that_was_given_up_stops_nothing(alone, draft):
     worker, weights = make_worker(draft), draft_weights(seed=2)
     finished = worker.advance([SampleSnapshot(request, [], [], []) for request in REQUESTS], 0.0).finished
     infos = [TensorInfo(name, tuple(tensor.shape), "float32") for name, tensor in weights.items()]
-    worker.begin_update(2, infos, WeightTarget.DRAFT)
-    worker.update_weights([(name, 0, tensor.flatten()) for name, tensor in list(weights.items())[:3]])
+    worker.engine.begin_update(2, infos, WeightTarget.DRAFT)
+    worker.engine.update_weights([(name, 0, tensor.flatten()) for name, tensor in list(weights.items())[:3]])
     worker.take_tally()
     found = {result.sample_id: result for result in finished} | decode(worker, [])
     assert_same(alone, found, REQUESTS, JUDGE)
-    assert not worker.drafting and worker.take_tally().verified == 0, "half of these weights are other ones"
-    send_draft(worker, weights, 2)
+    assert not worker.engine.drafting and worker.take_tally().verified == 0, "half of these weights are other ones"
+    send_draft(worker.engine, weights, 2)
     assert_same(alone, decode(worker), REQUESTS, JUDGE)
     assert worker.take_tally().accepted > 0
 
 
 def test_actor_weights_end_an_update_of_the_draft_that_was_given_up(draft):
     worker, weights = make_worker(draft), draft_weights(seed=2)
-    worker.begin_update(2, [TensorInfo(n, tuple(t.shape), "float32") for n, t in weights.items()], WeightTarget.DRAFT)
-    send_weights(worker, WEIGHTS, 2)
-    assert not worker.drafting
+    worker.engine.begin_update(
+        2, [TensorInfo(n, tuple(t.shape), "float32") for n, t in weights.items()], WeightTarget.DRAFT
+    )
+    send_weights(worker.engine, WEIGHTS, 2)
+    assert not worker.engine.drafting
 
 
 def test_a_full_disk_costs_what_was_learnt_and_not_the_run(monkeypatch):

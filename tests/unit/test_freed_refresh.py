@@ -115,7 +115,7 @@ class Offers:
     def offer(self, busy: Collection[int], seconds_left: Callable[[], float]) -> None:
         self.seconds.append(seconds_left())
         for rank in set(range(self._pool.size)) - set(busy):
-            assert self._pool.engines[rank].idle
+            assert self._pool.engines[rank].engine.idle
             self.idle.append(rank)
 
 

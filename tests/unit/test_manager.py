@@ -65,18 +65,18 @@ def test_deaths_change_neither_the_samples_nor_the_count(
             assert result.logprobs == expected.logprobs
         else:
             assert result.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
-    assert all(engine.load().running == engine.load().waiting == 0 for engine in ENGINES)
+    assert all(worker.engine.idle for worker in ENGINES)
 
 
 def test_a_dead_engines_samples_go_on_from_their_last_tokens() -> None:
     """The survivor prefills what was known of them and decodes only the rest."""
     requests = [replace(request(group, 0), ignore_stop=True) for group in range(2)]
     full = sum(len(result.tokens) for result in generate(Pool(ENGINES[:2]), requests).values())
-    before = ENGINES[0].stats()["generated_tokens"]
+    before = ENGINES[0].engine.stats()["generated_tokens"]
     pool = Pool(ENGINES[:2], {9: True})  # one token a call and engine: engine 1's fifth call
     generate(pool, requests)
     assert pool.down == {1}
-    of_engine_0 = ENGINES[0].stats()["generated_tokens"] - before
+    of_engine_0 = ENGINES[0].engine.stats()["generated_tokens"] - before
     assert of_engine_0 == full - 4, "engine 1 had decoded and reported four tokens"
 
 
@@ -154,7 +154,7 @@ def test_a_doubled_foreign_or_lost_sample_stops_the_run(ids: list[str], unfinish
 def test_tokens_are_those_of_the_engine_alone() -> None:
     """The manager adds nothing: the same request straight into an engine."""
     one = request(3, 1)
-    direct = ENGINES[1]
+    direct = ENGINES[1].engine
     direct.submit([one])
     with torch.inference_mode():
         results = [result for _ in range(20) for result in direct.poll(0.0)]

@@ -24,8 +24,10 @@ from rlhfspec_mega.rollout.migration.arrivals import Arrivals
 from rlhfspec_mega.rollout.migration.messages import MigrationOrder, Orders
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.reallocation import Reallocation
+from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.types import EngineReport, GenerationRequest, GenerationResult
 from rlhfspec_mega.workers.engine import TorchEngineWorker
+from rlhfspec_mega.workers.serving import EngineWorker
 from tests.engine_pool import Pool, generate, make_engine, opened, request
 from tests.near_tie import assert_same
 from tests.random_trees import RandomTrees
@@ -130,16 +132,15 @@ def test_every_sample_comes_back_once_with_its_own_tokens(
     assert results.keys() == quiet.keys()
     for sample_id, result in results.items():
         assert result.tokens == quiet[sample_id].tokens
-    assert all(engine.load().running == engine.load().waiting == 0 for engine in ENGINES)
+    assert all(worker.engine.idle for worker in ENGINES)
 
 
-class Drafting(TorchEngineWorker):
-    """The engines of the losslessness tests, with a worker's part in migrations."""
+class Drafting(EngineWorker):
+    """A worker with an engine of the losslessness tests."""
 
     def __init__(self) -> None:
         shape, policy = drafting.SHAPE, RandomTrees(7)
-        drafting.TorchEngine.__init__(
-            self,
+        engine = drafting.TorchEngine(
             shape,
             slots=24,
             max_positions=140,
@@ -149,15 +150,18 @@ class Drafting(TorchEngineWorker):
             draft=drafting.draft_shape(shape),
             policy=policy,
         )
-        drafting.send_weights(self, drafting.WEIGHTS, piece=10**6)
-        drafting.send_draft(self, drafting.draft_weights(drafting.draft_shape(shape)))
-        self._brain = self.migration = None
-
-    def end_update(self, version: int) -> None:
-        drafting.TorchEngine.end_update(self, version)
+        drafting.send_weights(engine, drafting.WEIGHTS, piece=10**6)
+        drafting.send_draft(engine, drafting.draft_weights(drafting.draft_shape(shape)))
+        super().__init__(engine, "cpu")
 
     def pace(self, temperature: float) -> Any:
         return ENGINES[0].pace(temperature)
+
+    def prepare(self) -> None: ...
+
+    def take_tally(self) -> None: ...
+
+    def drafting_state(self) -> None: ...
 
 
 def test_many_migrations_under_drafting_change_no_token(link: str) -> None:
@@ -218,7 +222,7 @@ def arriving(engine: TorchEngineWorker, orders: Orders) -> EngineReport:
 
 
 def alone(requests: Sequence[GenerationRequest]) -> dict[str, GenerationResult]:
-    engine, found = ENGINES[2], dict[str, GenerationResult]()
+    engine, found = ENGINES[2].engine, dict[str, GenerationResult]()
     engine.clear()
     engine.submit(requests)
     while not engine.idle:
@@ -242,11 +246,11 @@ def test_the_source_decodes_on_and_a_sample_is_whole_where_it_lands() -> None:
     landing = advance(second, lambda report: report.finished or report.migration.landings)
     assert sum(len(report.migration.landings) for report in landing) <= 1
     (left,) = advance(first, lambda report: report.migration.departed)[-1].migration.departed
-    assert left == "3.0" and first.load().running == 1
+    assert left == "3.0" and first.engine.load().running == 1
 
 
 def test_a_sample_that_ends_while_it_is_copied_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TorchEngineWorker, "least_copy", 1)  # copying takes longer than the sample lasts
+    monkeypatch.setattr(TorchEngine, "least_copy", 1)  # copying takes longer than the sample lasts
     monkeypatch.setattr(departures, "COPY_SHARE", 0.0)
     first, second, requests = begin(1, tokens=3)
     reports = [first.advance([], 0.0, order(second, requests[0]))]
@@ -304,13 +308,13 @@ def test_a_sample_that_is_sent_on_before_it_found_a_slot_has_not_landed() -> Non
     first.advance([], 0.0, order(second, requests[0]))
     advance(first, lambda report: first.migration.undecided > 0)
     reports = [arriving(second, Orders())]
-    assert second.waits("3.0")
-    reports += advance(second, lambda report: not second.holds("3.0"), order(first, requests[0]))
+    assert second.engine.waits("3.0")
+    reports += advance(second, lambda report: not second.engine.holds("3.0"), order(first, requests[0]))
     assert not [landing for one in reports for landing in one.migration.landings]
 
 
 def test_a_sample_that_comes_with_its_kv_does_not_wait_for_the_prompts_of_others() -> None:
-    first, second, _ = begin(1)
+    first, second = (worker.engine for worker in begin(1)[:2])
     snapshot = first.export_sample("3.0")
     prompt = replace(request(5, 0), prompt_tokens=tuple(range(1, 15)))  # two chunks of 8
     second.submit([prompt])

@@ -50,6 +50,6 @@ def test_an_engine_tells_of_the_lengths_that_it_has_decoded(monkeypatch: pytest.
     engine.meet(1.0)
     samples = [replace(request(1, member), ignore_stop=True, max_new_tokens=7) for member in range(3)]
     engine.advance([SampleSnapshot(one, [], [], []) for one in samples], 5.0, Orders())
-    assert engine.idle
+    assert engine.engine.idle
     engine.meet(1.0)
-    assert lengths == [engine.max_positions // 2, 5]  # a prompt of 2, and 0 to 6 of the response
+    assert lengths == [engine.engine.max_positions // 2, 5]  # a prompt of 2, and 0 to 6 of the response

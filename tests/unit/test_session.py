@@ -24,7 +24,7 @@ ALONE: dict[str, list[int]] = {}
 def tokens_alone(one: GenerationRequest) -> list[int]:
     """What an engine makes of a sample that it has to itself."""
     if one.sample_id not in ALONE:
-        engine = make_engine()
+        engine = make_engine().engine
         engine.submit([one])
         with torch.inference_mode():
             (result,) = [result for _ in range(20) for result in engine.poll(0.0)]
@@ -112,7 +112,7 @@ class SessionMachine(RuleBasedStateMachine):
         self.taken += self.session.take()
         assert sorted([*left, *(one.sample_id for one in self.taken)]) == sorted(self.asked), "each is accounted for"
         assert {self.ledger.state(name) for name in left} <= {SampleState.PENDING}
-        assert all(engine.idle for engine in ENGINES), "engines have forgotten them"
+        assert all(worker.engine.idle for worker in ENGINES), "engines have forgotten them"
         if left:  # they can be begun anew
             self.asked, self.taken = {name: self.asked[name] for name in left}, []
             self.session = self.manager.begin(list(self.asked.values()), self.ledger, "test")

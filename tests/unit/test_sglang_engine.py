@@ -13,7 +13,7 @@ import torch
 from rlhfspec_mega.errors import RunError, SilentEngineError
 from rlhfspec_mega.rollout.sglang_engine import engine as engine_module
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
-from rlhfspec_mega.types import FinishReason, GenerationRequest, TensorInfo
+from rlhfspec_mega.types import FinishReason, GenerationRequest, TensorInfo, WeightTarget
 from tests.sglang_fake import STOP, FakeEngine, install, token_at
 
 INFOS = [TensorInfo("a", (4, 3), "float32"), TensorInfo("b", (5,), "bfloat16")]
@@ -153,6 +153,19 @@ def test_lost_logprobs_end_the_run(engine: SGLangEngine, fake: FakeEngine) -> No
     engine.submit([request(1)])
     with pytest.raises(RunError, match="log-probs for the"):
         drain(engine)
+
+
+def test_an_update_of_the_draft_that_was_given_up_stops_nothing(engine: SGLangEngine, fake: FakeEngine) -> None:
+    """A silent engine drops out of a transfer; heard again, it is asked for samples with the update still open."""
+    engine.submit([request(1)])
+    engine.begin_update(1, INFOS, WeightTarget.DRAFT)
+    engine.update_weights([("a", 0, torch.randn(12))])
+    assert engine.poll(0.01) == [] and not engine.idle
+    engine.abandon_draft_update()
+    assert drain(engine)["s1"].tokens == wanted(request(1))
+    with pytest.raises(RunError, match="begin_update"):
+        engine.end_update(1)
+    assert engine.load().policy_version == 0
 
 
 def test_an_engine_that_stays_busy_takes_no_weights(engine: SGLangEngine, fake: FakeEngine) -> None:

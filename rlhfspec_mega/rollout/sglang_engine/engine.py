@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence, Set
-from typing import Any
+from collections.abc import Callable, Sequence, Set
+from typing import Any, NoReturn
 
 import torch
 
 from rlhfspec_mega.errors import RunError, SilentEngineError
 from rlhfspec_mega.observe.spans import SpanRecorder
+from rlhfspec_mega.rollout.checks import check_request
 from rlhfspec_mega.rollout.migration.staging import Layout
 from rlhfspec_mega.rollout.protocol import DraftPast, SampleSnapshot
 from rlhfspec_mega.rollout.sglang_engine.kv import DRAFT, METHOD, TARGET, WOKEN, KvAccess
 from rlhfspec_mega.rollout.sglang_engine.samples import Held, aborted, sampling_params
 from rlhfspec_mega.rollout.sglang_engine.weights import BucketedUpdate, sender
-from rlhfspec_mega.rollout.torch_engine.checks import check_request
+from rlhfspec_mega.rollout.update import UpdatedEngine
 from rlhfspec_mega.types import (
     EngineLoad,
     FinishReason,
@@ -38,7 +39,11 @@ ASK_SECONDS = 1.0  # between two requests to stop one
 SILENCE_SECONDS = 300.0  # of polls without an output: longer than a prefill takes, the time of SGLang's own watchdog
 
 
-class SGLangEngine:
+def _raise(sentence: str) -> NoReturn:
+    raise SilentEngineError(sentence)
+
+
+class SGLangEngine(UpdatedEngine):
     """Implements `RolloutEngine`.
 
     Args:
@@ -46,24 +51,31 @@ class SGLangEngine:
         slots: requests that it decodes at once (max_running_requests).
         max_positions: tokens of prompt and response.
         kv: access to the KV of samples; None: they are prefilled where they go.
+        silent: what is done, whatever the engine was asked for, when SGLang does not answer any more; it is given a
+            sentence. By default that is raised as a SilentEngineError.
 
     Attributes:
         last_decode: when the last poll began, in seconds since the epoch, and what a decode step took in it.
         spans: what the time goes into; a poll is one.
     """
 
-    least_copy = 2 << 20
+    least_copy, turn_seconds = 2 << 20, 0.01
 
-    def __init__(self, engine: Any, slots: int, max_positions: int, kv: KvAccess | None = None) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        slots: int,
+        max_positions: int,
+        kv: KvAccess | None = None,
+        silent: Callable[[str], NoReturn] = _raise,
+    ) -> None:
         self._engine, self._slots, self.max_positions, self._kv = engine, slots, max_positions, kv
+        self._give_up = silent
         self._held: dict[str, Held] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._attempts = 0
         self._finished: list[GenerationResult] = []
         self._steps = self._generated = self._resumed = self._spared = 0
-        self._version = -1
-        self._update: BucketedUpdate | None = None
-        self._updating = WeightTarget.ACTOR
         self._asleep: list[str] = []
         self._silent = 0.0  # seconds of polls without an output, since the last one
         self.last_decode = 0.0, 0.0
@@ -103,11 +115,9 @@ class SGLangEngine:
     def poll(self, seconds: float) -> list[GenerationResult]:
         """Samples finished until about `seconds` have passed or all have ended.
 
-        Raises SilentEngineError when nothing has come of them in SILENCE_SECONDS of polls.
+        SGLang is silent when nothing has come of them in SILENCE_SECONDS of polls.
         """
-        if self._held and self._update is None:
-            if self._version < 0:
-                raise RunError("The engine has samples but no weights; send it a weight update before polling.")
+        if self._held and self._may_decode():
             self._ask_anew()
             self._run(seconds)
         self._collect()
@@ -125,7 +135,7 @@ class SGLangEngine:
         steps = max((one.outputs for one in running), default=0)
         self._silent = 0.0 if steps else self._silent + ended - started
         if self._silent > SILENCE_SECONDS:
-            raise SilentEngineError(f"SGLang has put out nothing for {SILENCE_SECONDS:g} s, of {len(held)} samples.")
+            self._give_up(f"SGLang has put out nothing for {SILENCE_SECONDS:g} s, of {len(held)} samples.")
         self._steps += steps
         self.last_decode = started, (ended - started) / steps if steps else self.last_decode[1]
         if steps:
@@ -228,35 +238,21 @@ class SGLangEngine:
 
     # Weights
 
-    def begin_update(
-        self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget = WeightTarget.ACTOR
-    ) -> None:
-        """Announce weights. Unfinished samples are taken back and go on from their tokens after `end_update`.
+    def _open(self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget) -> BucketedUpdate:
+        """Takes unfinished samples back; they go on from their tokens when they are polled for after the update.
 
-        Returns when SGLang is idle: it reads the weights in the passes that are under way. Raises RunError if it does
-        not become so.
+        Returns when SGLang is idle: it reads the weights in the passes that are under way.
         """
         self._stop(list(self._tasks))
         self._wake(WEIGHTS)
         self._empty()
-        self._update, self._updating = BucketedUpdate(version, tensors, sender(self._engine, target)), target
+        return BucketedUpdate(version, tensors, sender(self._engine, target))
 
-    def update_weights(self, pieces: Sequence[tuple[str, int, torch.Tensor]]) -> None:
-        """Write pieces (name, first element in the flattened full tensor, flat values) of the announced tensors."""
-        self._open_update().write(pieces)
-
-    def end_update(self, version: int) -> None:
-        """Make the weights live. Raises RunError when elements are missing or the version is another."""
-        update = self._open_update()
-        if version != update.version:
-            raise RunError(f"Update {version} was ended, but update {update.version} was begun.")
-        update.end()
+    def _make_live(self, target: WeightTarget) -> None:
         self._empty()
-        self._update = None
-        if self._updating is WeightTarget.ACTOR:
-            self._version = version
-        if self._version >= 0:
-            self._ask_anew()
+
+    def _lose_draft(self) -> None:
+        """SGLang drafts on with what has come: tokens are right whatever the draft."""
 
     # Memory
 
@@ -359,7 +355,7 @@ class SGLangEngine:
         Others may end meanwhile, and so may these: they are collected. A task that waits for an output is not
         cancelled: in Python 3.11 asyncio.wait_for, by which SGLang waits, loses a cancellation just after the output.
 
-        Raises SilentEngineError if SGLang does not give them up.
+        SGLang is silent if it does not give them up in IDLE_SECONDS.
         """
         names = [name for name in sample_ids if name in self._tasks]
         if not names:
@@ -367,7 +363,7 @@ class SGLangEngine:
         end, going_on = time.monotonic() + IDLE_SECONDS, {self._tasks[name]: self._held[name] for name in names}
         while going_on:
             if time.monotonic() > end:
-                raise SilentEngineError(f"SGLang did not stop {', '.join(names)} within {IDLE_SECONDS:g} s.")
+                self._give_up(f"SGLang did not stop {', '.join(names)} within {IDLE_SECONDS:g} s.")
             for task, held in going_on.items():
                 held.stopped = True
                 if held.asked:  # again and again: one that was on its way to SGLang was not known there
@@ -383,9 +379,4 @@ class SGLangEngine:
         """Wait until SGLang is idle, and make its cached KV void."""
         flushing = self._engine.tokenizer_manager.flush_cache(timeout_s=IDLE_SECONDS)
         if not self._engine.loop.run_until_complete(flushing).success:
-            raise SilentEngineError(f"SGLang did not become idle for a weight update within {IDLE_SECONDS:g} s.")
-
-    def _open_update(self) -> BucketedUpdate:
-        if self._update is None:
-            raise RunError("Weights came outside an update; call begin_update first.")
-        return self._update
+            self._give_up(f"SGLang did not become idle for a weight update within {IDLE_SECONDS:g} s.")

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhfspec_mega.models.draft_shape import DraftShape
+from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.rollout.migration.staging import Layout
 
 logger = logging.getLogger(__name__)
@@ -79,6 +81,17 @@ class KvAccess:
         finally:
             for file in self._directory.glob("write.*"):
                 file.unlink()
+
+
+def kv_shapes(shape: ModelShape, draft: DraftShape | None) -> dict[str, tuple[int, int, int]]:
+    """Layers, key-value heads and head size of target and draft, which has one layer."""
+    found = {TARGET: (shape.num_layers, shape.num_kv_heads, shape.head_dim)}
+    return found | ({DRAFT: (1, draft.num_kv_heads, draft.head_dim)} if draft else {})
+
+
+def divides(ranks: int, shapes: Mapping[str, tuple[int, int, int]]) -> bool:
+    """Whether each rank has heads of its own: otherwise some are kept by several ranks."""
+    return all(heads % ranks == 0 for _, heads, _ in shapes.values())
 
 
 def attach(scheduler: Any) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.rollout.sglang_engine.loaders import INTO_DRAFT
-from rlhfspec_mega.rollout.torch_engine.update import WeightUpdate
+from rlhfspec_mega.rollout.update import Piece, WeightUpdate
 from rlhfspec_mega.types import TensorInfo, WeightTarget
 
 BUCKET_BYTES = 512 * 2**20
@@ -46,6 +46,8 @@ def sender(engine: Any, target: WeightTarget) -> Send:
 class BucketedUpdate:
     """Gathers an update and hands it on as it becomes whole, so that memory never holds all of a model twice.
 
+    Implements `rollout.update.OpenUpdate`.
+
     Tensors are put together on the device that their first piece lies on.
 
     Args:
@@ -60,8 +62,8 @@ class BucketedUpdate:
         self._bucket: list[tuple[str, Tensor]] = []
         self._done: set[str] = set()
 
-    def write(self, pieces: Sequence[tuple[str, int, Tensor]]) -> None:
-        """Take pieces (name, first element, flat values). Raises RunError as WeightUpdate does, and on a second one."""
+    def write(self, pieces: Sequence[Piece]) -> None:
+        """Take pieces. Raises RunError as WeightUpdate does, and on a tensor that comes twice."""
         for name, first, values in pieces:
             if name not in self._announced:
                 raise RunError(f"Update {self.version} brings {name}, which was not announced.")
@@ -89,8 +91,7 @@ class BucketedUpdate:
 
     def _whole(self, name: str) -> None:
         update, tensor, _ = self._open.pop(name)
-        update.check_complete()
-        update.check_finite()
+        update.end()
         self._done.add(name)
         self._bucket.append((name, tensor))
         if sum(tensor.nbytes for _, tensor in self._bucket) >= BUCKET_BYTES:

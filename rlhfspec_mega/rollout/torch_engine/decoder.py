@@ -8,9 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from rlhfspec_mega.models.draft_shape import DraftShape
 from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.planning.memory import LOGITS_AT_ONCE
-from rlhfspec_mega.planning.tree import ROOT, Batch, Bools, DraftTree, Ints, StepRecord
+from rlhfspec_mega.planning.tree import ROOT, Batch, Bools, DraftingPolicy, DraftTree, Ints, StepRecord
 from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, KVCache
 from rlhfspec_mega.rollout.torch_engine.drafter import Drafter
 from rlhfspec_mega.rollout.torch_engine.features import Features
@@ -39,22 +40,26 @@ class Decoder:
 
     Args:
         slots: samples decoded at once.
+        draft, policy: without both every step is a plain one.
+        vocabulary: as the Drafter's.
 
     Attributes:
         drafting: whether the draft has weights; without them every step is a plain one.
     """
 
-    def __init__(self, model: Transformer, slots: SlotState, drafter: Drafter | None):
-        self.model, self.slots, self.drafter = model, slots, drafter
-        weights = model.embedding
-        room = drafter.policy.max_nodes if drafter else 0
-        self.cache = KVCache(
-            model.shape,
-            slots=len(slots.tokens),
-            places=model.max_positions + room,
-            dtype=weights.dtype,
-            device=weights.device,
-        )
+    def __init__(
+        self,
+        model: Transformer,
+        slots: int,
+        draft: DraftShape | None,
+        policy: DraftingPolicy | None,
+        vocabulary: torch.Tensor | None,
+    ):
+        weights, room = model.embedding, policy.max_nodes if draft and policy else 0
+        self.model, self.slots = model, SlotState(slots, model.shape.vocab_size, weights.device)
+        self.drafter = Drafter(draft, model, policy, slots=slots, vocabulary=vocabulary) if draft and policy else None
+        places = model.max_positions + room
+        self.cache = KVCache(model.shape, slots=slots, places=places, dtype=weights.dtype, device=weights.device)
         self.drafting = False
 
     def draft_changed(self, idle: bool) -> None:

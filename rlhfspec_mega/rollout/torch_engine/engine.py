@@ -14,15 +14,13 @@ from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.observe.spans import SpanRecorder
 from rlhfspec_mega.planning.tree import DraftingPolicy
+from rlhfspec_mega.rollout.checks import check_draft_past, check_request, check_snapshot
 from rlhfspec_mega.rollout.migration.staging import Layout
 from rlhfspec_mega.rollout.protocol import DraftPast, SampleSnapshot
-from rlhfspec_mega.rollout.torch_engine.checks import check_draft_past, check_request, check_snapshot
 from rlhfspec_mega.rollout.torch_engine.decoder import Decoded, Decoder
-from rlhfspec_mega.rollout.torch_engine.drafter import Drafter
 from rlhfspec_mega.rollout.torch_engine.prefill import Prefill
 from rlhfspec_mega.rollout.torch_engine.scheduler import LiveSample, Scheduler
-from rlhfspec_mega.rollout.torch_engine.slots import SlotState
-from rlhfspec_mega.rollout.torch_engine.update import WeightUpdate
+from rlhfspec_mega.rollout.update import UpdatedEngine, WeightUpdate
 from rlhfspec_mega.types import (
     EngineLoad,
     FinishReason,
@@ -34,7 +32,7 @@ from rlhfspec_mega.types import (
 )
 
 
-class TorchEngine:
+class TorchEngine(UpdatedEngine):
     """Implements `rollout.protocol.RolloutEngine` on one device.
 
     A step gives free slots to samples whose KV is there, else advances one prefill by up to `prefill_chunk` tokens, and
@@ -54,7 +52,7 @@ class TorchEngine:
         spans: what the time goes into.
     """
 
-    least_copy = 1 << 16
+    least_copy, turn_seconds = 1 << 16, 0.0
 
     def __init__(
         self,
@@ -74,15 +72,9 @@ class TorchEngine:
                 raise UserError(f"The engine's {name} is {value}; it must be at least 1.")
         self.max_positions, self._prefill_chunk = max_positions, prefill_chunk
         self._model = Transformer(shape, max_positions=max_positions, dtype=dtype, device=device)
-        drafter = None
-        if draft and policy:
-            drafter = Drafter(draft, self._model, policy, slots=slots, vocabulary=draft_vocabulary)
-        self._decoder = Decoder(self._model, SlotState(slots, shape.vocab_size, device), drafter)
+        self._decoder = Decoder(self._model, slots, draft, policy, draft_vocabulary)
         self._scheduler = Scheduler(slots)
         self._prefill: Prefill | None = None
-        self._update: WeightUpdate | None = None
-        self._updating = WeightTarget.ACTOR
-        self._version: int | None = None
         self._finished: list[GenerationResult] = []
         self._ids: set[str] = set()  # unfinished samples
         self._counts = {"decode_steps": 0, "generated_tokens": 0, "prefill_tokens": 0, "finished_samples": 0}
@@ -131,9 +123,7 @@ class TorchEngine:
         During an update nothing is decoded. Raises RunError when there are samples but no weights have come yet.
         """
         deadline = time.monotonic() + seconds
-        while self._scheduler.busy and self._update is None:
-            if self._version is None:
-                raise RunError("The engine has samples but no weights; send it a weight update before polling.")
+        while self._scheduler.busy and self._may_decode():
             self._step()
             if time.monotonic() >= deadline:
                 break
@@ -226,8 +216,8 @@ class TorchEngine:
         """Go on with a sample exported elsewhere, ahead of the waiting ones. Raises UserError if it does not fit."""
         check_request(snapshot.request, self._model.shape.vocab_size, self.max_positions, self._ids)
         check_snapshot(snapshot, self._decoder.cache.kv)
-        if self._decoder.drafter:
-            check_draft_past(snapshot, self._decoder.drafter)
+        if drafter := self._decoder.drafter:
+            check_draft_past(snapshot, drafter.no_past(), drafter.room)
         sample = LiveSample(snapshot.request, list(snapshot.tokens), list(snapshot.logprobs), list(snapshot.versions))
         if snapshot.reported is not None:
             sample.reported = snapshot.reported
@@ -248,7 +238,7 @@ class TorchEngine:
             slots=self._scheduler.slots,
             decode_steps=self._counts["decode_steps"],
             generated_tokens=self._counts["generated_tokens"],
-            policy_version=-1 if self._version is None else self._version,
+            policy_version=self._version,
         )
 
     def stats(self) -> dict[str, Any]:
@@ -261,17 +251,11 @@ class TorchEngine:
 
     # Weights
 
-    def begin_update(
-        self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget = WeightTarget.ACTOR
-    ) -> None:
-        """Announce weights; nothing is decoded until `end_update`. Beginning again discards an unfinished update.
-
-        Raises RunError on a name or shape the model does not hold, and when its first update lacks a tensor.
-        """
+    def _open(self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget) -> WeightUpdate:
+        """Raises RunError on a name or shape the model does not hold, and when its first update lacks a tensor."""
         drafter = self._decoder.drafter
         if target is WeightTarget.ACTOR:
-            self.abandon_draft_update()
-            own, first = self._model.hf_tensors(), self._version is None
+            own, first = self._model.hf_tensors(), self._version < 0
         elif drafter is not None:
             own, first = drafter.model.tensors(), not self._decoder.drafting
         else:
@@ -280,43 +264,18 @@ class TorchEngine:
             raise RunError(
                 f"The first update must bring all weights; it lacks {len(missing)}, among them {missing[0]}."
             )
-        self._update, self._updating = WeightUpdate(version, tensors, own), target
+        return WeightUpdate(version, tensors, own)
 
-    def update_weights(self, pieces: Sequence[tuple[str, int, torch.Tensor]]) -> None:
-        """Write pieces (name, first element in the flattened full tensor, flat values) of the announced tensors."""
-        self._open_update().write(pieces)
-
-    def end_update(self, version: int) -> None:
-        """Make the weights live.
-
-        Raises RunError when elements are missing or not finite, or `version` is not the announced one.
-
-        After an error the engine decodes nothing until an update has succeeded: its weights are mixed.
-        """
-        update = self._open_update()
-        if version != update.version:
-            raise RunError(f"Update {version} was ended, but update {update.version} was begun.")
-        update.check_complete()
-        update.check_finite()
-        self._update = None
-        if self._updating is WeightTarget.ACTOR:
-            self._version = version
+    def _make_live(self, target: WeightTarget) -> None:
+        if target is WeightTarget.ACTOR:
             self._model.weights_changed()
         else:
             self._decoder.draft_changed(idle=not self._scheduler.active)
         self._prefill = None
         self._scheduler.forget_prefills()
 
-    def abandon_draft_update(self) -> None:
-        """Give up an update of the draft that was begun and will not be ended; steps are plain until the next one."""
-        if self._update is not None and self._updating is WeightTarget.DRAFT:
-            self._update = None
-            self._decoder.draft_lost()
-
-    def _open_update(self) -> WeightUpdate:
-        if self._update is None:
-            raise RunError("Weights came outside an update; call begin_update first.")
-        return self._update
+    def _lose_draft(self) -> None:
+        self._decoder.draft_lost()  # steps are plain
 
     # The step
 
@@ -367,7 +326,6 @@ class TorchEngine:
 
     def _commit(self, decoded: Decoded) -> None:
         """Append the new tokens and retire samples that have ended."""
-        assert self._version is not None
         samples, ended, first = self._scheduler.active, [], 0
         for slot, (sample, count) in enumerate(zip(samples, decoded.counts.tolist(), strict=True)):
             new, known = slice(first, first + count), len(sample.tokens)

@@ -7,8 +7,7 @@ from collections.abc import Set
 import torch
 
 from rlhfspec_mega.errors import UserError
-from rlhfspec_mega.rollout.protocol import SampleSnapshot
-from rlhfspec_mega.rollout.torch_engine.drafter import Drafter
+from rlhfspec_mega.rollout.protocol import DraftPast, SampleSnapshot
 from rlhfspec_mega.types import GenerationRequest
 
 MIN_TEMPERATURE = 0.01  # below, logits / T leaves float32 too few bits between neighbours
@@ -61,9 +60,14 @@ def check_snapshot(snapshot: SampleSnapshot, cache: torch.Tensor) -> None:
         )
 
 
-def check_draft_past(snapshot: SampleSnapshot, drafter: Drafter) -> None:
-    """Raises UserError if the draft's part of a snapshot does not fit this engine's draft, or not all tokens."""
-    past, own = snapshot.draft, drafter.no_past()
+def check_draft_past(snapshot: SampleSnapshot, own: DraftPast, room: int) -> None:
+    """Raises UserError if the draft's part of a snapshot does not fit this engine's draft, or not all tokens.
+
+    Args:
+        own: of this engine's draft, of a sample of any number of tokens.
+        room: unread tokens that the engine can hold.
+    """
+    past = snapshot.draft
     if past is None:
         return
     same_sizes = past.features.shape[1:] == own.features.shape[1:] and _without_entries(past.kv) == _without_entries(
@@ -71,7 +75,7 @@ def check_draft_past(snapshot: SampleSnapshot, drafter: Drafter) -> None:
     )
     tokens = len(snapshot.request.prompt_tokens) + len(snapshot.tokens)
     entries = past.kv.shape[3] if same_sizes else 0
-    if not same_sizes or entries + len(past.features) != tokens - 1 or len(past.features) > drafter.room:
+    if not same_sizes or entries + len(past.features) != tokens - 1 or len(past.features) > room:
         raise UserError(
             f"Sample {snapshot.request.sample_id} of {tokens} tokens brings a draft's past of shapes "
             f"{tuple(past.kv.shape)} and {tuple(past.features.shape)}, which do not fit this engine's draft; "

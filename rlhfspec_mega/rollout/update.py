@@ -1,0 +1,162 @@
+"""Weight updates of an engine: which one is open, what has come of it, and what is refused when."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.types import TensorInfo, WeightTarget
+
+Piece = tuple[str, int, torch.Tensor]  # name, first element in the flattened full tensor, flat values
+
+
+class OpenUpdate(Protocol):
+    """Where the pieces of one update go.
+
+    Attributes:
+        version: that they belong to.
+    """
+
+    version: int
+
+    def write(self, pieces: Sequence[Piece]) -> None:
+        """Take pieces. Raises RunError on a name that was not announced, and on an overrun."""
+
+    def end(self) -> None:
+        """All have come. Raises RunError when elements are missing, came twice or are not finite."""
+
+
+class UpdatedEngine(ABC):
+    """What every engine does about weights: one update is open at a time, and live when it has ended.
+
+    After an error the update stays open, and the engine decodes nothing until another one has succeeded: its weights
+    are mixed. Versions of the actor and of its draft are counted apart.
+    """
+
+    _version = -1  # of the actor's weights that are live; -1: none have come
+    _update: OpenUpdate | None = None
+    _updating = WeightTarget.ACTOR
+
+    def begin_update(
+        self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget = WeightTarget.ACTOR
+    ) -> None:
+        """Announce weights; nothing is decoded until `end_update`. Beginning again discards an unfinished update.
+
+        Raises RunError where the engine cannot take these.
+        """
+        if target is WeightTarget.ACTOR:
+            self.abandon_draft_update()
+        self._update, self._updating = self._open(version, tensors, target), target
+
+    def update_weights(self, pieces: Sequence[Piece]) -> None:
+        """Write pieces of the announced tensors. Raises RunError outside an update, and as `OpenUpdate.write` does."""
+        self._opened().write(pieces)
+
+    def end_update(self, version: int) -> None:
+        """Make the weights live.
+
+        Raises RunError when elements are missing or not finite, or `version` is not the announced one.
+        """
+        update = self._opened()
+        if version != update.version:
+            raise RunError(f"Update {version} was ended, but update {update.version} was begun.")
+        update.end()
+        self._make_live(self._updating)
+        self._update = None
+        if self._updating is WeightTarget.ACTOR:
+            self._version = version
+
+    def abandon_draft_update(self) -> None:
+        """Give up an update of the draft that was begun and will not be ended; the draft's weights are mixed then."""
+        if self._update is not None and self._updating is WeightTarget.DRAFT:
+            self._update = None
+            self._lose_draft()
+
+    def _may_decode(self) -> bool:
+        """Whether no update is open. Raises RunError before the first weights: there are samples to decode."""
+        if self._update is None and self._version < 0:
+            raise RunError("The engine has samples but no weights; send it a weight update before polling.")
+        return self._update is None
+
+    def _opened(self) -> OpenUpdate:
+        if self._update is None:
+            raise RunError("Weights came outside an update; call begin_update first.")
+        return self._update
+
+    @abstractmethod
+    def _open(self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget) -> OpenUpdate:
+        """Where the pieces go. Raises RunError where these tensors cannot be taken, or not now."""
+
+    @abstractmethod
+    def _make_live(self, target: WeightTarget) -> None:
+        """All that was announced has come: decode with it, and with nothing that was computed by the weights before."""
+
+    @abstractmethod
+    def _lose_draft(self) -> None:
+        """The draft's weights are mixed until its next update."""
+
+
+class WeightUpdate:
+    """Writes pieces into the model's tensors and accounts for every element. Implements `OpenUpdate`.
+
+    Args:
+        version: policy version the pieces belong to.
+        announced: the tensors to come. Raises RunError on a name or shape that `targets` does not hold.
+        targets: contiguous tensors by Hugging Face name, written in place.
+    """
+
+    def __init__(self, version: int, announced: Sequence[TensorInfo], targets: Mapping[str, torch.Tensor]):
+        self.version = version
+        for info in announced:
+            if info.name not in targets:
+                raise RunError(f"Update {version} announces {info.name}, which this engine's model does not hold.")
+            if tuple(info.shape) != tuple(targets[info.name].shape):
+                raise RunError(
+                    f"Update {version} announces {info.name} with shape {tuple(info.shape)}; "
+                    f"this engine holds {tuple(targets[info.name].shape)}."
+                )
+        self._flat = {info.name: targets[info.name].view(-1) for info in announced}
+        self._written: dict[str, list[tuple[int, int]]] = {name: [] for name in self._flat}
+
+    def write(self, pieces: Sequence[Piece]) -> None:
+        """Copy pieces in. Raises RunError on an unannounced name or an overrun."""
+        for name, first, values in pieces:
+            if name not in self._flat:
+                raise RunError(f"Update {self.version} brings {name}, which was not announced.")
+            flat, end = self._flat[name], first + values.numel()
+            if first < 0 or end > flat.numel():
+                raise RunError(
+                    f"Update {self.version} writes elements {first} to {end} of {name}, which has {flat.numel()}."
+                )
+            flat[first:end].copy_(values.view(-1))
+            self._written[name].append((first, end))
+
+    def end(self) -> None:
+        """Raises RunError naming tensors of which an element did not come, or came twice, or is NaN or infinity."""
+        wrong = [name for name, spans in self._written.items() if not _covers(spans, self._flat[name].numel())]
+        if wrong:
+            raise RunError(f"Update {self.version} did not bring every element exactly once of {_some(wrong)}.")
+        if not self._flat:
+            return
+        ends = torch.stack([torch.stack(flat.aminmax()) for flat in self._flat.values()])  # NaN is both ends
+        finite = ends.isfinite().all(dim=1).tolist()
+        if wrong := [name for name, good in zip(self._flat, finite, strict=True) if not good]:
+            raise RunError(f"Update {self.version} brought NaN or infinity in {_some(wrong)}; training has diverged.")
+
+
+def _some(names: Sequence[str], shown: int = 5) -> str:
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+
+
+def _covers(spans: Sequence[tuple[int, int]], size: int) -> bool:
+    """Whether half-open spans tile [0, size)."""
+    end = 0
+    for first, last in sorted(spans):
+        if first != end:
+            return False
+        end = last
+    return end == size

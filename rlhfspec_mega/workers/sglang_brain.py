@@ -1,0 +1,94 @@
+"""What SGLang's worker knows of its speed: steps measured at start, and what of draft tokens is accepted."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from rlhfspec_mega.planning.rollout_state import Throughput
+from rlhfspec_mega.rollout.migration.messages import Meeting
+from rlhfspec_mega.rollout.sglang_engine.choice import FREE
+from rlhfspec_mega.rollout.sglang_engine.control import DraftingControl
+from rlhfspec_mega.rollout.sglang_engine.profile import Profile, measure
+from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes
+from rlhfspec_mega.types import DraftingTally
+
+
+class SGLangBrain:
+    """The profile of one engine, and its draft as SGLang reports of it.
+
+    Args:
+        engine: a started `sglang.Engine`.
+        directory: of its files.
+        shapes: that it chooses from.
+        drafts: whether it has a draft.
+
+    Attributes:
+        control: None without a draft.
+        profile: None before `measure`.
+        accepted: draft tokens per step of a sample with draft tokens, lately.
+    """
+
+    def __init__(self, engine: Any, directory: Path, shapes: DraftShapes, drafts: bool) -> None:
+        self._engine, self._shapes = engine, shapes
+        self.control = DraftingControl(engine, directory) if drafts else None
+        self.profile: Profile | None = None
+        self.accepted = 0.0
+
+    def measure(self, slots: int, length: int, vocabulary: int) -> None:
+        """Time steps of the idle engine, on random weights, and have its choice of draft tokens go by them.
+
+        Args:
+            length: tokens of a typical sample in the middle of its decoding.
+        """
+        force = self.control.force if self.control else _nothing_to_force
+        sizes = {"slots": slots, "length": length, "vocabulary": vocabulary}
+        self.profile = measure(self._engine, self._shapes.counts, force, **sizes)
+        if self.control:
+            self.control.learn_costs(self.profile.table)
+            self.control.force(FREE)
+
+    def pace(self) -> Throughput:
+        """From the steps measured and the acceptance of late, taken to be alike at every depth."""
+        table, chance = self._measured.table, self.accepted / (1.0 + self.accepted)
+        depths = map(self._shapes.depth_of, table.counts)
+        tokens = [1.0 + sum(chance**layer for layer in range(1, depth + 1)) for depth in depths]
+        best = (min(t / n for t, n in zip(row, tokens, strict=True)) for row in table.seconds)
+        return Throughput(table.batches, tuple(best))
+
+    def complete(self, meeting: Meeting, kv_room: int | None, copies: bool) -> Meeting:
+        """What a meeting lacks of SGLang's; where KV cannot be copied, a sample that moves is prefilled.
+
+        Args:
+            kv_room: tokens, if SGLang has told.
+            copies: whether KV can be copied.
+        """
+        known = math.isfinite(meeting.prefill_seconds)
+        prefill = meeting.prefill_seconds if known else self._measured.prefill_seconds
+        copy = min(meeting.copy_seconds, prefill / 2) if copies else prefill / 2
+        room = min(meeting.kv_tokens, kv_room or meeting.kv_tokens)
+        return meeting._replace(prefill_seconds=prefill, copy_seconds=copy, kv_tokens=room)
+
+    def take_tally(self) -> DraftingTally | None:
+        """What speculation did since the last call; None without a draft."""
+        if self.control is None:
+            return None
+        tally = self.control.take_tally()
+        if tally.drafted_sample_steps:
+            self.accepted = tally.accepted / tally.drafted_sample_steps
+        return tally
+
+    def weights_changed(self) -> None:
+        """The draft is watched anew."""
+        if self.control:
+            self.control.weights_changed()
+
+    @property
+    def _measured(self) -> Profile:
+        assert self.profile is not None, "a deterministic run moves no samples"
+        return self.profile
+
+
+def _nothing_to_force(count: int) -> None:
+    """An engine that decodes plainly."""
