@@ -50,7 +50,7 @@ class UpdatedEngine(ABC):
         """
         if target is WeightTarget.ACTOR:
             self.abandon_draft_update()
-        self._update, self._updating = self._open(version, tensors, target), target
+        self._update, self._updating = self._begin(version, tensors, target), target
 
     def update_weights(self, pieces: Sequence[Piece]) -> None:
         """Write pieces of the announced tensors. Raises RunError outside an update, and as `OpenUpdate.write` does."""
@@ -88,7 +88,7 @@ class UpdatedEngine(ABC):
         return self._update
 
     @abstractmethod
-    def _open(self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget) -> OpenUpdate:
+    def _begin(self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget) -> OpenUpdate:
         """Where the pieces go. Raises RunError where these tensors cannot be taken, or not now."""
 
     @abstractmethod
