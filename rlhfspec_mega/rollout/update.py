@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 
@@ -14,94 +13,8 @@ from rlhfspec_mega.types import TensorInfo, WeightTarget
 Piece = tuple[str, int, torch.Tensor]  # name, first element in the flattened full tensor, flat values
 
 
-class OpenUpdate(Protocol):
-    """Where the pieces of one update go.
-
-    Attributes:
-        version: that they belong to.
-    """
-
-    version: int
-
-    def write(self, pieces: Sequence[Piece]) -> None:
-        """Take pieces. Raises RunError on a name that was not announced, and on an overrun."""
-
-    def end(self) -> None:
-        """All have come. Raises RunError when elements are missing, came twice or are not finite."""
-
-
-class UpdatedEngine(ABC):
-    """What every engine does about weights: one update is open at a time, and live when it has ended.
-
-    After an error the update stays open, and the engine decodes nothing until another one has succeeded: its weights
-    are mixed. Versions of the actor and of its draft are counted apart.
-    """
-
-    _version = -1  # of the actor's weights that are live; -1: none have come
-    _update: OpenUpdate | None = None
-    _updating = WeightTarget.ACTOR
-
-    def begin_update(
-        self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget = WeightTarget.ACTOR
-    ) -> None:
-        """Announce weights; nothing is decoded until `end_update`. Beginning again discards an unfinished update.
-
-        Raises RunError where the engine cannot take these.
-        """
-        if target is WeightTarget.ACTOR:
-            self.abandon_draft_update()
-        self._update, self._updating = self._open(version, tensors, target), target
-
-    def update_weights(self, pieces: Sequence[Piece]) -> None:
-        """Write pieces of the announced tensors. Raises RunError outside an update, and as `OpenUpdate.write` does."""
-        self._opened().write(pieces)
-
-    def end_update(self, version: int) -> None:
-        """Make the weights live.
-
-        Raises RunError when elements are missing or not finite, or `version` is not the announced one.
-        """
-        update = self._opened()
-        if version != update.version:
-            raise RunError(f"Update {version} was ended, but update {update.version} was begun.")
-        update.end()
-        self._make_live(self._updating)
-        self._update = None
-        if self._updating is WeightTarget.ACTOR:
-            self._version = version
-
-    def abandon_draft_update(self) -> None:
-        """Give up an update of the draft that was begun and will not be ended; the draft's weights are mixed then."""
-        if self._update is not None and self._updating is WeightTarget.DRAFT:
-            self._update = None
-            self._lose_draft()
-
-    def _may_decode(self) -> bool:
-        """Whether no update is open. Raises RunError before the first weights: there are samples to decode."""
-        if self._update is None and self._version < 0:
-            raise RunError("The engine has samples but no weights; send it a weight update before polling.")
-        return self._update is None
-
-    def _opened(self) -> OpenUpdate:
-        if self._update is None:
-            raise RunError("Weights came outside an update; call begin_update first.")
-        return self._update
-
-    @abstractmethod
-    def _open(self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget) -> OpenUpdate:
-        """Where the pieces go. Raises RunError where these tensors cannot be taken, or not now."""
-
-    @abstractmethod
-    def _make_live(self, target: WeightTarget) -> None:
-        """All that was announced has come: decode with it, and with nothing that was computed by the weights before."""
-
-    @abstractmethod
-    def _lose_draft(self) -> None:
-        """The draft's weights are mixed until its next update."""
-
-
 class WeightUpdate:
-    """Writes pieces into the model's tensors and accounts for every element. Implements `OpenUpdate`.
+    """Writes pieces into the model's tensors and accounts for every element.
 
     Args:
         version: policy version the pieces belong to.
@@ -136,16 +49,89 @@ class WeightUpdate:
             self._written[name].append((first, end))
 
     def end(self) -> None:
-        """Raises RunError naming tensors of which an element did not come, or came twice, or is NaN or infinity."""
-        wrong = [name for name, spans in self._written.items() if not _covers(spans, self._flat[name].numel())]
+        """All have come. Raises RunError naming tensors with an element that did not, came twice or is not finite."""
+        self._check(list(self._flat))
+
+    def _check(self, names: Sequence[str]) -> None:
+        wrong = [name for name in names if not _covers(self._written[name], self._flat[name].numel())]
         if wrong:
             raise RunError(f"Update {self.version} did not bring every element exactly once of {_some(wrong)}.")
-        if not self._flat:
+        if not names:
             return
-        ends = torch.stack([torch.stack(flat.aminmax()) for flat in self._flat.values()])  # NaN is both ends
+        ends = torch.stack([torch.stack(self._flat[name].aminmax()) for name in names])  # NaN is both ends
         finite = ends.isfinite().all(dim=1).tolist()
-        if wrong := [name for name, good in zip(self._flat, finite, strict=True) if not good]:
+        if wrong := [name for name, good in zip(names, finite, strict=True) if not good]:
             raise RunError(f"Update {self.version} brought NaN or infinity in {_some(wrong)}; training has diverged.")
+
+
+class UpdatedEngine(ABC):
+    """What every engine does about weights: one update is open at a time, and live when it has ended.
+
+    After an error the update stays open, and the engine decodes nothing until another one has succeeded: its weights
+    are mixed. Versions of the actor and of its draft are counted apart.
+    """
+
+    _version = -1  # of the actor's weights that are live; -1: none have come
+    _update: WeightUpdate | None = None
+    _updating = WeightTarget.ACTOR
+
+    def begin_update(
+        self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget = WeightTarget.ACTOR
+    ) -> None:
+        """Announce weights; nothing is decoded until `end_update`. Beginning again discards an unfinished update.
+
+        Raises RunError where the engine cannot take these.
+        """
+        if target is WeightTarget.ACTOR:
+            self.abandon_draft_update()
+        self._update, self._updating = self._begin(version, tensors, target), target
+
+    def update_weights(self, pieces: Sequence[Piece]) -> None:
+        """Write pieces of the announced tensors. Raises RunError outside an update, and as `WeightUpdate.write`."""
+        self._opened().write(pieces)
+
+    def end_update(self, version: int) -> None:
+        """Make the weights live.
+
+        Raises RunError when elements are missing or not finite, or `version` is not the announced one.
+        """
+        update = self._opened()
+        if version != update.version:
+            raise RunError(f"Update {version} was ended, but update {update.version} was begun.")
+        update.end()
+        self._make_live(self._updating)
+        self._update = None
+        if self._updating is WeightTarget.ACTOR:
+            self._version = version
+
+    def abandon_draft_update(self) -> None:
+        """Give up an update of the draft that was begun and will not be ended; the draft's weights are mixed then."""
+        if self._update is not None and self._updating is WeightTarget.DRAFT:
+            self._update = None
+            self._lose_draft()
+
+    def _may_decode(self) -> bool:
+        """Whether no update is open. Raises RunError before the first weights: there are samples to decode."""
+        if self._update is None and self._version < 0:
+            raise RunError("The engine has samples but no weights; send it a weight update before polling.")
+        return self._update is None
+
+    def _opened(self) -> WeightUpdate:
+        if self._update is None:
+            raise RunError("Weights came outside an update; call begin_update first.")
+        return self._update
+
+    @abstractmethod
+    def _begin(self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget) -> WeightUpdate:
+        """Where the pieces go. Raises RunError where these tensors cannot be taken, or not now."""
+
+    @abstractmethod
+    def _make_live(self, target: WeightTarget) -> None:
+        """All that was announced has come: decode with it, and with nothing that was computed by the weights before."""
+
+    @abstractmethod
+    def _lose_draft(self) -> None:
+        """The draft's weights are mixed until its next update."""
 
 
 def _some(names: Sequence[str], shown: int = 5) -> str:

@@ -16,14 +16,16 @@ from rlhfspec_mega.resharding.receive import WeightReceiver
 from rlhfspec_mega.rollout.migration.agent import MigrationAgent
 from rlhfspec_mega.rollout.migration.messages import Meeting, Orders
 from rlhfspec_mega.rollout.protocol import RolloutEngine, SampleSnapshot
-from rlhfspec_mega.types import DraftingTally, EngineReport, GenerationResult, TensorInfo, WeightTarget
+from rlhfspec_mega.types import EngineReport, GenerationResult, TensorInfo, WeightTarget
 
 ORDER_SECONDS = 30.0  # from the first byte copied on, in which a sample has moved, or stays
 _ACKNOWLEDGEMENT_SECONDS = 0.001  # between two looks for one, with nothing else to do
 
 
 class EngineWorker(ABC):
-    """What the driver calls: it has an engine, a receiver of weights and, once it has met others, a migration agent.
+    """Has an engine, a receiver of weights and, once it has met others, a migration agent.
+
+    The driver calls these methods, and `take_tally` and `drafting_state` of each kind.
 
     Args:
         engine: that decodes; it is called by nobody else.
@@ -42,14 +44,6 @@ class EngineWorker(ABC):
     @abstractmethod
     def pace(self, temperature: float) -> Throughput:
         """How fast the engine decodes."""
-
-    @abstractmethod
-    def take_tally(self) -> DraftingTally | None:
-        """What speculation did since the last call; None without a draft."""
-
-    @abstractmethod
-    def drafting_state(self) -> dict[str, Any] | None:
-        """What was learnt of costs and acceptance, as plain data; None if there is nothing that another run may use."""
 
     def advance(self, samples: Sequence[SampleSnapshot], seconds: float, orders: Orders | None = None) -> EngineReport:
         """Take these samples, decode for about `seconds`, and report all that the driver does not know yet.

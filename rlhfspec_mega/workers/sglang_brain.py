@@ -42,7 +42,7 @@ class SGLangBrain:
         Args:
             length: tokens of a typical sample in the middle of its decoding.
         """
-        force = self.control.force if self.control else _nothing_to_force
+        force = self.control.force if self.control else lambda count: None
         sizes = {"slots": slots, "length": length, "vocabulary": vocabulary}
         self.profile = measure(self._engine, self._shapes.counts, force, **sizes)
         if self.control:
@@ -88,7 +88,3 @@ class SGLangBrain:
     def _measured(self) -> Profile:
         assert self.profile is not None, "a deterministic run moves no samples"
         return self.profile
-
-
-def _nothing_to_force(count: int) -> None:
-    """An engine that decodes plainly."""

@@ -159,10 +159,6 @@ class Drafting(EngineWorker):
 
     def prepare(self) -> None: ...
 
-    def take_tally(self) -> None: ...
-
-    def drafting_state(self) -> None: ...
-
 
 def test_many_migrations_under_drafting_change_no_token(link: str) -> None:
     """500 samples of 60 tokens, each moved several times, to and fro, while others are."""

@@ -238,7 +238,7 @@ class SGLangEngine(UpdatedEngine):
 
     # Weights
 
-    def _open(self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget) -> BucketedUpdate:
+    def _begin(self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget) -> BucketedUpdate:
         """Takes unfinished samples back; they go on from their tokens when they are polled for after the update.
 
         Returns when SGLang is idle: it reads the weights in the passes that are under way.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,10 +44,8 @@ def sender(engine: Any, target: WeightTarget) -> Send:
     return send
 
 
-class BucketedUpdate:
-    """Gathers an update and hands it on as it becomes whole, so that memory never holds all of a model twice.
-
-    Implements `rollout.update.OpenUpdate`.
+class BucketedUpdate(WeightUpdate):
+    """Hands tensors on as they become whole, so that memory never holds all of a model twice.
 
     Tensors are put together on the device that their first piece lies on.
 
@@ -55,25 +54,24 @@ class BucketedUpdate:
     """
 
     def __init__(self, version: int, announced: Sequence[TensorInfo], send: Send) -> None:
-        self.version = version
-        self._announced = {info.name: info for info in announced}
-        self._send = send
-        self._open: dict[str, tuple[WeightUpdate, Tensor, int]] = {}  # by name: what has come, and elements to come
+        super().__init__(version, (), {})
+        self._announced, self._send = {info.name: info for info in announced}, send
+        self._left = {info.name: math.prod(info.shape) for info in announced}  # elements to come
         self._bucket: list[tuple[str, Tensor]] = []
         self._done: set[str] = set()
 
     def write(self, pieces: Sequence[Piece]) -> None:
         """Take pieces. Raises RunError as WeightUpdate does, and on a tensor that comes twice."""
         for name, first, values in pieces:
-            if name not in self._announced:
-                raise RunError(f"Update {self.version} brings {name}, which was not announced.")
             if name in self._done:
                 raise RunError(f"Update {self.version} brings {name} twice.")
-            update, tensor, left = self._opened(name, values.device)
-            update.write([(name, first, values)])
-            left -= values.numel()
-            self._open[name] = update, tensor, left
-            if left <= 0:
+            if name in self._announced and name not in self._flat:
+                dtype = getattr(torch, self._announced[name].dtype)
+                self._flat[name] = torch.empty(self._left[name], dtype=dtype, device=values.device)
+                self._written[name] = []
+            super().write([(name, first, values)])
+            self._left[name] -= values.numel()
+            if self._left[name] <= 0:
                 self._whole(name)
 
     def end(self) -> None:
@@ -82,18 +80,10 @@ class BucketedUpdate:
             raise RunError(f"Update {self.version} lacks {len(missing)} tensors or parts of them: {missing[0]}, ...")
         self._flush()
 
-    def _opened(self, name: str, device: torch.device) -> tuple[WeightUpdate, Tensor, int]:
-        if name not in self._open:
-            info = self._announced[name]
-            tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype), device=device)
-            self._open[name] = WeightUpdate(self.version, [info], {name: tensor}), tensor, tensor.numel()
-        return self._open[name]
-
     def _whole(self, name: str) -> None:
-        update, tensor, _ = self._open.pop(name)
-        update.end()
+        self._check([name])
         self._done.add(name)
-        self._bucket.append((name, tensor))
+        self._bucket.append((name, self._flat.pop(name).view(self._announced[name].shape)))
         if sum(tensor.nbytes for _, tensor in self._bucket) >= BUCKET_BYTES:
             self._flush()
 

@@ -251,7 +251,7 @@ class TorchEngine(UpdatedEngine):
 
     # Weights
 
-    def _open(self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget) -> WeightUpdate:
+    def _begin(self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget) -> WeightUpdate:
         """Raises RunError on a name or shape the model does not hold, and when its first update lacks a tensor."""
         drafter = self._decoder.drafter
         if target is WeightTarget.ACTOR:
