@@ -12,9 +12,9 @@ from typing import Any
 
 from rlhfspec_mega.algorithms.choice import make_algorithm
 from rlhfspec_mega.algorithms.policy_gradient import REFERENCE, PolicyGradient
-from rlhfspec_mega.config.checks import notes
 from rlhfspec_mega.config.drafting import drafts
 from rlhfspec_mega.config.model_shape import model_shape
+from rlhfspec_mega.config.notes import notes
 from rlhfspec_mega.config.output_dir import output_dir
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.config.sizes import Sizes, derive_sizes, size_rows

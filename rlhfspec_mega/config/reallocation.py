@@ -23,12 +23,15 @@ def check_reallocation(config: RunConfig) -> None:
 
 
 def idle_reallocation(config: RunConfig) -> dict[str, tuple[bool, str]]:
-    """For every number of reallocation whether nothing reads it in this run, and what would make it count."""
+    """For numbers of reallocation and the place of the reference whether nothing reads them in this run, and what would
+    make them count."""
     adaptive = config.reallocation.policy == "adaptive"
     remedy = "trainer.deterministic=false" if adaptive else "reallocation=adaptive"
     still = not adaptive or config.trainer.deterministic
     packs = "placement.reference=generation" if config.algorithm.kl_coef > 0 else "algorithm.kl_coef=0.01"
     return {
+        "placement.reference": (config.algorithm.kl_coef == 0, "algorithm.kl_coef=0.01"),
+        "placement.reference_tensor_parallel": (reference_home(config) != GENERATION, packs),
         "reallocation.least_gain": (still, remedy),
         "reallocation.cool_down": (still, remedy),
         "reallocation.tolerance": (still or reference_home(config) != GENERATION, remedy if still else packs),

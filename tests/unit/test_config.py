@@ -13,12 +13,15 @@ from pathlib import Path
 import pytest
 
 from rlhfspec_mega.config import ranges
-from rlhfspec_mega.config.checks import PROCESS_BYTES, check_config, check_parallel, notes
+from rlhfspec_mega.config.checks import check_config
 from rlhfspec_mega.config.compose import load_config, sweep_jobs
 from rlhfspec_mega.config.hardware import cpu_has_fast_bf16
+from rlhfspec_mega.config.machine import PROCESS_BYTES
 from rlhfspec_mega.config.model_shape import BYTE_VOCABULARY, model_shape
 from rlhfspec_mega.config.names import group_options, option_types
+from rlhfspec_mega.config.notes import notes
 from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.shape_checks import check_parallel
 from rlhfspec_mega.errors import UserError
 from tests.e2e.conftest import SHAPE, make_model
 
@@ -95,7 +98,7 @@ def test_the_memory_of_a_reference_counts(out: str, monkeypatch: pytest.MonkeyPa
         low, high = 0, 1 << 16
         while high - low > 1:
             middle = (low + high) // 2
-            monkeypatch.setattr("rlhfspec_mega.config.checks.host_memory", lambda: middle * 2**20)  # noqa: B023
+            monkeypatch.setattr("rlhfspec_mega.config.machine.host_memory", lambda: middle * 2**20)  # noqa: B023
             try:
                 check_config(config)
                 high = middle
@@ -243,7 +246,7 @@ def test_combinations_that_cannot_run(overrides: str, words: str, out: str) -> N
 
 
 def test_a_large_model_without_weights_names_where_they_are(out: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhfspec_mega.config.checks.host_memory", lambda: 10**16)
+    monkeypatch.setattr("rlhfspec_mega.config.machine.host_memory", lambda: 10**16)
     sentence = refusal("model=70b", out)
     assert "names a shape only: download meta-llama/Llama-3.1-70B-Instruct" in sentence and "model.path=DIR" in sentence
 
@@ -253,7 +256,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Make the checks believe in so many GPUs of 80 GiB."""
 
     def pretend(count: int) -> None:
-        for module in ("checks", "hardware"):
+        for module in ("machine", "hardware"):
             monkeypatch.setattr(f"rlhfspec_mega.config.{module}.gpu_memory", lambda: (80 * 2**30,) * count)
 
     return pretend

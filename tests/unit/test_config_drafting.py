@@ -67,7 +67,7 @@ def test_the_memory_of_the_draft_counts(out: str, monkeypatch: pytest.MonkeyPatc
     learning, plain = check_config(config).draft_memory, load(out, "drafting=off")
     assert learning.actor > 2**30
     for memory in range(1, 20):
-        monkeypatch.setattr("rlhfspec_mega.config.checks.host_memory", lambda: memory * 2**30 // 2)  # noqa: B023
+        monkeypatch.setattr("rlhfspec_mega.config.machine.host_memory", lambda: memory * 2**30 // 2)  # noqa: B023
         try:
             check_config(plain)
         except UserError:
@@ -80,7 +80,7 @@ def test_the_memory_of_the_draft_counts(out: str, monkeypatch: pytest.MonkeyPatc
 def test_a_gpu_on_which_the_draft_cannot_learn_says_so(
     out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("checks", "hardware"):
+    for module in ("machine", "hardware"):
         monkeypatch.setattr(f"rlhfspec_mega.config.{module}.gpu_memory", lambda: (2**30,) * 2)
     config = load(out, "cluster.device=cuda", "drafting.buffer_tokens=400000")
     with pytest.raises(UserError, match=r"GiB on each GPU and 1 GiB .* or set drafting\.refresh_every=0\.$"):

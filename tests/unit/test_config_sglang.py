@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhfspec_mega.config import checks, hardware, sglang
+from rlhfspec_mega.config import checks, hardware, machine, sglang
 from rlhfspec_mega.planning.memory import GIB
 from rlhfspec_mega.rollout.sglang_engine import pins
 from tests.unit.test_config import load, refusal
@@ -26,7 +26,7 @@ def out(tmp_path: Path) -> str:
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with eight GPUs of 80 GiB and SGLang."""
-    for module in (hardware, checks):
+    for module in (hardware, machine):
         monkeypatch.setattr(module, "gpu_memory", lambda: (80 * GIB,) * 8)
     monkeypatch.setattr(pins, "missing", lambda device: None)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhfspec_mega.config.checks import notes
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.model_shape import BYTE_VOCABULARY
+from rlhfspec_mega.config.notes import notes
 from rlhfspec_mega.drafting.collect import collect_examples
 from rlhfspec_mega.drafting.initialize import initial_draft
 from rlhfspec_mega.drafting.learner import Target, accepted_by_depth

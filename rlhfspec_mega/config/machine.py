@@ -1,0 +1,106 @@
+"""Checks of what a run asks of the machine: a launcher, devices, memory."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from rlhfspec_mega.config.hardware import device_type, gpu_memory, host_memory
+from rlhfspec_mega.config.reach import ray_address
+from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.sglang import ENGINE_BYTES, engines_sleep, memory_share, uses_sglang
+from rlhfspec_mega.config.sizes import Sizes
+from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.planning.memory import GIB
+from rlhfspec_mega.planning.placement import ACTOR, ENGINE, REFERENCE
+
+PROCESS_BYTES = int(0.4 * GIB)  # an idle worker with torch and Megatron loaded: 0.35 GiB were measured
+
+
+def check_launcher(config: RunConfig) -> None:
+    """Raises UserError for a launcher that is not there or does not reach all nodes."""
+    cluster, transport = config.cluster, config.resharding.transport
+    if cluster.launcher == "local":
+        if cluster.nodes > 1:
+            raise UserError(
+                f"cluster.nodes={cluster.nodes}, but launcher=local starts processes on one machine: add "
+                "cluster.launcher=ray, or set cluster.nodes=1."
+            )
+        if transport == "object_store":
+            raise UserError("resharding.transport=object_store is Ray's: add cluster=ray, or use transport=auto.")
+        return
+    if importlib.util.find_spec("ray") is None:
+        raise UserError(
+            "cluster.launcher=ray needs the package ray: pip install 'rlhfspec-mega[ray]', or use cluster=local."
+        )
+    if cluster.nodes > 1 and ray_address(cluster) is None:
+        raise UserError(
+            f"cluster.nodes={cluster.nodes} needs a running Ray cluster: `ray start --head` on one node, `ray start "
+            "--address=HEAD:6379` on the others, then add cluster.address=auto."
+        )
+    if cluster.nodes > 1 and transport == "shared_memory":
+        raise UserError("resharding.transport=shared_memory ends at one machine: use resharding.transport=auto.")
+
+
+def check_devices(config: RunConfig) -> None:
+    """Raises UserError for more GPUs than this machine has."""
+    if device_type(config.cluster) == "cpu":
+        return
+    if config.cluster.launcher == "ray" and ray_address(config.cluster):
+        return  # the GPUs are elsewhere: Ray is asked for them before any worker starts
+    wanted, there = config.cluster.devices_per_node, len(gpu_memory())
+    if there == 0:
+        raise UserError("cluster.device=cuda, but torch finds no NVIDIA GPU on this machine: use cluster=local.")
+    if wanted > there:
+        plural = "s" if there > 1 else ""
+        raise UserError(
+            f"cluster.devices_per_node={wanted}, but this machine has {there} GPU{plural}: set "
+            f"cluster.devices_per_node={there} and parallel sizes that fit, or cluster.device=cpu."
+        )
+
+
+def check_memory(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
+    """Compare the estimate of planning.memory with what the machine has.
+
+    On a CPU all workers share the machine's memory. On GPUs the device that holds most decides, while samples are
+    generated or while the actor learns; a tenth is left to communication buffers and fragmentation.
+    """
+    actor, engine, draft = sizes.actor_memory, sizes.engine_memory, sizes.draft_memory
+    parts = (
+        f"per actor rank {actor.weights / GIB:,.1f} weights, {actor.gradients / GIB:,.1f} gradients, "
+        f"{actor.optimizer / GIB:,.1f} optimizer, {(actor.activations + actor.logits) / GIB:,.1f} activations; "
+        f"per engine {(engine.weights + engine.packed) / GIB:,.1f} weights, {engine.kv / GIB:,.1f} KV, "
+        f"{engine.scores / GIB:,.1f} scores"
+    )
+    if draft.engine:
+        of_draft = f"{draft.actor / GIB:,.1f} on one actor rank, {draft.engine / GIB:,.1f} on each engine"
+        parts += f"; for the draft {of_draft}"
+    if sizes.reference_memory:
+        parts += f"; for each rank of the reference {sizes.reference_memory / GIB:,.1f}"
+    placement, of_engine = sizes.placement, engine.total + draft.engine
+    if device_type(config.cluster) == "cpu":
+        workers = sum(map(len, placement.processes().values()))
+        need = sizes.actor_ranks * (actor.total + actor.weights) + sizes.engines * of_engine
+        need += len(placement.devices(REFERENCE)) * sizes.reference_memory
+        need += draft.actor + workers * PROCESS_BYTES + (sizes.engines * ENGINE_BYTES if uses_sglang(config) else 0)
+        need, have = need // config.cluster.nodes, host_memory()
+        where, hint = "this machine", "choose a smaller model or a machine with GPUs"
+    elif not gpu_memory():
+        return  # the GPUs of a Ray cluster, seen from a machine without
+    else:
+        of_actor = actor.total + draft.actor
+        beside = of_actor  # an engine
+        if uses_sglang(config):
+            of_engine = int((memory_share(config, placement) or 0.0) * min(gpu_memory()))
+            beside -= (actor.activations + actor.logits) if engines_sleep(config, placement) else 0
+        generating = {ACTOR: beside, ENGINE: of_engine, REFERENCE: sizes.reference_memory}
+        need = max(placement.fullest({ACTOR: of_actor}), placement.fullest(generating))
+        have = int(0.9 * min(gpu_memory()))
+        where = "each GPU"
+        hint = "raise actor.tensor_parallel or pipeline_parallel, set actor.recompute=true, or lower rollout.slots"
+        hint += ", or set drafting.refresh_every=0" if draft.actor else ""
+    if need > have:
+        raise UserError(
+            f"Model {config.model.path or config.model.name} with {shape.parameters / 1e9:,.1f} billion weights needs "
+            f"about {need / GIB:,.0f} GiB on {where} and {have / GIB:,.0f} GiB can be used ({parts}): {hint}."
+        )
