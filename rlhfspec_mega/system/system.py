@@ -130,7 +130,12 @@ class System:
         return self._scorers.new_scoring() if self._scorers else None
 
     def beside(self, session: Session) -> AbstractContextManager[None]:
-        """Inside, engines go on with a rollout while the models are waited for."""
+        """Inside, engines go on with a rollout while the models are waited for.
+
+        The actor has no time for a refresh of the draft then: none is begun.
+        """
+        if self._freed_refresh:
+            self._freed_refresh.disallow()
         return self._cluster.beside(session)
 
     # Weights

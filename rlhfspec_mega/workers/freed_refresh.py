@@ -39,6 +39,10 @@ class FreedRefresh:
         """The rollout to come may have one."""
         self._wanted = True
 
+    def disallow(self) -> None:
+        """None is begun any more."""
+        self._wanted = False
+
     def offer(self, busy: Collection[int], seconds_left: Callable[[], float]) -> None:
         """Begin, if this is wanted, the device is free and there is time enough."""
         if not self._wanted or self._device in {device for rank in busy for device in self._engine_devices[rank]}:
@@ -49,7 +53,7 @@ class FreedRefresh:
 
     def forget(self) -> list[Call]:
         """Want no refresh any more; the calls of one that was begun."""
-        self._wanted = False
+        self.disallow()
         calls, self._calls = self._calls, []
         return calls
 

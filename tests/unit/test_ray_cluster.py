@@ -367,4 +367,8 @@ def test_two_own_instances_at_once_leave_nothing(tmp_path: Path) -> None:
     drivers[1].stdin.close()
     for driver in drivers:
         driver.stdout.close()
+    end = time.monotonic() + 20.0
+    # The directory of a killed driver goes a moment after its processes.
+    while os.listdir(temporary) and time.monotonic() < end:
+        time.sleep(0.1)
     os.rmdir(temporary)  # nothing is left in it
