@@ -15,15 +15,13 @@ import torch
 from rlhfspec_mega.config.schema import DataConfig, RolloutConfig, RunConfig
 from rlhfspec_mega.data.prompts import make_prompts
 from rlhfspec_mega.data.tokenizer import load_tokenizer
-from rlhfspec_mega.drafting.buffer import ExampleBuffer, endless_batches
-from rlhfspec_mega.drafting.collect import collect_examples
-from rlhfspec_mega.drafting.example import make_batch
-from rlhfspec_mega.drafting.initialize import initial_draft
-from rlhfspec_mega.drafting.learner import STEPS, DraftLearner, Target
+from rlhfspec_mega.draft.buffer import Buffer, endless_batches
+from rlhfspec_mega.draft.directory import write_draft
+from rlhfspec_mega.draft.distillation import STEPS, Learner, Target, accepted_by_depth, initial_draft
+from rlhfspec_mega.draft.examples import collect_examples
+from rlhfspec_mega.draft.shape import DraftShape, draft_shape
 from rlhfspec_mega.generation import stop_tokens
 from rlhfspec_mega.making.warmup import cache_root
-from rlhfspec_mega.models.draft_directory import write_draft
-from rlhfspec_mega.models.draft_shape import DraftShape, draft_shape
 from rlhfspec_mega.models.hf_directory import CONFIG, HfWeights, read_shape
 from rlhfspec_mega.models.made_once import made_once
 from rlhfspec_mega.models.shape import ModelShape
@@ -160,24 +158,22 @@ def _trained(
     longest = max(len(tokens) for tokens, _ in sequences)
     model = Transformer(shape.target, max_positions=longest, dtype=_dtype(device), device=device)
     model.load({name: weights.get(name) for name in weights.names()})
-    buffer = ExampleBuffer(sum(len(tokens) for tokens, _ in sequences))
+    buffer = Buffer(sum(len(tokens) for tokens, _ in sequences))
     buffer.add(collect_examples(model, shape, sequences))
     ids = None if target_ids is None else target_ids.to(device)
     target = Target(model.embedding, model.head, ids, recipe.temperature)
     start = initial_draft(shape, target.draft_head, seed=0)
-    learner = DraftLearner(shape, start, recipe.learning_rate)
+    learner = Learner(shape, start, recipe.learning_rate)
     batches = endless_batches(buffer.learnt_from, recipe.batch_tokens, random.Random(recipe.seed))
     losses: list[float] = []
     with console.bar("draft training", recipe.steps) as advance:
         for step, batch in zip(range(1, recipe.steps + 1), batches, strict=False):
             learner.set_learning_rate(recipe.learning_rate * _share(step, recipe))
-            losses.append(learner.step(target, make_batch(batch, device)))
+            losses.append(learner.step(target, batch))
             if step % _SHOW_EVERY == 0:
                 advance(_SHOW_EVERY, f"loss {sum(losses[-_SHOW_EVERY:]) / _SHOW_EVERY:.3f}")
-    console.note(
-        f"The draft's expected accepted length on held-out samples is {learner.accepted(target, buffer.held_out):.2f} "
-        f"at depth {STEPS}."
-    )
+    accepted = float(accepted_by_depth(shape, learner.weights, target, buffer.held_out)[-1])
+    console.note(f"The draft's expected accepted length on held-out samples is {accepted:.2f} at depth {STEPS}.")
     return learner.weights
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlhfspec_mega.config.schema import DraftingConfig
-from rlhfspec_mega.models.draft_shape import DraftShape
+from rlhfspec_mega.draft.shape import DraftShape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel

@@ -15,9 +15,9 @@ import torch
 
 from rlhfspec_mega.cluster.sweeper import Sweeper
 from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig
+from rlhfspec_mega.draft.directory import read_draft_shape
+from rlhfspec_mega.draft.shape import DraftShape
 from rlhfspec_mega.errors import SilentEngineError, UserError
-from rlhfspec_mega.models.draft_directory import read_draft_shape
-from rlhfspec_mega.models.draft_shape import DraftShape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.rollout_state import Throughput
 from rlhfspec_mega.rollout.migration.messages import Meeting, Orders
