@@ -19,7 +19,7 @@ from rlhfspec_mega.draft.examples import collect_examples
 from rlhfspec_mega.draft.model import DraftModel
 from rlhfspec_mega.draft.refresh import DraftLearning, Refresher
 from rlhfspec_mega.draft.shape import DraftShape, draft_shape
-from rlhfspec_mega.making.warmup import cache_root
+from rlhfspec_mega.making.cache import cache_root
 
 PHASES = ((2e-3, 0.6), (6e-4, 0.25), (2e-4, 0.15))  # learning rate and share of the steps
 SAMPLING_SEED = 5

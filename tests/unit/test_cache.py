@@ -9,12 +9,12 @@ import sys
 import time
 from pathlib import Path
 
-from rlhfspec_mega.models.made_once import made_once
+from rlhfspec_mega.making.cache import made_once
 
 SLOW = """
 import os, sys, time
 from pathlib import Path
-from rlhfspec_mega.models.made_once import made_once
+from rlhfspec_mega.making.cache import made_once
 
 def make(path):
     path.mkdir()
