@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rlhfspec_mega.drafting.example import DraftExample
-from rlhfspec_mega.models.draft_model import DraftModel
+from rlhfspec_mega.draft.examples import Example
+from rlhfspec_mega.draft.model import DraftModel
 
 
 class DraftRollout:
@@ -21,7 +21,7 @@ class DraftRollout:
         banned: int64 [n], tokens that are never drafted.
     """
 
-    def __init__(self, draft: DraftModel, example: DraftExample, roots: Tensor, banned: Tensor):
+    def __init__(self, draft: DraftModel, example: Example, roots: Tensor, banned: Tensor):
         self._draft, self._roots, self._banned = draft, roots, banned
         entries = len(example.tokens) - 1
         positions = torch.arange(entries)

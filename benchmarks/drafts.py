@@ -13,12 +13,13 @@ import torch
 
 from benchmarks.samples import PROGRESS_SECONDS, Target, sample
 from rlhfspec_mega.config.compose import load_config
-from rlhfspec_mega.drafting.collect import collect_examples
-from rlhfspec_mega.drafting.trainer import DraftTrainer
-from rlhfspec_mega.making.warmup import cache_root
-from rlhfspec_mega.models.draft_directory import load_draft, load_target_ids, write_draft
-from rlhfspec_mega.models.draft_model import DraftModel
-from rlhfspec_mega.models.draft_shape import DraftShape, draft_shape
+from rlhfspec_mega.draft.directory import load_draft, load_target_ids, write_draft
+from rlhfspec_mega.draft.distillation import initial_draft
+from rlhfspec_mega.draft.examples import collect_examples
+from rlhfspec_mega.draft.model import DraftModel
+from rlhfspec_mega.draft.refresh import DraftLearning, Refresher
+from rlhfspec_mega.draft.shape import DraftShape, draft_shape
+from rlhfspec_mega.making.cache import cache_root
 
 PHASES = ((2e-3, 0.6), (6e-4, 0.25), (2e-4, 0.15))  # learning rate and share of the steps
 SAMPLING_SEED = 5
@@ -77,28 +78,22 @@ def _train(
     target: Target, shape: DraftShape, sequences: Sequence[tuple[Sequence[int], int]], steps: int
 ) -> dict[str, torch.Tensor]:
     """The draft's tensors after `steps` steps, the last of them small."""
+    embedding, head = target.model.embedding, target.model.head
     examples = collect_examples(target.model, shape, sequences)
-    tensors: dict[str, torch.Tensor] = {}
+    kept = sum(len(tokens) for tokens, _ in sequences)
+    tensors = initial_draft(shape, head, seed=0)
     for rate, share in PHASES:
-        trainer = DraftTrainer(
-            shape,
-            buffer_tokens=sum(len(tokens) for tokens, _ in sequences),
-            learning_rate=rate,
-            temperature=1.0,
-            device="cpu",
-            seed=0,
-        )
-        trainer.set_target(target.model.embedding, target.model.head)
-        if tensors:
-            trainer.load(tensors)
-        trainer.add(examples)
-        report = trainer.refresh(steps=round(share * steps), seconds=None, progress=_Progress(round(share * steps)))
+        learning = DraftLearning(kept, learning_rate=rate, temperature=1.0, seed=0, recent_only=False)
+        refresher = Refresher(shape, tensors, learning, "cpu", None)
+        refresher.add(examples)
+        count = round(share * steps)
+        report = refresher.refresh(embedding, head, steps=count, seconds=None, progress=_Progress(count))
         print(
             f"draft of {target.directory.name}: {report.steps} steps in {report.seconds:.0f} s, accepted length on "
             f"held-out samples {report.before:.2f} -> {report.after:.2f}",
             flush=True,
         )
-        tensors = trainer.tensors()
+        tensors = refresher.tensors()
     return tensors
 
 

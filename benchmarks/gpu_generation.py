@@ -34,9 +34,9 @@ from benchmarks.sglang_engines import DEVICE, PORTABLE, decode, ours, save, sett
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.data.tokenizer import make_byte_tokenizer
-from rlhfspec_mega.making.first_draft import first_draft
-from rlhfspec_mega.models.draft_directory import draft_tensors, write_draft
-from rlhfspec_mega.models.draft_shape import draft_shape
+from rlhfspec_mega.draft.directory import write_draft
+from rlhfspec_mega.draft.shape import draft_shape, draft_tensors
+from rlhfspec_mega.making.start import first_draft
 from rlhfspec_mega.models.hf_directory import config_of, write_json
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape

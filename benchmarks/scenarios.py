@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.contenders import MOST_DEPTH, MOST_NODES, MOST_WIDTH, Contender
 from benchmarks.samples import PREFILL_CHUNK, Target
-from rlhfspec_mega.models.draft_directory import load_draft
+from rlhfspec_mega.draft.directory import load_draft
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.oversight import OverseenPolicy

@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.data.tokenizer import load_tokenizer, make_byte_tokenizer
-from rlhfspec_mega.making.warmup import cache_root
+from rlhfspec_mega.making.cache import cache_root
 from rlhfspec_mega.models.initialize import initial_tensors
 from rlhfspec_mega.types import TensorInfo
 

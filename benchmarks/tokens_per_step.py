@@ -25,9 +25,8 @@ from benchmarks.verification_rules import (
     grow,
     perturbed_scores,
 )
-from rlhfspec_mega.drafting.collect import collect_examples
-from rlhfspec_mega.drafting.example import DraftExample
-from rlhfspec_mega.models.draft_model import DraftModel
+from rlhfspec_mega.draft.examples import Example, collect_examples
+from rlhfspec_mega.draft.model import DraftModel
 from rlhfspec_mega.sampling.noise import gumbel
 
 SHARED, TOP_K, CHAIN = "shared noise", "top-k, target-only", "rejection chain"
@@ -116,12 +115,12 @@ def expected_steps(going_on: Tensor) -> Tensor:
     return steps[:, 0]
 
 
-def _roots(example: DraftExample) -> Iterator[Tensor]:
+def _roots(example: Example) -> Iterator[Tensor]:
     """Positions of the last committed tokens from which some token of the response remains, in pieces."""
     return iter(torch.arange(max(example.prompt_length - 1, 1), len(example.tokens) - 1).split(ROOTS_AT_ONCE))
 
 
-def _ahead(example: DraftExample, roots: Tensor, depth: int) -> Tensor:
+def _ahead(example: Example, roots: Tensor, depth: int) -> Tensor:
     """The sequence's own tokens [P, depth] after each root; NOWHERE beyond its end."""
     padded = torch.cat((example.tokens, torch.full((depth,), NOWHERE)))
     return padded[roots[:, None] + 1 + torch.arange(depth)]
@@ -140,7 +139,7 @@ def _along(rollout: DraftRollout, ahead: Tensor) -> Iterator[Tensor]:
         yield rollout.extend(parents, ahead[:, level : level + 1].clamp(min=0))[:, 0]
 
 
-def _learn_survival(task: Task, temperature: float, pairs: Sequence[tuple[Sampled, DraftExample]]) -> SurvivalTable:
+def _learn_survival(task: Task, temperature: float, pairs: Sequence[tuple[Sampled, Example]]) -> SurvivalTable:
     """From the rank that the sequences' own tokens have among the children, down to the first miss."""
     ranks, gaps = [], []
     for sampled, example in pairs:
@@ -160,7 +159,7 @@ def _learn_survival(task: Task, temperature: float, pairs: Sequence[tuple[Sample
 
 
 def _going_on(
-    task: Task, temperature: float, survival: SurvivalTable, sampled: Sampled, example: DraftExample, roots: Tensor
+    task: Task, temperature: float, survival: SurvivalTable, sampled: Sampled, example: Example, roots: Tensor
 ) -> Tensor:
     """Of every setting the probability [settings, P, depth] that a step accepts a layer (0 or 1 with trees)."""
     ahead, vocab, deepest = _ahead(example, roots, max(DEPTHS)), task.target.shape.vocab_size, max(DEPTHS)
@@ -186,7 +185,7 @@ def _going_on(
     return torch.stack([pad(found[setting], (0, deepest - found[setting].shape[1])) for setting in SETTINGS])
 
 
-def _chain(task: Task, temperature: float, example: DraftExample, roots: Tensor, ahead: Tensor) -> Tensor:
+def _chain(task: Task, temperature: float, example: Example, roots: Tensor, ahead: Tensor) -> Tensor:
     """Chance [P, depth] that a chain's token was accepted, given that the step committed the sequence's own."""
     columns = []
     for level, logits in enumerate(_along(DraftRollout(task.draft, example, roots, task.banned), ahead)):

@@ -10,7 +10,7 @@ from rlhfspec_mega.algorithms.policy_gradient import note_on_samples
 from rlhfspec_mega.checkpoints.recovery import driver_state, recover, resume
 from rlhfspec_mega.config.drafting import drafts
 from rlhfspec_mega.config.schema import RunConfig
-from rlhfspec_mega.drafting.trainer import RefreshReport
+from rlhfspec_mega.draft.refresh import RefreshReport
 from rlhfspec_mega.errors import CheckpointError, Stopped, WorkerDied
 from rlhfspec_mega.ledger import Purpose
 from rlhfspec_mega.observe.drafting import collapse_notes, drafting_metrics

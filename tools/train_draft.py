@@ -108,7 +108,7 @@ def _check_device(name: str) -> None:
 
 def _check_out(out: Path) -> None:
     """Refuse at once what could not be written to at the end."""
-    from rlhfspec_mega.models.draft_directory import check_place
+    from rlhfspec_mega.draft.directory import check_place
 
     check_place(out)
     try:

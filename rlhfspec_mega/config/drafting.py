@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.draft.shape import DraftShape, draft_shape
 from rlhfspec_mega.errors import UserError
-from rlhfspec_mega.models.draft_shape import DraftShape, draft_shape
 from rlhfspec_mega.models.shape import ModelShape
 
 # The policies that read an option, those first that a remedy should name.
@@ -72,7 +72,7 @@ def shape_of_draft(config: RunConfig, shape: ModelShape) -> DraftShape | None:
         return None
     if config.drafting.path is None:
         return draft_shape(shape)
-    from rlhfspec_mega.models.draft_directory import read_draft_shape  # here: it brings torch, and refusals are quick
+    from rlhfspec_mega.draft.directory import read_draft_shape  # here: it brings torch, and refusals are quick
 
     return read_draft_shape(config.drafting.path, shape)
 
@@ -90,7 +90,7 @@ def check_drafting(config: RunConfig, shape: ModelShape) -> None:
     if drafting.path is not None and not (Path(drafting.path) / "config.json").is_file():
         raise UserError(f"drafting.path={drafting.path} holds no config.json: give the directory of a draft.")
     if drafting.path is not None:
-        from rlhfspec_mega.models.draft_directory import check_draft
+        from rlhfspec_mega.draft.directory import check_draft
 
         check_draft(drafting.path, shape)
     if drafts(config) and drafting.refresh_every:

@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from rlhfspec_mega.config.schema import DataConfig, RolloutConfig, RunConfig
-from rlhfspec_mega.data.prompts import make_prompts
-from rlhfspec_mega.data.tokenizer import load_tokenizer
-from rlhfspec_mega.drafting.buffer import ExampleBuffer, endless_batches
-from rlhfspec_mega.drafting.collect import collect_examples
-from rlhfspec_mega.drafting.example import make_batch
-from rlhfspec_mega.drafting.initialize import initial_draft
-from rlhfspec_mega.drafting.learner import STEPS, DraftLearner, Target
-from rlhfspec_mega.generation import stop_tokens
-from rlhfspec_mega.making.warmup import cache_root
-from rlhfspec_mega.models.draft_directory import write_draft
-from rlhfspec_mega.models.draft_shape import DraftShape, draft_shape
-from rlhfspec_mega.models.hf_directory import CONFIG, HfWeights, read_shape
-from rlhfspec_mega.models.made_once import made_once
-from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.config.schema import RolloutConfig
+from rlhfspec_mega.draft.buffer import Buffer, endless_batches
+from rlhfspec_mega.draft.directory import write_draft
+from rlhfspec_mega.draft.distillation import STEPS, Learner, Target, accepted_by_depth, initial_draft
+from rlhfspec_mega.draft.examples import collect_examples
+from rlhfspec_mega.draft.shape import DraftShape, draft_shape
+from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
 from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.observe.console import Console
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.sampling.noise import sample_seed
 from rlhfspec_mega.types import GenerationRequest
 
+Sequences = list[tuple[list[int], int]]  # tokens of prompt and response, and how many of them are the prompt's
+
 DRAFT_SEED = -2  # neither a run nor the warm-up has it: a draft's prompts and noise are its own
-_RECIPE_VERSION = 2  # part of the cache key: raise it when the recipe's code changes
 _SLOTS = 64
 _PREFILL_CHUNK = 512
 _POLL_SECONDS = 1.0
@@ -65,25 +57,6 @@ class DraftRecipe:
     seed: int = DRAFT_SEED
 
 
-RECIPES = {"small": DraftRecipe(steps=800, learning_rate=2e-3)}  # others: the defaults, which suit the tiny model
-
-
-def first_draft(config: RunConfig, model: Path, console: Console) -> Path:
-    """The directory of the draft of a model made here, from the cache or made now."""
-    recipe = RECIPES.get(config.model.name, DraftRecipe())
-    key = hashlib.sha256(repr((_RECIPE_VERSION, model.name, asdict(recipe))).encode()).hexdigest()[:10]
-    directory = cache_root(config) / f"{config.model.name}-draft-{key}"
-    if not (directory / CONFIG).exists():
-        console.note(f"The draft of model {config.model.name} is made here on first use and kept in {directory}.")
-        tokenizer = load_tokenizer(model)
-        # The built-in task as it stands by default: the draft must not depend on the run that happens to make it.
-        stream, _ = make_prompts(DataConfig(), tokenizer, RolloutConfig.max_prompt_tokens, 0, seed=recipe.seed)
-        prompts = [prompt.tokens for prompt in stream.next_batch(recipe.prompts)]
-        stops = stop_tokens(tokenizer, model)
-        made_once(directory, lambda made: make_draft(model, made, prompts, stops, recipe, console), console.note)
-    return directory
-
-
 def make_draft(
     model: Path,
     directory: Path,
@@ -95,31 +68,35 @@ def make_draft(
 ) -> None:
     """Train a draft on the samples that the model in directory `model` gives to `prompts`, and write it."""
     shape, weights = read_shape(model), HfWeights(model)
-    sequences = _sampled(shape, weights, prompts, stops, recipe, console, device)
+    dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16  # which is slow on a CPU
+    longest = max(map(len, prompts)) + recipe.max_new_tokens
+    sequences = _sampled(
+        TorchEngine(
+            shape, slots=_SLOTS, max_positions=longest, prefill_chunk=_PREFILL_CHUNK, dtype=dtype, device=device
+        ),
+        weights,
+        prompts,
+        stops,
+        recipe,
+        console,
+    )
+    longest = max(len(tokens) for tokens, _ in sequences)
+    target = Transformer(shape, max_positions=longest, dtype=dtype, device=device)
+    target.load({name: weights.get(name) for name in weights.names()})
     target_ids = _frequent(sequences, stops, recipe.draft_vocab, shape.vocab_size)
     draft = draft_shape(shape, None if target_ids is None else len(target_ids))
-    tensors = _trained(draft, weights, sequences, target_ids, recipe, console, device)
-    write_draft(directory, draft, tensors, target_ids)
+    write_draft(directory, draft, _trained(draft, target, sequences, target_ids, recipe, console), target_ids)
 
 
 def _sampled(
-    shape: ModelShape,
+    engine: TorchEngine,
     weights: HfWeights,
     prompts: Sequence[tuple[int, ...]],
     stops: tuple[int, ...],
     recipe: DraftRecipe,
     console: Console,
-    device: torch.device | str,
-) -> list[tuple[list[int], int]]:
-    """(tokens, prompt length) of the samples, decoded plainly, in order of prompt and member."""
-    engine = TorchEngine(
-        shape,
-        slots=_SLOTS,
-        max_positions=max(map(len, prompts)) + recipe.max_new_tokens,
-        prefill_chunk=_PREFILL_CHUNK,
-        dtype=_dtype(device),
-        device=device,
-    )
+) -> Sequences:
+    """The samples, decoded plainly by an engine without weights, in order of prompt and member."""
     names = weights.names()
     engine.begin_update(0, [weights.info(name) for name in names])
     for name in names:
@@ -150,34 +127,28 @@ def _sampled(
 
 def _trained(
     shape: DraftShape,
-    weights: HfWeights,
-    sequences: Sequence[tuple[list[int], int]],
+    model: Transformer,
+    sequences: Sequences,
     target_ids: torch.Tensor | None,
     recipe: DraftRecipe,
     console: Console,
-    device: torch.device | str,
 ) -> dict[str, torch.Tensor]:
-    longest = max(len(tokens) for tokens, _ in sequences)
-    model = Transformer(shape.target, max_positions=longest, dtype=_dtype(device), device=device)
-    model.load({name: weights.get(name) for name in weights.names()})
-    buffer = ExampleBuffer(sum(len(tokens) for tokens, _ in sequences))
+    """The draft's weights after distillation from the target `model`, where that is."""
+    buffer = Buffer(sum(len(tokens) for tokens, _ in sequences))
     buffer.add(collect_examples(model, shape, sequences))
-    ids = None if target_ids is None else target_ids.to(device)
+    ids = None if target_ids is None else target_ids.to(model.embedding.device)
     target = Target(model.embedding, model.head, ids, recipe.temperature)
-    start = initial_draft(shape, target.draft_head, seed=0)
-    learner = DraftLearner(shape, start, recipe.learning_rate)
+    learner = Learner(shape, initial_draft(shape, target.draft_head, seed=0), recipe.learning_rate)
     batches = endless_batches(buffer.learnt_from, recipe.batch_tokens, random.Random(recipe.seed))
     losses: list[float] = []
     with console.bar("draft training", recipe.steps) as advance:
         for step, batch in zip(range(1, recipe.steps + 1), batches, strict=False):
             learner.set_learning_rate(recipe.learning_rate * _share(step, recipe))
-            losses.append(learner.step(target, make_batch(batch, device)))
+            losses.append(learner.step(target, batch))
             if step % _SHOW_EVERY == 0:
                 advance(_SHOW_EVERY, f"loss {sum(losses[-_SHOW_EVERY:]) / _SHOW_EVERY:.3f}")
-    console.note(
-        f"The draft's expected accepted length on held-out samples is {learner.accepted(target, buffer.held_out):.2f} "
-        f"at depth {STEPS}."
-    )
+    accepted = float(accepted_by_depth(shape, learner.weights, target, buffer.held_out)[-1])
+    console.note(f"The draft's expected accepted length on held-out samples is {accepted:.2f} at depth {STEPS}.")
     return learner.weights
 
 
@@ -186,9 +157,7 @@ def _share(step: int, recipe: DraftRecipe) -> float:
     return min(1.0, step / recipe.warmup_steps) * 0.5 * (1 + math.cos(math.pi * (step - 1) / recipe.steps))
 
 
-def _frequent(
-    sequences: Sequence[tuple[list[int], int]], stops: tuple[int, ...], count: int | None, vocab_size: int
-) -> torch.Tensor | None:
+def _frequent(sequences: Sequences, stops: tuple[int, ...], count: int | None, vocab_size: int) -> torch.Tensor | None:
     """Target ids, ascending, of a draft vocabulary: stop tokens and the responses' most frequent tokens.
 
     None for the whole vocabulary.
@@ -198,8 +167,3 @@ def _frequent(
     counts = Counter(token for tokens, prompt in sequences for token in tokens[prompt:])
     order = sorted(range(vocab_size), key=lambda token: (token not in stops, -counts[token], token))
     return torch.tensor(sorted(order[:count]))
-
-
-def _dtype(device: torch.device | str) -> torch.dtype:
-    """In which the target runs: bfloat16 is slow on a CPU."""
-    return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16

@@ -10,16 +10,15 @@ import torch
 from safetensors.torch import load_file
 
 from rlhfspec_mega.algorithm.microbatch import MicroBatch
-from rlhfspec_mega.drafting.learner import state_of, weights_of
-from rlhfspec_mega.drafting.trainer import DraftTrainer, RefreshReport
+from rlhfspec_mega.draft.directory import load_draft, load_target_ids
+from rlhfspec_mega.draft.distillation import state_of, weights_of
+from rlhfspec_mega.draft.refresh import DraftLearning, Refresher, RefreshReport
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.megatron.checkpoint_files import FileSum
 from rlhfspec_mega.megatron.checkpoint_writer import write_beside
-from rlhfspec_mega.megatron.draft_learning import DraftLearning
 from rlhfspec_mega.megatron.features import has_draft, recorded_features
 from rlhfspec_mega.megatron.model import MegatronModel, on_megatron
 from rlhfspec_mega.megatron.weights import embedding_and_head
-from rlhfspec_mega.models.draft_directory import load_draft, load_target_ids
 
 CHECKPOINT_FILE = "draft.safetensors"
 _TAPS, _TARGET_IDS = "taps", "target_ids"
@@ -38,30 +37,18 @@ class ActorDraft:
     """
 
     def __init__(self, model: MegatronModel, path: Path, learning: DraftLearning | None) -> None:
-        self.model, self._learning, self._device = model, learning, model.device
+        self.model, self._learning = model, learning
         self._is_here = has_draft(model.groups)
         self._shape, weights = load_draft(path, model.shape)
         self._target_ids = load_target_ids(path, self._shape)
-        self._still: dict[str, torch.Tensor] = weights if self._is_here else {}  # what is held without a trainer
-        self._trainer: DraftTrainer | None = None
+        self._still: dict[str, torch.Tensor] = weights if self._is_here else {}  # what is held without a refresher
+        self._refresher: Refresher | None = None
         if self._is_here and learning is not None:
-            self._trainer = self._new_trainer(learning)
-            self._trainer.load(weights)
-
-    def _new_trainer(self, learning: DraftLearning) -> DraftTrainer:
-        return DraftTrainer(
-            self._shape,
-            buffer_tokens=learning.buffer_tokens,
-            learning_rate=learning.learning_rate,
-            temperature=learning.temperature,
-            device=self._device,
-            seed=learning.seed,
-            target_ids=self._target_ids,
-        )
+            self._refresher = Refresher(self._shape, weights, learning, model.device, self._target_ids)
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         """The weights of now by DraftModel.tensors() names, on the rank that has them; empty elsewhere."""
-        return self._still if self._trainer is None else self._trainer.tensors()
+        return self._still if self._refresher is None else self._refresher.tensors()
 
     @contextmanager
     def learning_from(self, batches: Sequence[MicroBatch], refresh_follows: bool) -> Iterator[None]:
@@ -76,26 +63,16 @@ class ActorDraft:
         model, most = self.model, self._learning.buffer_tokens
         with recorded_features(model.chunks, model.groups, batches, self._shape.taps, most) as examples:
             yield
-        if self._trainer is not None:
-            if self._learning.recent_only:
-                self._forget(self._learning)
-            self._trainer.add(examples)
-
-    def _forget(self, learning: DraftLearning) -> None:
-        """Go on as after a checkpoint was loaded: with weights, optimizer and counters, but without samples."""
-        assert self._trainer is not None
-        state = self._trainer.state_dict()
-        self._trainer = self._new_trainer(learning)
-        self._trainer.load_state_dict(state)
+        if self._refresher is not None:
+            self._refresher.add(examples)
 
     @on_megatron
     def refresh(self, steps: int | None, seconds: float | None) -> RefreshReport | None:
         """Train so many steps, or for so long, towards the actor's weights of now; the report where the draft is."""
         vocabulary = embedding_and_head(self.model.chunks, self.model.shape, self.model.groups)
-        if self._trainer is None or vocabulary is None:
+        if self._refresher is None or vocabulary is None:
             return None
-        self._trainer.set_target(*vocabulary)
-        return self._trainer.refresh(steps=steps, seconds=seconds)
+        return self._refresher.refresh(*vocabulary, steps=steps, seconds=seconds)
 
     def save(self, directory: Path) -> dict[str, FileSum]:
         """Add the draft to a written checkpoint of the actor; this rank's files.
@@ -106,7 +83,7 @@ class ActorDraft:
 
     def _state(self) -> dict[str, torch.Tensor]:
         """What to go on with, and what the weights mean: the layers they read and the tokens of the head's rows."""
-        learnt = state_of(self._still) if self._trainer is None else self._trainer.state_dict()
+        learnt = state_of(self._still) if self._refresher is None else self._refresher.state_dict()
         return learnt | self._meaning()
 
     def _meaning(self) -> dict[str, torch.Tensor]:
@@ -121,21 +98,19 @@ class ActorDraft:
         file = directory / CHECKPOINT_FILE
         if not self._is_here or not file.exists():
             return
-        state = load_file(file, device=str(self._device))
-        weights, meaning = (
-            weights_of(state),
-            {name: state[name].cpu() for name in (_TAPS, _TARGET_IDS) if name in state},
-        )
+        state = load_file(file, device=str(self.model.device))
+        weights = weights_of(state)
+        meaning = {name: state[name].cpu() for name in (_TAPS, _TARGET_IDS) if name in state}
         same_sizes = _shapes(weights) == _shapes(self.weights())
         if not same_sizes or _listed(meaning) != _listed(self._meaning()):
             raise UserError(
                 f"The draft in {file} has other {'layers or tokens' if same_sizes else 'sizes'} than the one this run "
                 "starts from: resume with the drafting.path that the run was started with, as it was then."
             )
-        if self._trainer is None:
+        if self._refresher is None:
             self._still = weights
         else:
-            self._trainer.load_state_dict(state)
+            self._refresher.load_state_dict(state)
 
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:

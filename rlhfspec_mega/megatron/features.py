@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from rlhfspec_mega.algorithm.microbatch import MicroBatch
-from rlhfspec_mega.drafting.example import DraftExample
+from rlhfspec_mega.draft.examples import Example
 from rlhfspec_mega.megatron.build import unwrap
 
 
@@ -80,7 +80,7 @@ def recorded_features(
     batches: Sequence[MicroBatch],
     taps: Sequence[int],
     most_tokens: int,
-) -> Iterator[list[DraftExample]]:
+) -> Iterator[list[Example]]:
     """Record one forward-only pass over `batches`, run inside; afterwards the list holds the examples.
 
     It is filled on one rank (`has_draft`) and stays empty on the others. Collective over the first replica's ranks.
@@ -90,7 +90,7 @@ def recorded_features(
         taps: layers (0 is the first) whose outputs make up the features, low to high; one may come twice.
         most_tokens: bound of what is recorded; [most_tokens, (taps + 1) * hidden] values of the actor's precision.
     """
-    examples: list[DraftExample] = []
+    examples: list[Example] = []
     gathers = unwrap(chunks[0]).config.sequence_parallel
     places = choose(batches, most_tokens) if groups.dp.rank() == 0 and (gathers or _records(groups)) else []
     if not places:
@@ -154,9 +154,7 @@ class _Recorder:
         self._batch += 1
 
 
-def _example(place: Place, states: torch.Tensor, width: int) -> DraftExample:
+def _example(place: Place, states: torch.Tensor, width: int) -> Example:
     """One sequence out of the recorded states [tokens, width of features + hidden]; copies in the host's memory."""
     own = states[place.first : place.first + len(place.tokens)].to("cpu", copy=True)
-    return DraftExample(
-        place.tokens.cpu(), place.prompt_length, own[:, :width].contiguous(), own[:, width:].contiguous()
-    )
+    return Example(place.tokens.cpu(), place.prompt_length, own[:, :width].contiguous(), own[:, width:].contiguous())

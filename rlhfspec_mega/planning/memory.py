@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhfspec_mega.models.draft_shape import TAPS, DraftShape
+from rlhfspec_mega.draft.shape import TAPS, DraftShape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.tree import BACKLOG
 

@@ -10,8 +10,8 @@ from typing import Any
 from rlhfspec_mega.cluster.launchers import make_cluster, transport
 from rlhfspec_mega.config.reach import weight_transport
 from rlhfspec_mega.config.sglang import engines_sleep
-from rlhfspec_mega.drafting.trainer import RefreshReport
-from rlhfspec_mega.models.draft_directory import load_target_ids, read_draft_shape, write_draft
+from rlhfspec_mega.draft.directory import load_target_ids, read_draft_shape, write_draft
+from rlhfspec_mega.draft.refresh import RefreshReport
 from rlhfspec_mega.models.hf_directory import write_directory
 from rlhfspec_mega.planning.placement import ACTOR, ENGINE, REFERENCE
 from rlhfspec_mega.rollout.manager import RolloutManager
@@ -24,7 +24,7 @@ from rlhfspec_mega.system.setup import Setup
 from rlhfspec_mega.system.training import Training
 from rlhfspec_mega.system.weights import WeightSync
 from rlhfspec_mega.types import WeightTarget
-from rlhfspec_mega.workers.freed_refresh import FreedRefresh
+from rlhfspec_mega.workers.draft import FreedRefresh
 from rlhfspec_mega.workers.model_group import ModelGroup
 
 SETTLE_SECONDS = 10.0  # how long an engine may take to come back from a call when the actor has died

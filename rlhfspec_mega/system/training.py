@@ -7,17 +7,18 @@ from functools import partial
 
 from rlhfspec_mega.cluster.interface import Cluster, WorkerSpec
 from rlhfspec_mega.cluster.meeting_point import MeetingPoint
+from rlhfspec_mega.draft.directory import read_draft_shape
+from rlhfspec_mega.draft.refresh import DraftLearning
+from rlhfspec_mega.draft.shape import draft_tensors
 from rlhfspec_mega.megatron.description import Learning, ModelDescription, ParallelSizes, describe
-from rlhfspec_mega.megatron.draft_learning import DraftLearning
 from rlhfspec_mega.megatron.rendezvous import Rendezvous
-from rlhfspec_mega.models.draft_directory import draft_tensors, read_draft_shape
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.planning.placement import ACTOR, ENGINE, REFERENCE
 from rlhfspec_mega.resharding.controller import Resharder
 from rlhfspec_mega.resharding.transport import OpenHost
 from rlhfspec_mega.system.setup import Setup
 from rlhfspec_mega.types import WeightTarget
-from rlhfspec_mega.workers.draft_group import DraftGroup
+from rlhfspec_mega.workers.draft import DraftGroup
 from rlhfspec_mega.workers.model_group import ModelGroup
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhfspec_mega.config.schema import DraftingConfig
-from rlhfspec_mega.models.draft_shape import DraftShape
+from rlhfspec_mega.draft.shape import DraftShape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig
-from rlhfspec_mega.models.draft_directory import load_target_ids, read_draft_shape
+from rlhfspec_mega.draft.directory import load_target_ids, read_draft_shape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.rollout_state import Throughput
 from rlhfspec_mega.rollout.migration.messages import Orders

@@ -10,12 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from rlhfspec_mega.algorithm.microbatch import Shard, TokenLoss
-from rlhfspec_mega.drafting.trainer import RefreshReport
+from rlhfspec_mega.draft.refresh import DraftLearning, RefreshReport
 from rlhfspec_mega.megatron.checkpoint_files import FileSum, SavedPart, first_damage
 from rlhfspec_mega.megatron.checkpoint_writer import WriteFailed
 from rlhfspec_mega.megatron.description import ModelDescription, ParallelRanks
 from rlhfspec_mega.megatron.draft import ActorDraft
-from rlhfspec_mega.megatron.draft_learning import DraftLearning
 from rlhfspec_mega.megatron.groups import positions
 from rlhfspec_mega.megatron.model import MegatronModel
 from rlhfspec_mega.megatron.process import join, seed_megatron

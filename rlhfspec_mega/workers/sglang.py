@@ -12,8 +12,8 @@ import torch
 
 from rlhfspec_mega.cluster.sweeper import Sweeper
 from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig
+from rlhfspec_mega.draft.directory import read_draft_shape
 from rlhfspec_mega.errors import UserError
-from rlhfspec_mega.models.draft_directory import read_draft_shape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.rollout_state import Throughput
 from rlhfspec_mega.rollout.migration.messages import Meeting

@@ -14,16 +14,15 @@ from safetensors.torch import load_file
 from rlhfspec_mega.algorithm.microbatch import MicroBatch
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.config.schema import ActorConfig
-from rlhfspec_mega.drafting.initialize import initial_draft
-from rlhfspec_mega.drafting.trainer import RefreshReport
+from rlhfspec_mega.draft.directory import write_draft
+from rlhfspec_mega.draft.distillation import initial_draft
+from rlhfspec_mega.draft.refresh import DraftLearning, RefreshReport
+from rlhfspec_mega.draft.shape import draft_shape
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.megatron.checkpoint_files import FileSum, sum_file
 from rlhfspec_mega.megatron.checkpoint_writer import WriteFailed
 from rlhfspec_mega.megatron.draft import CHECKPOINT_FILE, ActorDraft
-from rlhfspec_mega.megatron.draft_learning import DraftLearning
 from rlhfspec_mega.megatron.model import on_megatron
-from rlhfspec_mega.models.draft_directory import write_draft
-from rlhfspec_mega.models.draft_shape import draft_shape
 from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
 from tests.clusters import local_cluster
 from tests.contract.test_megatron_parity import make_batches, make_models, make_sequences
@@ -58,8 +57,8 @@ class DraftProbe(Probe):
         def no_memory() -> Held:
             raise MemoryError("no memory for a copy")
 
-        if self.draft._trainer is not None:
-            self.draft._trainer.state_dict = no_memory
+        if self.draft._refresher is not None:
+            self.draft._refresher.state_dict = no_memory
         try:
             self.draft.save(directory)
         except WriteFailed as error:

@@ -13,7 +13,7 @@ import transformers
 from rlhfspec_mega.algorithm.microbatch import MicroBatch
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.config.schema import ActorConfig
-from rlhfspec_mega.drafting.example import DraftExample
+from rlhfspec_mega.draft.examples import Example
 from rlhfspec_mega.megatron.features import choose, recorded_features
 from rlhfspec_mega.megatron.model import on_megatron
 from rlhfspec_mega.megatron.weights import embedding_and_head
@@ -40,7 +40,7 @@ class FeatureProbe(Probe):
     """A Probe that also records."""
 
     @on_megatron
-    def record(self, shards: list[list[MicroBatch]], most_tokens: int) -> list[DraftExample]:
+    def record(self, shards: list[list[MicroBatch]], most_tokens: int) -> list[Example]:
         batches = shards[self.actor.position.dp % len(shards)]
         with recorded_features(self.actor.chunks, self.actor.groups, batches, TAPS, most_tokens) as examples:
             self.actor.logprobs(batches)

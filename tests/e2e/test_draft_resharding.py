@@ -16,16 +16,16 @@ from rlhfspec_mega.cluster.launchers import transport
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.cluster.supervised import Group
 from rlhfspec_mega.config.schema import ActorConfig, DraftingConfig, RolloutConfig
-from rlhfspec_mega.drafting.initialize import initial_draft
+from rlhfspec_mega.draft.directory import read_draft_shape, write_draft
+from rlhfspec_mega.draft.distillation import initial_draft
+from rlhfspec_mega.draft.shape import draft_shape, draft_tensors
 from rlhfspec_mega.errors import RunError
-from rlhfspec_mega.models.draft_directory import draft_tensors, read_draft_shape, write_draft
-from rlhfspec_mega.models.draft_shape import draft_shape
 from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.resharding.buckets import Bucket
 from rlhfspec_mega.resharding.controller import Resharder
 from rlhfspec_mega.types import EngineLoad, WeightTarget
-from rlhfspec_mega.workers.draft_group import DraftGroup
+from rlhfspec_mega.workers.draft import DraftGroup
 from rlhfspec_mega.workers.engine import TorchEngineWorker
 from rlhfspec_mega.workers.model_group import ModelGroup
 from tests.clusters import local_cluster

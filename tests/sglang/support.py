@@ -11,8 +11,8 @@ import torch
 from benchmarks.samples import load_target, word_prompts
 from benchmarks.sglang_engines import DEVICE, PORTABLE, finish, ours, send, settings
 from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig, SGLangConfig
-from rlhfspec_mega.models.draft_directory import load_target_ids, read_draft_shape
-from rlhfspec_mega.models.draft_shape import DraftShape
+from rlhfspec_mega.draft.directory import load_target_ids, read_draft_shape
+from rlhfspec_mega.draft.shape import DraftShape
 from rlhfspec_mega.models.hf_directory import read_shape
 from rlhfspec_mega.planning.tree import Batch, DraftTree, StepRecord
 from rlhfspec_mega.rollout.sglang_engine.control import DraftingControl

@@ -13,8 +13,8 @@ import torch
 
 from benchmarks import gpu_generation
 from benchmarks.sglang_engines import DEVICE
-from rlhfspec_mega.models.draft_directory import draft_tensors, write_draft
-from rlhfspec_mega.models.draft_shape import draft_shape
+from rlhfspec_mega.draft.directory import write_draft
+from rlhfspec_mega.draft.shape import draft_shape, draft_tensors
 from rlhfspec_mega.rollout.sglang_engine import profile
 from rlhfspec_mega.simulate.curves import read_curves
 from tests.e2e.conftest import SHAPE, make_model

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks.sglang_engines import finish, ours, settings
-from rlhfspec_mega.models.draft_directory import read_draft_shape
-from rlhfspec_mega.models.draft_shape import draft_shape
+from rlhfspec_mega.draft.directory import read_draft_shape
+from rlhfspec_mega.draft.shape import draft_shape
 from rlhfspec_mega.models.hf_directory import read_shape
 from rlhfspec_mega.rollout.sglang_engine.choice import FREE
 from rlhfspec_mega.rollout.sglang_engine.control import DraftingControl

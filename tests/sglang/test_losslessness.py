@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from benchmarks.sglang_engines import finish, ours, settings
-from rlhfspec_mega.models.draft_directory import draft_tensors, write_draft
-from rlhfspec_mega.models.draft_shape import draft_shape
+from rlhfspec_mega.draft.directory import write_draft
+from rlhfspec_mega.draft.shape import draft_shape, draft_tensors
 from rlhfspec_mega.rollout.sglang_engine.choice import FREE
 from rlhfspec_mega.rollout.sglang_engine.shapes import chains, trees
 from rlhfspec_mega.sampling.noise import sample_seed

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from benchmarks.sglang_engines import DEVICE, finish, ours, settings
-from rlhfspec_mega.models.draft_directory import draft_tensors, load_draft, write_draft
-from rlhfspec_mega.models.draft_shape import draft_shape
+from rlhfspec_mega.draft.directory import load_draft, write_draft
+from rlhfspec_mega.draft.shape import draft_shape, draft_tensors
 from rlhfspec_mega.models.hf_directory import read_shape
 from rlhfspec_mega.rollout.sglang_engine.choice import FREE
 from rlhfspec_mega.rollout.sglang_engine.shapes import trees

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.sglang_engines import DEVICE, finish
-from rlhfspec_mega.models.draft_directory import read_draft_shape
+from rlhfspec_mega.draft.directory import read_draft_shape
 from rlhfspec_mega.models.hf_directory import read_shape
 from rlhfspec_mega.rollout.protocol import DraftPast
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfspec_mega.drafting.agreement import agreement, expected_accepted
+from rlhfspec_mega.draft.agreement import agreement, expected_accepted
 from rlhfspec_mega.sampling.noise import gumbel, sample_seed
 from rlhfspec_mega.sampling.select import select_tokens
 

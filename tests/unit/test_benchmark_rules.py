@@ -24,9 +24,9 @@ from benchmarks.verification_rules import (
     rejection_chain,
     shared_noise_choice,
 )
-from rlhfspec_mega.drafting.example import DraftExample
-from rlhfspec_mega.models.draft_model import DraftModel
-from rlhfspec_mega.models.draft_shape import draft_shape
+from rlhfspec_mega.draft.examples import Example
+from rlhfspec_mega.draft.model import DraftModel
+from rlhfspec_mega.draft.shape import draft_shape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer, causal_attention
 from rlhfspec_mega.sampling.noise import gumbel
@@ -292,7 +292,7 @@ def plain_draft_logits(draft: DraftModel, features: Tensor, tokens: Tensor, root
     return draft.logits(state)[0]
 
 
-def random_example(model: Transformer, draft: DraftModel) -> DraftExample:
+def random_example(model: Transformer, draft: DraftModel) -> Example:
     tokens = torch.randint(VOCAB, (20,), generator=torch.Generator().manual_seed(2))
     tapped: list[Tensor] = [torch.empty(0)] * SHAPE.num_layers
 
@@ -301,7 +301,7 @@ def random_example(model: Transformer, draft: DraftModel) -> DraftExample:
 
     with torch.no_grad():
         states = model.hidden(tokens[None], torch.arange(20)[None], causal_attention(SHAPE), tap)[0]
-    return DraftExample(tokens, 4, torch.cat([tapped[layer] for layer in draft.shape.taps], -1), states)
+    return Example(tokens, 4, torch.cat([tapped[layer] for layer in draft.shape.taps], -1), states)
 
 
 def test_trees_of_a_real_draft_are_those_of_one_entry_at_a_time():

@@ -10,9 +10,9 @@ import torch
 
 from rlhfspec_mega.config.checks import check_config
 from rlhfspec_mega.config.model_shape import model_shape
+from rlhfspec_mega.draft.directory import write_draft
+from rlhfspec_mega.draft.shape import draft_shape, draft_tensors
 from rlhfspec_mega.errors import UserError
-from rlhfspec_mega.models.draft_directory import draft_tensors, write_draft
-from rlhfspec_mega.models.draft_shape import draft_shape
 from rlhfspec_mega.models.shape import ModelShape
 from tests.e2e.conftest import SHAPE, make_model
 from tests.unit.test_config import load, refusal

@@ -9,17 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.models.draft_directory import (
+from rlhfspec_mega.draft.directory import (
     check_draft,
-    draft_tensors,
     load_draft,
     load_target_ids,
     read_draft_shape,
     write_draft,
 )
-from rlhfspec_mega.models.draft_model import DraftModel
-from rlhfspec_mega.models.draft_shape import DraftShape, draft_shape
+from rlhfspec_mega.draft.model import DraftModel
+from rlhfspec_mega.draft.shape import DraftShape, draft_shape, draft_tensors
+from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer
 

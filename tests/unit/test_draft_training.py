@@ -11,18 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfspec_mega.drafting import learner, training
-from rlhfspec_mega.drafting.agreement import agreement
-from rlhfspec_mega.drafting.buffer import ExampleBuffer, batches
-from rlhfspec_mega.drafting.collect import collect_examples
-from rlhfspec_mega.drafting.example import DraftExample, make_batch
-from rlhfspec_mega.drafting.initialize import initial_draft
-from rlhfspec_mega.drafting.learner import DraftLearner, Target, accepted_by_depth
-from rlhfspec_mega.drafting.trainer import DraftTrainer
-from rlhfspec_mega.drafting.training import DraftNetwork
+from rlhfspec_mega.draft import distillation
+from rlhfspec_mega.draft.agreement import agreement
+from rlhfspec_mega.draft.buffer import Buffer, batches
+from rlhfspec_mega.draft.distillation import STEPS, Learner, Target, accepted_by_depth, initial_draft
+from rlhfspec_mega.draft.examples import Example, collect_examples
+from rlhfspec_mega.draft.model import DraftModel
+from rlhfspec_mega.draft.network import Batch, Network
+from rlhfspec_mega.draft.refresh import DraftLearning, Refresher, RefreshReport
+from rlhfspec_mega.draft.shape import DraftShape, draft_shape
 from rlhfspec_mega.errors import RunError
-from rlhfspec_mega.models.draft_model import DraftModel
-from rlhfspec_mega.models.draft_shape import DraftShape, draft_shape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Attention, Transformer, causal_attention
 
@@ -90,7 +88,7 @@ def attention_of(visible: torch.Tensor) -> Attention:
     return attend
 
 
-def branch_logits(draft: DraftModel, example: DraftExample, root: int, steps: int) -> torch.Tensor:
+def branch_logits(draft: DraftModel, example: Example, root: int, steps: int) -> torch.Tensor:
     """[steps, V]: what inference predicts along the sequence from entry `root` on, entry by entry of the branch."""
     tokens = example.tokens.tolist()
     read, states = list(draft.fuse(example.features[: root + 1])), []
@@ -107,10 +105,10 @@ def branch_logits(draft: DraftModel, example: DraftExample, root: int, steps: in
 def compare_with_inference() -> list[int]:
     """How many predictions of each step were compared; an AssertionError at the first that differs."""
     draft, examples = make_draft(), [example for example in EXAMPLES[:9] if example.predicted]
-    network = DraftNetwork(SHAPE, draft.tensors(), MODEL.embedding)
+    network = Network(SHAPE, draft.tensors(), MODEL.embedding)
     cells = [(example, place) for example in examples for place in range(example.predicted)]
     compared = [0] * DEPTH
-    for step, prediction in enumerate(network.unroll(make_batch(examples), DEPTH)):
+    for step, prediction in enumerate(network.unroll(Batch(examples), DEPTH)):
         predicted = network.logits(prediction.states)
         for logits, root, cell in zip(predicted, prediction.roots, prediction.cells, strict=True):
             example, place = cells[int(root)]
@@ -128,12 +126,12 @@ def test_training_computes_what_inference_computes():
 
 def test_a_branch_must_not_see_real_entries_after_its_root(monkeypatch):
     """The comparison has to notice a branch that reads the target's states where it may not know them."""
-    right = training._Layout.grid_bias
+    right = Batch.grid_bias
 
-    def one_too_many(place: training._Layout) -> torch.Tensor:
-        return torch.nn.functional.pad(right(place), (1, 0))[..., :-1]
+    def one_too_many(batch: Batch) -> torch.Tensor:
+        return torch.nn.functional.pad(right(batch), (1, 0))[..., :-1]
 
-    monkeypatch.setattr(training._Layout, "grid_bias", one_too_many)
+    monkeypatch.setattr(Batch, "grid_bias", one_too_many)
     with pytest.raises(AssertionError, match="not close"):
         compare_with_inference()
 
@@ -153,66 +151,65 @@ def test_examples_hold_what_the_target_computes_alone():
         torch.testing.assert_close(example.features, wanted, atol=1e-4, rtol=1e-4)
 
 
-def make_trainer(seed: int = 0, shape: DraftShape = SHAPE, ids: torch.Tensor | None = None) -> DraftTrainer:
-    trainer = DraftTrainer(
-        shape, buffer_tokens=4000, learning_rate=3e-3, temperature=1.0, device="cpu", seed=seed, target_ids=ids
-    )
-    trainer.set_target(MODEL.embedding, MODEL.head)
-    return trainer
+def make_refresher(seed: int = 0, shape: DraftShape = SHAPE, ids: torch.Tensor | None = None) -> Refresher:
+    weights = initial_draft(shape, MODEL.head if ids is None else MODEL.head[ids], seed)
+    learning = DraftLearning(4000, learning_rate=3e-3, temperature=1.0, seed=seed, recent_only=False)
+    return Refresher(shape, weights, learning, "cpu", ids)
+
+
+def refresh(refresher: Refresher, steps: int | None = None, seconds: float | None = None) -> RefreshReport:
+    return refresher.refresh(MODEL.embedding, MODEL.head, steps=steps, seconds=seconds)
 
 
 @pytest.mark.parametrize("ids", [None, torch.arange(1, 20, 2)])
 def test_a_refresh_raises_expected_accepted_length_and_reports_it(ids):
     shape = SHAPE if ids is None else draft_shape(TARGET, len(ids))
-    trainer = make_trainer(shape=shape, ids=ids)
-    trainer.add(EXAMPLES)
-    first = trainer.refresh(steps=40, seconds=None)
+    refresher = make_refresher(shape=shape, ids=ids)
+    refresher.add(EXAMPLES)
+    first = refresh(refresher, 40)
     assert first.kept and first.after > first.before and first.steps == 40
     target = Target(MODEL.embedding, MODEL.head, ids, 1.0)
-    measured = accepted_by_depth(shape, trainer.tensors(), target, trainer._buffer.held_out, 5)
+    measured = accepted_by_depth(shape, refresher.tensors(), target, refresher._buffer.held_out)
     assert float(measured[-1]) == pytest.approx(first.after, abs=1e-5)
-    assert trainer.refresh(steps=5, seconds=None).before == pytest.approx(first.after, abs=1e-6)
+    assert refresh(refresher, 5).before == pytest.approx(first.after, abs=1e-6)
 
 
 def test_a_refresh_that_makes_it_worse_leaves_everything_as_it_was():
-    trainer = make_trainer()
-    trainer.add([dataclasses.replace(example) for example in EXAMPLES])
-    trainer.refresh(steps=30, seconds=None)
-    before = trainer.state_dict()
-    for example in trainer._buffer.learnt_from:  # contradicts what is held out
+    refresher = make_refresher()
+    refresher.add([dataclasses.replace(example) for example in EXAMPLES])
+    refresh(refresher, 30)
+    before = refresher.state_dict()
+    for example in refresher._buffer.learnt_from:  # contradicts what is held out
         example.states = -example.states
-    report = trainer.refresh(steps=20, seconds=None)
+    report = refresh(refresher, 20)
     assert not report.kept and report.after < report.before
-    after = trainer.state_dict()
+    after = refresher.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before if name != "refreshes")
 
 
 def test_training_goes_on_bit_by_bit_from_a_saved_state():
-    whole, first = make_trainer(), make_trainer()
-    for trainer in (whole, first):
-        trainer.add(EXAMPLES)
-        assert trainer.refresh(steps=10, seconds=None).kept
-    second = make_trainer(seed=0)
+    whole, first = make_refresher(), make_refresher()
+    for refresher in (whole, first):
+        refresher.add(EXAMPLES)
+        assert refresh(refresher, 10).kept
+    second = make_refresher(seed=0)
     second.load_state_dict(first.state_dict())
-    fresh = make_trainer()
-    for trainer in (whole, second, fresh):
-        trainer._buffer = ExampleBuffer(4000)
-        trainer.add(EXAMPLES)
-        trainer.refresh(steps=10, seconds=None)
+    fresh = make_refresher()
+    for refresher in (whole, second, fresh):
+        refresher._buffer = Buffer(4000)
+        refresher.add(EXAMPLES)
+        refresh(refresher, 10)
     expected, resumed = whole.state_dict(), second.state_dict()
     assert expected.keys() == resumed.keys()
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
     assert not torch.equal(expected["weight.fc.weight"], fresh.state_dict()["weight.fc.weight"])
 
 
-def test_a_refresh_needs_a_target_and_a_limit():
-    trainer = DraftTrainer(SHAPE, buffer_tokens=9, learning_rate=1e-3, temperature=1.0, device="cpu", seed=0)
-    with pytest.raises(RunError, match="target"):
-        trainer.refresh(steps=1, seconds=None)
-    trainer.set_target(MODEL.embedding, MODEL.head)
+def test_a_refresh_needs_a_limit():
+    refresher = make_refresher()
     with pytest.raises(RunError, match="steps or seconds"):
-        trainer.refresh(steps=None, seconds=None)
-    assert not trainer.refresh(steps=3, seconds=None).kept  # nothing to learn from yet
+        refresh(refresher)
+    assert not refresh(refresher, 3).kept  # nothing to learn from yet
 
 
 class Clock:
@@ -220,8 +217,8 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now, self.measured = 0.0, 0
-        monkeypatch.setattr("rlhfspec_mega.drafting.trainer.time.monotonic", lambda: self.now)
-        step, lengths = DraftLearner.step, DraftLearner.accepted_lengths
+        monkeypatch.setattr("rlhfspec_mega.draft.refresh.time.monotonic", lambda: self.now)
+        step, lengths = Learner.step, distillation.accepted_lengths
 
         def timed_step(*arguments: Any) -> float:
             self.now += 0.3
@@ -231,8 +228,8 @@ class Clock:
             self.now, self.measured = self.now + 0.15, self.measured + 1
             return lengths(*arguments)
 
-        monkeypatch.setattr(DraftLearner, "step", timed_step)
-        monkeypatch.setattr(DraftLearner, "accepted_lengths", timed_lengths)
+        monkeypatch.setattr(Learner, "step", timed_step)
+        monkeypatch.setattr("rlhfspec_mega.draft.refresh.accepted_lengths", timed_lengths)
 
 
 @pytest.mark.parametrize(
@@ -240,10 +237,10 @@ class Clock:
     [(4.0, 3, 10), (1.0, 1, 2), (0.1, 1, 1)],  # 4.0: half a second for either measurement, 3.1 to train
 )
 def test_a_refresh_by_time_trains_most_of_the_time_whatever_is_held_out(monkeypatch, seconds, measured, steps):
-    monkeypatch.setattr(learner, "_MEASURED_TOKENS", 20)
-    trainer, clock = make_trainer(), Clock(monkeypatch)
-    trainer.add(EXAMPLES)
-    report = trainer.refresh(steps=None, seconds=seconds)
+    monkeypatch.setattr(distillation, "_MEASURED_TOKENS", 20)
+    refresher, clock = make_refresher(), Clock(monkeypatch)
+    refresher.add(EXAMPLES)
+    report = refresh(refresher, seconds=seconds)
     assert (clock.measured, report.steps) == (2 * measured, steps)
     assert report.seconds == pytest.approx(clock.now) and (report.seconds <= seconds + 1e-6 or steps == 1)
 
@@ -251,11 +248,11 @@ def test_a_refresh_by_time_trains_most_of_the_time_whatever_is_held_out(monkeypa
 def test_samples_of_one_prompt_are_all_held_out_or_none():
     prompts = torch.arange(60)[:, None] * torch.tensor([1, 7, 11])
     examples = [
-        DraftExample(torch.cat((prompt, torch.arange(member + 1))), 3, torch.zeros(4 + member, 3), torch.zeros(4, 1))
+        Example(torch.cat((prompt, torch.arange(member + 1))), 3, torch.zeros(4 + member, 3), torch.zeros(4, 1))
         for prompt in prompts
         for member in range(4)
     ]
-    buffer = ExampleBuffer(10_000)
+    buffer = Buffer(10_000)
     for example in examples[:4]:
         buffer.add([example])
         assert not buffer.held_out  # of one prompt: nothing could be learnt from
@@ -269,8 +266,8 @@ def test_samples_of_one_prompt_are_all_held_out_or_none():
 
 def test_about_every_eighth_prompt_is_held_out_whatever_else_there_is():
     states = torch.zeros(4, 1)
-    examples = [DraftExample(torch.tensor([a, b, 1, 2]), 2, states, states) for a in range(20) for b in range(50)]
-    whole, part = ExampleBuffer(10_000), ExampleBuffer(10_000)
+    examples = [Example(torch.tensor([a, b, 1, 2]), 2, states, states) for a in range(20) for b in range(50)]
+    whole, part = Buffer(10_000), Buffer(10_000)
     whole.add(examples)
     part.add(examples[900:300:-1])
     assert 840 < len(whole.learnt_from) < 910
@@ -278,18 +275,18 @@ def test_about_every_eighth_prompt_is_held_out_whatever_else_there_is():
 
 
 def test_samples_of_one_prompt_alone_are_not_learnt_from():
-    trainer = make_trainer()
-    trainer.add([EXAMPLES[0]] * 3)
-    before = trainer.tensors()
-    report = trainer.refresh(steps=3, seconds=None)
+    refresher = make_refresher()
+    refresher.add([EXAMPLES[0]] * 3)
+    before = refresher.tensors()
+    report = refresh(refresher, 3)
     assert (report.kept, report.steps, report.before, report.after, report.examples) == (False, 0, None, None, 3)
-    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.tensors().items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in refresher.tensors().items())
 
 
 def test_weights_alone_are_a_beginning():
-    trainer, other = make_trainer(), make_trainer(seed=1)
-    other.load_state_dict({f"weight.{name}": tensor for name, tensor in trainer.tensors().items()})
-    assert all(torch.equal(tensor, other.tensors()[name]) for name, tensor in trainer.tensors().items())
+    refresher, other = make_refresher(), make_refresher(seed=1)
+    other.load_state_dict({f"weight.{name}": tensor for name, tensor in refresher.tensors().items()})
+    assert all(torch.equal(tensor, other.tensors()[name]) for name, tensor in refresher.tensors().items())
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
@@ -298,26 +295,26 @@ def test_the_measure_is_agreement_along_the_sequence_however_it_is_cut(monkeypat
     shape = SHAPE if ids is None else draft_shape(TARGET, len(ids))
     draft, target = make_draft(shape), Target(MODEL.embedding, MODEL.head, ids, temperature)
     examples = [example for example in EXAMPLES[:6] if example.predicted]
-    found = accepted_by_depth(shape, draft.tensors(), target, examples, 3)
+    found = accepted_by_depth(shape, draft.tensors(), target, examples)
     known, lengths = torch.arange(TARGET.vocab_size) if ids is None else ids, []
     for example in examples:
         first = len(example.tokens) - example.predicted - 2
         for place in range(example.predicted):
-            depth = min(3, example.predicted - place)
+            depth = min(STEPS, example.predicted - place)
             logits = branch_logits(draft, example, first + place, depth)
             wanted = MODEL.logits(example.states[first + place + 1 :][:depth])
             if temperature:
                 chances = agreement(wanted.softmax(-1)[:, known], logits.softmax(-1))
             else:
                 chances = (known[logits.argmax(-1)] == wanted.argmax(-1)).float()
-            lengths.append(torch.nn.functional.pad(chances, (0, 3 - depth)).cumprod(0).cumsum(0))
+            lengths.append(torch.nn.functional.pad(chances, (0, STEPS - depth)).cumprod(0).cumsum(0))
     torch.testing.assert_close(found, torch.stack(lengths).mean(0), atol=1e-4, rtol=1e-4)
-    monkeypatch.setattr(learner, "_MEASURED_LOGITS", 3 * TARGET.vocab_size)
-    torch.testing.assert_close(accepted_by_depth(shape, draft.tensors(), target, examples, 3), found)
+    monkeypatch.setattr(distillation, "_MEASURED_LOGITS", 3 * TARGET.vocab_size)
+    torch.testing.assert_close(accepted_by_depth(shape, draft.tensors(), target, examples), found)
 
 
 def test_a_long_example_is_learnt_from_in_windows_that_reach_all_of_it():
-    example = DraftExample(torch.arange(102), 10, torch.arange(102)[:, None], torch.arange(102)[:, None])
+    example = Example(torch.arange(102), 10, torch.arange(102)[:, None], torch.arange(102)[:, None])
     rng, seen = random.Random(0), set()
     for _ in range(300):
         ((window,),) = batches([example], 30, rng)
@@ -333,10 +330,10 @@ def test_a_long_example_is_learnt_from_in_windows_that_reach_all_of_it():
 @settings(max_examples=50, deadline=None)
 def test_the_buffer_is_bounded_and_the_newest_stay(lengths, limit):
     examples = [
-        DraftExample(torch.zeros(p + r, dtype=torch.int64), p, torch.zeros(p + r, 3), torch.zeros(p + r, 1))
+        Example(torch.zeros(p + r, dtype=torch.int64), p, torch.zeros(p + r, 3), torch.zeros(p + r, 1))
         for p, r in lengths
     ]
-    buffer = ExampleBuffer(limit)
+    buffer = Buffer(limit)
     for example in examples:
         buffer.add([example])
     usable = [example for example in examples if example.predicted]

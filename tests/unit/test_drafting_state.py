@@ -13,7 +13,7 @@ import torch
 
 from rlhfspec_mega import trainer
 from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig
-from rlhfspec_mega.models.draft_directory import write_draft
+from rlhfspec_mega.draft.directory import write_draft
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.torch_engine.profile import profile
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, TensorInfo, WeightTarget

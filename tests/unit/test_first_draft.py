@@ -12,11 +12,11 @@ import torch
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.model_shape import BYTE_VOCABULARY
 from rlhfspec_mega.config.notes import notes
-from rlhfspec_mega.drafting.collect import collect_examples
-from rlhfspec_mega.drafting.initialize import initial_draft
-from rlhfspec_mega.drafting.learner import Target, accepted_by_depth
-from rlhfspec_mega.making.first_draft import RECIPES, DraftRecipe, first_draft, make_draft
-from rlhfspec_mega.models.draft_directory import load_draft, load_target_ids
+from rlhfspec_mega.draft.directory import load_draft, load_target_ids
+from rlhfspec_mega.draft.distillation import Target, accepted_by_depth, initial_draft
+from rlhfspec_mega.draft.examples import collect_examples
+from rlhfspec_mega.making.first_draft import DraftRecipe, make_draft
+from rlhfspec_mega.making.start import RECIPES, first_draft
 from rlhfspec_mega.models.hf_directory import write_directory
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer
@@ -51,7 +51,7 @@ def test_a_first_draft_is_better_than_a_random_one_and_knows_the_frequent_tokens
     sequences = [([*prompt, *range(5, 15)], 3) for prompt in prompts]
     examples = collect_examples(model, shape, sequences)
     random_draft = initial_draft(shape, target.draft_head, seed=0)
-    before, after = (accepted_by_depth(shape, w, target, examples, 3)[0] for w in (random_draft, tensors))
+    before, after = (accepted_by_depth(shape, w, target, examples)[0] for w in (random_draft, tensors))
     assert after > before + 0.05
 
 
@@ -79,7 +79,7 @@ def test_a_first_draft_is_made_once(cached, monkeypatch):
     directory = first_draft(config, model, console)
     made = (directory / "model.safetensors").read_bytes()
     assert made and [path.name for path in directory.parent.iterdir() if path.is_dir()] == [directory.name]
-    monkeypatch.setattr("rlhfspec_mega.making.first_draft.make_draft", None)
+    monkeypatch.setattr("rlhfspec_mega.making.start.make_draft", None)
     assert first_draft(config, model, console) == directory
     assert (directory / "model.safetensors").read_bytes() == made
 
@@ -95,7 +95,7 @@ def test_of_two_first_runs_the_draft_of_the_quicker_stays(cached, monkeypatch):
         quicker.mkdir()
         (quicker / "config.json").write_text("quicker")
 
-    monkeypatch.setattr("rlhfspec_mega.making.first_draft.make_draft", overtaken)
+    monkeypatch.setattr("rlhfspec_mega.making.start.make_draft", overtaken)
     directory = first_draft(config, model, console)
     assert (directory / "config.json").read_text() == "quicker"
     assert [path.name for path in directory.parent.iterdir() if path.is_dir()] == [directory.name]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from rlhfspec_mega.cluster.interface import Call
-from rlhfspec_mega.drafting.trainer import RefreshReport
+from rlhfspec_mega.draft.refresh import RefreshReport
 from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.rollout_state import Plan, RolloutState
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.reallocation import Reallocation
-from rlhfspec_mega.workers.freed_refresh import FreedRefresh
+from rlhfspec_mega.workers.draft import FreedRefresh
 from tests.engine_pool import Pool, make_engine, opened, request
 
 REPORT = RefreshReport(True, 1.0, 1.1, 5, 2.0, 8)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rlhfspec_mega.models.draft_shape import draft_shape
+from rlhfspec_mega.draft.shape import draft_shape
 from rlhfspec_mega.models.packed_weights import PackedWeights
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer, causal_attention

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.model_shape import model_shape
-from rlhfspec_mega.drafting.initialize import initial_draft
-from rlhfspec_mega.drafting.learner import DraftLearner, Target
+from rlhfspec_mega.draft.distillation import Learner, Target, initial_draft
+from rlhfspec_mega.draft.model import DraftModel
+from rlhfspec_mega.draft.shape import draft_shape
 from rlhfspec_mega.errors import UserError
-from rlhfspec_mega.models.draft_model import DraftModel
-from rlhfspec_mega.models.draft_shape import draft_shape
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer
@@ -157,7 +156,7 @@ def test_draft_memory_of_an_actor_is_that_of_learning() -> None:
     draft = draft_shape(WIDE)
     embedding = torch.randn(WIDE.vocab_size, WIDE.hidden_size)
     target = Target(embedding, embedding.clone(), None, 1.0)
-    learner = DraftLearner(draft, initial_draft(draft, target.draft_head, seed=0), 1e-3)
+    learner = Learner(draft, initial_draft(draft, target.draft_head, seed=0), 1e-3)
     for weight in learner.weights.values():
         weight.grad = torch.zeros_like(weight)
     learner.optimizer.step()

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from rlhfspec_mega.draft.model import DraftModel
+from rlhfspec_mega.draft.shape import DraftShape, draft_shape
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.models.draft_model import DraftModel
-from rlhfspec_mega.models.draft_shape import DraftShape, draft_shape
 from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.planning.tree import ROOT
 from rlhfspec_mega.rollout.protocol import DraftPast

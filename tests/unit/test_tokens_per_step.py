@@ -13,9 +13,9 @@ from torch import Tensor
 from benchmarks.samples import Target, sample
 from benchmarks.tokens_per_step import CHAIN, DEPTHS, KEPT, SETTINGS, SHARED, TOP_K, Task, expected_steps, measure
 from benchmarks.verification_rules import perturbed_scores
-from rlhfspec_mega.drafting.collect import collect_examples
-from rlhfspec_mega.models.draft_model import DraftModel
-from rlhfspec_mega.models.draft_shape import draft_shape
+from rlhfspec_mega.draft.examples import collect_examples
+from rlhfspec_mega.draft.model import DraftModel
+from rlhfspec_mega.draft.shape import draft_shape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.sampling.noise import gumbel

@@ -12,7 +12,8 @@ from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.config.schema import DataConfig
 from rlhfspec_mega.data.chain_sums import ChainSums, answer_text
 from rlhfspec_mega.data.demonstrations import LAZY_FROM_TERMS, LAZY_SHARE, demonstration
-from rlhfspec_mega.making.warmup import WARMUP_SEED, _WarmUp
+from rlhfspec_mega.making.start import tokenizer_directory
+from rlhfspec_mega.making.warmup import WARMUP_SEED, WarmUp
 from rlhfspec_mega.observe.console import Console
 
 
@@ -21,7 +22,8 @@ def test_any_number_of_devices_can_make_the_model(devices: int, tmp_path: Path) 
     config = load_config(
         [f"cluster.devices_per_node={devices}", "actor.tensor_parallel=1", f"model.cache_dir={tmp_path}"]
     )
-    warm_up = _WarmUp(config, model_shape(config.model), tmp_path, Console(1, stream=io.StringIO()))
+    console = Console(1, stream=io.StringIO())
+    warm_up = WarmUp(config, model_shape(config.model), tokenizer_directory(config), tmp_path, console)
     assert warm_up._sizes.actor_ranks == devices
     assert config.actor.optimizer.schedule == "constant", "the run's own configuration must stay as it was"
 

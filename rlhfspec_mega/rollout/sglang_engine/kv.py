@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhfspec_mega.models.draft_shape import DraftShape
+from rlhfspec_mega.draft.shape import DraftShape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.rollout.migration.staging import Layout
 

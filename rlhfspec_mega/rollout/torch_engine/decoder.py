@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from rlhfspec_mega.models.draft_shape import DraftShape
+from rlhfspec_mega.draft.shape import DraftShape
 from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.planning.memory import LOGITS_AT_ONCE
 from rlhfspec_mega.planning.tree import ROOT, Batch, Bools, DraftingPolicy, DraftTree, Ints, StepRecord

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rlhfspec_mega.models.draft_model import DraftModel
-from rlhfspec_mega.models.draft_shape import TAPS, DraftShape
+from rlhfspec_mega.draft.model import DraftModel
+from rlhfspec_mega.draft.shape import TAPS, DraftShape
 from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.planning.memory import LOGITS_AT_ONCE
 from rlhfspec_mega.planning.tree import BACKLOG, ROOT, Batch, Bools, DraftingPolicy, DraftTree, Ints, most_drafted

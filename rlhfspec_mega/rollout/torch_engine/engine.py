@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from rlhfspec_mega.draft.shape import DraftShape
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.models.draft_shape import DraftShape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.observe.spans import SpanRecorder

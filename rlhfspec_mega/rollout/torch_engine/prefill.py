@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rlhfspec_mega.models.draft_model import DraftModel
+from rlhfspec_mega.draft.model import DraftModel
 from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.rollout.protocol import DraftPast
 from rlhfspec_mega.rollout.torch_engine.cache import AttentionShape, CachedAttention, KVCache

@@ -8,27 +8,69 @@ branch computes is kept at its root's place, so that an entry meets its branch's
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhfspec_mega.drafting.example import DraftBatch
-from rlhfspec_mega.models.draft_shape import DraftShape
+from rlhfspec_mega.draft.examples import LOOKAHEAD, Example
+from rlhfspec_mega.draft.shape import DraftShape
 from rlhfspec_mega.models.rope import rope_table
-from rlhfspec_mega.models.shape import ModelShape
 
 _Rotation = tuple[Tensor, Tensor]  # cos and sin [N, 1, head_dim]
 _NORM, _LAYER, _ATTENTION = "norm", "midlayer.", "midlayer.self_attn."
+
+
+class Batch:
+    """The entries of some sequences one after another, and its cells: the response tokens to predict.
+
+    A sequence of T tokens has T - 2 entries; entry t reads features t, embeds token t + 1 and predicts token t + 2.
+    A sequence's cells are its last entries, those that predict response tokens, in order.
+
+    Args:
+        examples: with at least one token to predict each; moved to `device`.
+
+    Attributes:
+        inputs: int64 [E], token t + 1 of each entry.
+        features: float32 [E, 3 * hidden].
+        states: float32 [C, hidden], of each cell the target's state t + 1, from which it samples token t + 2.
+        entries, cells: int64 [B], how many of each, per sequence.
+        sequences, positions: int64 [E], of each entry its sequence and its place there.
+        rows, columns: int64 [C], the same of each cell.
+        left: int64 [C], cells from each on to the end of its sequence.
+        root_entries: int64 [C], the entry that predicts each cell.
+    """
+
+    def __init__(self, examples: Sequence[Example], device: torch.device | str = "cpu"):
+        def joined(tensors: Sequence[Tensor]) -> Tensor:
+            return torch.cat(list(tensors)).to(device)
+
+        self.inputs = joined([example.tokens[1:-1] for example in examples])
+        self.features = joined([example.features[:-LOOKAHEAD] for example in examples]).float()
+        self.states = joined([example.states[-1 - example.predicted : -1] for example in examples]).float()
+        self.entries = torch.tensor([len(example.tokens) - LOOKAHEAD for example in examples], device=device)
+        self.cells = torch.tensor([example.predicted for example in examples], device=device)
+        self.sequences, self.positions = _numbered(self.entries)
+        self.rows, self.columns = _numbered(self.cells)
+        self.left = self.cells[self.rows] - self.columns
+        self.root_entries = self.entries.cumsum(0)[self.rows] - self.left
+
+    def grid_bias(self) -> Tensor:
+        """[B, columns, entries]: 0 where the root of a column sees an entry, minus infinity elsewhere."""
+        entry = torch.arange(int(self.entries.max()), device=self.entries.device)
+        column = torch.arange(int(self.cells.max()), device=self.entries.device)
+        last_seen = (self.entries - self.cells)[:, None] + column
+        hidden = entry > last_seen[..., None]
+        return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
 class Prediction(NamedTuple):
     """What the branches that reach so far predict at one step.
 
     Attributes:
-        states: float32 [N, hidden], what DraftNetwork.logits reads.
+        states: float32 [N, hidden], what Network.logits reads.
         roots: int64 [N], cells of the batch at which the branches begin.
         cells: int64 [N], cells predicted: `roots` + step - 1.
     """
@@ -38,8 +80,8 @@ class Prediction(NamedTuple):
     cells: Tensor
 
 
-class DraftNetwork:
-    """Computes what models.draft_model.DraftModel computes, with gradients, for every root of a batch at once.
+class Network:
+    """Computes what draft.model.DraftModel computes, with gradients, for every root of a batch at once.
 
     Each step's attention takes a few float32 tensors [heads, sequences, longest cells, longest entries], which a
     gradient keeps.
@@ -52,26 +94,29 @@ class DraftNetwork:
     def __init__(self, shape: DraftShape, weights: Mapping[str, Tensor], embedding: Tensor):
         self.shape, self._weights, self._embedding = shape, weights, embedding
 
-    def unroll(self, batch: DraftBatch, steps: int) -> Iterator[Prediction]:
+    def unroll(self, batch: Batch, steps: int) -> Iterator[Prediction]:
         """Predictions of steps 1, 2, ... as long as there are branches."""
-        place = _Layout(batch, self.shape.target)
+        cos, sin = rope_table(self.shape.target, int(batch.entries.max()), batch.inputs.device)
+
+        def rotation(positions: Tensor) -> _Rotation:
+            return cos[positions][:, None], sin[positions][:, None]
+
         states = self._linear(batch.features, "fc")
         inputs = self._normed_inputs(batch.inputs, states)
-        keys, values = self._keys_values(inputs, place.rotation(place.positions))
-        attention = _BranchAttention(place, keys, values)
-        entry = place.root_entries
+        attention = _BranchAttention(batch, *self._keys_values(inputs, rotation(batch.positions)))
+        entry = batch.root_entries
         states, inputs = states[entry], inputs[entry]
         keep = torch.arange(len(entry), device=entry.device)  # the roots of the branches that reach this step
         for step in range(1, steps + 1):
             if step > 1:
-                inside = place.left[keep] >= step
+                inside = batch.left[keep] >= step
                 keep, states = keep[inside], states[inside]
                 if not len(keep):
                     return
                 inputs = self._normed_inputs(batch.inputs[entry[keep] + step - 1], states)
-            rotation = place.rotation(place.positions[entry[keep]] + step - 1)
-            query = self._rotated(self._linear(inputs, f"{_ATTENTION}q_proj"), rotation)
-            own = self._keys_values(inputs, rotation) if step > 1 else None
+            turned = rotation(batch.positions[entry[keep]] + step - 1)
+            query = self._rotated(self._linear(inputs, f"{_ATTENTION}q_proj"), turned)
+            own = self._keys_values(inputs, turned) if step > 1 else None
             states = self._finish(states, attention(keep, query, own))
             yield Prediction(self._norm(states, _NORM), keep, keep + step - 1)
 
@@ -106,54 +151,19 @@ class DraftNetwork:
         return F.rms_norm(x, (x.shape[-1],), self._weights[f"{name}.weight"], self.shape.target.norm_eps)
 
 
-class _Layout:
-    """Where the entries and cells of a batch stand in their sequences.
-
-    Attributes:
-        positions: int64 [E], of each entry in its sequence.
-        sequences: int64 [E].
-        root_entries: int64 [C], the entry that predicts each cell.
-        left: int64 [C], cells from each on to the end of its sequence.
-        columns: int64 [C], place of each cell among its sequence's.
-    """
-
-    def __init__(self, batch: DraftBatch, target: ModelShape):
-        device = batch.inputs.device
-        entries, cells = (torch.tensor(counts, device=device) for counts in (batch.entries, batch.cells))
-        self.entries, self.cells = entries, cells
-        self.sequences, self.positions = _numbered(entries)
-        self.rows, self.columns = _numbered(cells)
-        self.left = cells[self.rows] - self.columns
-        self.root_entries = entries.cumsum(0)[self.rows] - self.left
-
-        self._cos, self._sin = rope_table(target, max(batch.entries), device)
-
-    def rotation(self, positions: Tensor) -> _Rotation:
-        """Of entries at int64 positions [N]."""
-        return self._cos[positions][:, None], self._sin[positions][:, None]
-
-    def grid_bias(self) -> Tensor:
-        """[B, columns, entries]: 0 where the root of a column sees an entry, minus infinity elsewhere."""
-        entry = torch.arange(int(self.entries.max()), device=self.entries.device)
-        column = torch.arange(int(self.cells.max()), device=self.entries.device)
-        last_seen = (self.entries - self.cells)[:, None] + column
-        hidden = entry > last_seen[..., None]
-        return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
-
-
 class _BranchAttention:
     """Attention of branches over the real entries up to their roots and over their own entries of later steps."""
 
-    def __init__(self, place: _Layout, keys: Tensor, values: Tensor):
+    def __init__(self, batch: Batch, keys: Tensor, values: Tensor):
         """Keys and values of all entries [E, kv_heads, head_dim]."""
-        self._place, self._bias = place, place.grid_bias()[:, None, None]
-        batch, self._columns, self._width = self._bias.shape[0], *self._bias.shape[-2:]
-        at = place.sequences * self._width + place.positions
+        self._batch, self._bias = batch, batch.grid_bias()[:, None, None]
+        rows, self._columns, self._width = self._bias.shape[0], *self._bias.shape[-2:]
+        at = batch.sequences * self._width + batch.positions
         # [B, kv_heads, 1, entries, head_dim]; zeros where a sequence is shorter, hidden by the bias.
         self._keys, self._values = (
-            x.new_zeros(batch * self._width, *x.shape[1:])
+            x.new_zeros(rows * self._width, *x.shape[1:])
             .index_copy(0, at, x)
-            .unflatten(0, (batch, -1))
+            .unflatten(0, (rows, -1))
             .transpose(1, 2)[:, :, None]
             for x in (keys, values)
         )
@@ -164,12 +174,10 @@ class _BranchAttention:
 
         own: keys and values [N, kv_heads, head_dim] that the branches grow by; None at step 1, whose entries are real.
         """
-        place, kv_heads = self._place, self._keys.shape[1]
-        cells = place.rows[roots] * self._columns + place.columns[roots]
+        cells = self._batch.rows[roots] * self._columns + self._batch.columns[roots]
         if own is not None:
             self._own.append((self._to_grid(own[0], cells), self._to_grid(own[1], cells)))
-        grid = self._to_grid(query * query.shape[-1] ** -0.5, cells)
-        grid = grid.unflatten(1, (kv_heads, -1))
+        grid = self._to_grid(query * query.shape[-1] ** -0.5, cells).unflatten(1, (self._keys.shape[1], -1))
         scores = [grid @ self._keys.transpose(-1, -2) + self._bias]
         scores += [(grid * key[:, :, None]).sum(-1, keepdim=True) for key, _ in self._own]
         weights = torch.cat(scores, dim=-1).softmax(dim=-1)

@@ -1,13 +1,39 @@
-"""Directories that are made on first use: of several processes that want one, one makes it and the others wait."""
+"""Directories that are made on first use and kept: of several processes that want one, one makes it."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+
+from rlhfspec_mega.config.schema import RunConfig
+
+
+def cache_root(config: RunConfig) -> Path:
+    """Where directories made here are kept."""
+    if config.model.cache_dir:
+        return Path(config.model.cache_dir)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rlhfspec_mega"
+
+
+def cached(
+    config: RunConfig, name: str, recipe: object, make: Callable[[Path], None], note: Callable[[str], None], what: str
+) -> Path:
+    """The model directory `name`-KEY from the cache, or made now; KEY tells recipes apart by their repr.
+
+    Args:
+        note: is told that `what`, the subject of a sentence, is made, or waited for.
+    """
+    key = hashlib.sha256(repr(recipe).encode()).hexdigest()[:10]
+    directory = cache_root(config) / f"{name}-{key}"
+    if not (directory / "config.json").exists():
+        note(f"{what} is made here on first use and kept in {directory}.")
+        made_once(directory, make, note)
+    return directory
 
 
 def made_once(path: Path, make: Callable[[Path], None], note: Callable[[str], None] = lambda sentence: None) -> None:

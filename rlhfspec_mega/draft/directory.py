@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlhfspec_mega.draft.shape import TAPS, DraftShape, draft_tensors
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.models.draft_shape import TAPS, DraftShape
 from rlhfspec_mega.models.hf_directory import (
     CONFIG,
     WEIGHTS,
@@ -29,33 +29,10 @@ from rlhfspec_mega.models.hf_directory import (
     write_json,
 )
 from rlhfspec_mega.models.shape import ModelShape
-from rlhfspec_mega.types import TensorInfo
 
 DRAFT_CLASS = "LlamaForCausalLMEagle3"
 _OFFSETS, _MASK = "d2t", "t2d"
 _MISSING = "a draft's directory holds one; tools.train_draft makes a draft"
-
-
-def draft_tensors(shape: DraftShape) -> list[TensorInfo]:
-    """Name and shape of every weight of a draft, as DraftModel.tensors() has them, in float32."""
-    hidden, layer = shape.hidden_size, "midlayer."
-    q_rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    sizes = {
-        "fc": (hidden, TAPS * hidden),
-        f"{layer}hidden_norm": (hidden,),
-        f"{layer}input_layernorm": (hidden,),
-        f"{layer}self_attn.q_proj": (q_rows, 2 * hidden),
-        f"{layer}self_attn.k_proj": (kv_rows, 2 * hidden),
-        f"{layer}self_attn.v_proj": (kv_rows, 2 * hidden),
-        f"{layer}self_attn.o_proj": (hidden, q_rows),
-        f"{layer}post_attention_layernorm": (hidden,),
-        f"{layer}mlp.gate_proj": (shape.ffn_size, hidden),
-        f"{layer}mlp.up_proj": (shape.ffn_size, hidden),
-        f"{layer}mlp.down_proj": (hidden, shape.ffn_size),
-        "norm": (hidden,),
-        "lm_head": (shape.vocab_size, hidden),
-    }
-    return [TensorInfo(f"{name}.weight", size, "float32") for name, size in sizes.items()]
 
 
 def read_draft_shape(path: Path | str, target: ModelShape) -> DraftShape:

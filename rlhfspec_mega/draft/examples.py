@@ -1,28 +1,52 @@
-"""Examples for a draft from finished sequences: one forward of the target, its tapped layers kept."""
+"""What a draft learns from: sequences of the target's own sampling, with its hidden states."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rlhfspec_mega.drafting.example import DraftExample
-from rlhfspec_mega.models.draft_shape import DraftShape
+from rlhfspec_mega.draft.shape import DraftShape
 from rlhfspec_mega.models.transformer import Transformer, causal_attention
+
+LOOKAHEAD = 2  # the draft's entry t predicts token t + 2: the first two tokens of a sequence are never predicted
+
+
+@dataclass
+class Example:
+    """One sequence of the target's own sampling.
+
+    Attributes:
+        tokens: int64 [T], prompt and response.
+        prompt_length: tokens of the prompt.
+        features: [T, 3 * hidden], outputs of the tapped target layers (DraftShape.taps), low to high.
+        states: [T, hidden], the target's final normed states, which its head turns into logits.
+    """
+
+    tokens: Tensor
+    prompt_length: int
+    features: Tensor
+    states: Tensor
+
+    @property
+    def predicted(self) -> int:
+        """Response tokens that a draft can predict."""
+        return max(0, len(self.tokens) - max(self.prompt_length, LOOKAHEAD))
 
 
 @torch.no_grad()
 def collect_examples(
     model: Transformer, shape: DraftShape, sequences: Sequence[tuple[Sequence[int], int]], *, batch_tokens: int = 8192
-) -> list[DraftExample]:
+) -> list[Example]:
     """An example of each (tokens, prompt length), in the given order, on the CPU.
 
     Args:
         batch_tokens: most tokens of one forward, padding included (a longer sequence goes alone).
     """
     order = sorted(range(len(sequences)), key=lambda index: len(sequences[index][0]))
-    examples: dict[int, DraftExample] = {}
+    examples: dict[int, Example] = {}
     while order:
         # The longest first: it sets the width of its batch.
         width = len(sequences[order[-1]][0])
@@ -35,7 +59,7 @@ def collect_examples(
         for row, index in enumerate(chosen):
             length = len(sequences[index][0])
             kept = [tensor[row, :length].to("cpu", copy=True) for tensor in (tokens, features, states)]
-            examples[index] = DraftExample(kept[0], sequences[index][1], kept[1], kept[2])
+            examples[index] = Example(kept[0], sequences[index][1], kept[1], kept[2])
     return [examples[index] for index in range(len(sequences))]
 
 

@@ -8,26 +8,26 @@ import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from rlhfspec_mega.drafting.example import LOOKAHEAD, DraftExample
+from rlhfspec_mega.draft.examples import LOOKAHEAD, Example
 
-HELD_OUT_EVERY = 8
+_HELD_OUT_EVERY = 8  # of the prompts
 _JUDGED_TOKENS = 8192  # measuring costs time that training could use
 _SORTED = 512  # examples sorted by length together: batches of like lengths waste little, and still differ by epoch
 _SCORE_BYTES = 8
 
 
-class ExampleBuffer:
+class Buffer:
     """Bounded in tokens; the oldest examples leave first.
 
     Samples of one prompt are alike: all of them are held out, or none. Which prompts are is a matter of their tokens
-    alone, about one in HELD_OUT_EVERY, but at least one and not all of those in the buffer.
+    alone, about one in eight, but at least one and not all of those in the buffer.
     """
 
     def __init__(self, tokens: int):
         self._limit, self._tokens = tokens, 0
-        self._examples: deque[tuple[int, DraftExample]] = deque()  # with the scores of their prompts
+        self._examples: deque[tuple[int, Example]] = deque()  # with the scores of their prompts
 
-    def add(self, examples: Sequence[DraftExample]) -> None:
+    def add(self, examples: Sequence[Example]) -> None:
         """Append those with at least one token to predict."""
         for example in examples:
             if example.predicted:
@@ -40,7 +40,7 @@ class ExampleBuffer:
         return len(self._examples)
 
     @property
-    def held_out(self) -> list[DraftExample]:
+    def held_out(self) -> list[Example]:
         """The newest held-out examples: what a draft is judged by. None where all are of one prompt."""
         scores = self._held_out_scores()
         chosen, tokens = [], 0
@@ -51,23 +51,23 @@ class ExampleBuffer:
         return chosen
 
     @property
-    def learnt_from(self) -> list[DraftExample]:
+    def learnt_from(self) -> list[Example]:
         scores = self._held_out_scores()
         return [example for score, example in self._examples if score not in scores]
 
     def _held_out_scores(self) -> set[int]:
         scores = sorted({score for score, _ in self._examples})
-        due = sum(score < 2 ** (8 * _SCORE_BYTES) // HELD_OUT_EVERY for score in scores)
+        due = sum(score < 2 ** (8 * _SCORE_BYTES) // _HELD_OUT_EVERY for score in scores)
         return set(scores[: min(max(due, 1), len(scores) - 1)]) if scores else set()
 
 
-def _score(example: DraftExample) -> int:
+def _score(example: Example) -> int:
     """A number of the example's prompt, evenly distributed and the same in every run."""
     prompt = repr(example.tokens[: example.prompt_length].tolist())
     return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=_SCORE_BYTES).digest())
 
 
-def batches(examples: Sequence[DraftExample], tokens: int, rng: random.Random) -> list[list[DraftExample]]:
+def batches(examples: Sequence[Example], tokens: int, rng: random.Random) -> list[list[Example]]:
     """One epoch of batches in random order.
 
     Args:
@@ -79,7 +79,7 @@ def batches(examples: Sequence[DraftExample], tokens: int, rng: random.Random) -
     rng.shuffle(order)
     made = []
     for start in range(0, len(order), _SORTED):
-        batch: list[DraftExample] = []
+        batch: list[Example] = []
         for example in sorted(order[start : start + _SORTED], key=lambda example: len(example.tokens)):
             if batch and (len(batch) + 1) * len(example.tokens) > tokens:
                 made.append(batch)
@@ -90,7 +90,7 @@ def batches(examples: Sequence[DraftExample], tokens: int, rng: random.Random) -
     return made
 
 
-def _window(example: DraftExample, tokens: int, rng: random.Random) -> DraftExample:
+def _window(example: Example, tokens: int, rng: random.Random) -> Example:
     """The example up to the end of a window of its tokens to predict, which alone are still predicted."""
     size = max(1, tokens**2 // (len(example.tokens) - LOOKAHEAD))
     if example.predicted <= size:
@@ -105,7 +105,7 @@ def _window(example: DraftExample, tokens: int, rng: random.Random) -> DraftExam
     )
 
 
-def endless_batches(examples: Sequence[DraftExample], tokens: int, rng: random.Random) -> Iterator[list[DraftExample]]:
+def endless_batches(examples: Sequence[Example], tokens: int, rng: random.Random) -> Iterator[list[Example]]:
     """Batches of one epoch after another; nothing without examples."""
     while examples:
         yield from batches(examples, tokens, rng)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from rlhfspec_mega.models.draft_shape import TAPS, DraftShape
+from rlhfspec_mega.draft.shape import TAPS, DraftShape
 from rlhfspec_mega.models.packed_weights import PackedWeights
 from rlhfspec_mega.models.rope import rotate_
 from rlhfspec_mega.models.transformer import Attention, Transformer

@@ -9,15 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhfspec_mega.drafting.agreement import TOP, agreement, expected_accepted
-from rlhfspec_mega.drafting.buffer import batches
-from rlhfspec_mega.drafting.example import DraftBatch, DraftExample, make_batch
-from rlhfspec_mega.drafting.training import DraftNetwork
-from rlhfspec_mega.models.draft_shape import DraftShape
+from rlhfspec_mega.draft.agreement import TOP, agreement, expected_accepted
+from rlhfspec_mega.draft.buffer import batches
+from rlhfspec_mega.draft.examples import Example
+from rlhfspec_mega.draft.network import Batch, Network
+from rlhfspec_mega.draft.shape import DraftShape, draft_tensors
 
-STEPS = 5  # of training-time test
+STEPS = 5  # of training-time test, and draft tokens of the measured chains
 _STEP_WEIGHT = 0.8  # of each step's loss, relative to the step before
 _CLIP = 1.0  # norm of the gradient
+_RESIDUAL_GAIN = 0.5  # of a new draft's projections that are added to the states an entry read
 _MEASURED_TOKENS = 1024  # of one batch of the measure
 _MEASURED_LOGITS = 2**24  # that the measure computes at once, bounded so that memory does not grow with the vocabulary
 _WEIGHT, _MOMENTS, _TAKEN = "weight.", ("exp_avg", "exp_avg_sq"), "steps_taken"
@@ -27,8 +28,9 @@ class Target:
     """What a draft imitates: the target's embedding and the rows of its head.
 
     Args:
-        embedding, head: [vocab, hidden].
+        embedding, head: [vocab, hidden]; copied.
         target_ids: int64 [draft vocabulary]; None: the whole vocabulary.
+        temperature: the samples'.
     """
 
     def __init__(self, embedding: Tensor, head: Tensor, target_ids: Tensor | None, temperature: float):
@@ -62,12 +64,25 @@ class Target:
         best = known.max(dim=-1, keepdim=True)
         return (best.values >= logits.max(dim=-1, keepdim=True).values).float(), best.indices
 
+    def agreement(self, best: tuple[Tensor, Tensor], logits: Tensor) -> Tensor:
+        """Probability [N] that the target and a draft with `logits` [N, draft vocabulary] choose the same token.
 
-class DraftLearner:
+        At temperature 0 whether they do.
+
+        Args:
+            best: as `best` returns it, [N, K] each.
+        """
+        p, tokens = best
+        if self.temperature == 0:
+            return p[:, 0] * (tokens[:, 0] == logits.argmax(dim=-1))
+        return agreement(p, (logits / self.temperature).softmax(dim=-1).gather(-1, tokens))
+
+
+class Learner:
     """AdamW on a draft's float32 weights.
 
     Args:
-        weights: by DraftModel.tensors() names.
+        weights: by DraftModel.tensors() names; copied, and trained on their device.
     """
 
     def __init__(self, shape: DraftShape, weights: Mapping[str, Tensor], learning_rate: float):
@@ -75,12 +90,13 @@ class DraftLearner:
         self.optimizer = torch.optim.AdamW(self.weights.values(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
         self._shape = shape
 
-    def step(self, target: Target, batch: DraftBatch) -> float:
+    def step(self, target: Target, examples: Sequence[Example]) -> float:
         """One update towards the target's distributions; the loss per predicted token of the first step.
 
         The gradient keeps about 3 * STEPS + 2 float32 tensors [cells, draft vocabulary].
         """
-        network = DraftNetwork(self._shape, self.weights, target.embedding)
+        batch = Batch(examples, target.embedding.device)
+        network = Network(self._shape, self.weights, target.embedding)
         wanted = target.probabilities(batch.states)
         temperature = target.temperature or 1.0
         losses = []
@@ -110,20 +126,14 @@ class DraftLearner:
         return state | {_TAKEN: steps.clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state_dict` returned; it is copied."""
+        """Go on from what `state_dict` returned, or begin from its weights alone; it is copied."""
+        self.optimizer.state.clear()
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(state[f"{_WEIGHT}{name}"])
-                moments = {moment: state[f"{moment}.{name}"].to(weight.device).clone() for moment in _MOMENTS}
-                self.optimizer.state[weight] = {"step": state[_TAKEN].cpu().clone(), **moments}
-
-    def accepted(self, target: Target, examples: Sequence[DraftExample]) -> float:
-        """Mean over the response tokens of `examples` of the expected accepted length of a chain of STEPS tokens."""
-        return float(accepted_by_depth(self._shape, self.weights, target, examples, STEPS)[-1])
-
-    def accepted_lengths(self, target: Target, examples: Sequence[DraftExample]) -> Tensor:
-        """Expected accepted length [C] of a chain of STEPS tokens from each response token of one batch, on the CPU."""
-        return _accepted_lengths(self._shape, self.weights, target, examples, STEPS)[:, -1]
+                if _TAKEN in state:
+                    moments = {moment: state[f"{moment}.{name}"].to(weight.device).clone() for moment in _MOMENTS}
+                    self.optimizer.state[weight] = {"step": state[_TAKEN].cpu().clone(), **moments}
 
 
 def state_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -132,50 +142,59 @@ def state_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def weights_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights, by DraftModel.tensors() names, in what DraftLearner.state_dict returned."""
+    """The weights, by DraftModel.tensors() names, in what Learner.state_dict returned."""
     return {name.removeprefix(_WEIGHT): tensor for name, tensor in state.items() if name.startswith(_WEIGHT)}
 
 
-def measured_batches(examples: Sequence[DraftExample]) -> list[list[DraftExample]]:
+def initial_draft(shape: DraftShape, head: Tensor, seed: int) -> dict[str, Tensor]:
+    """Weights of a new draft, by DraftModel.tensors() names: norms 1, matrices normal with variance 1 / inputs.
+
+    Args:
+        head: the target's rows of the draft's vocabulary, [draft vocabulary, hidden]; the draft's head starts as they.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for info in draft_tensors(shape):
+        if "norm" in info.name:
+            tensor = torch.ones(info.shape)
+        else:
+            gain = _RESIDUAL_GAIN if info.name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+            tensor = torch.randn(info.shape, generator=generator) * gain * info.shape[1] ** -0.5
+        weights[info.name] = tensor.to(head.device)
+    return weights | {"lm_head.weight": head.detach().float().clone()}
+
+
+def measured_batches(examples: Sequence[Example]) -> list[list[Example]]:
     """Batches of a size for the measure, always the same, in an order that makes the first ones a fair sample."""
     return batches(examples, _MEASURED_TOKENS, random.Random(0))
 
 
 def accepted_by_depth(
-    shape: DraftShape, weights: Mapping[str, Tensor], target: Target, examples: Sequence[DraftExample], depth: int
+    shape: DraftShape, weights: Mapping[str, Tensor], target: Target, examples: Sequence[Example]
 ) -> Tensor:
-    """[depth]: mean over all response tokens of the expected accepted length of chains of 1 .. depth draft tokens."""
-    lengths = [_accepted_lengths(shape, weights, target, batch, depth) for batch in measured_batches(examples)]
-    return torch.cat(lengths).mean(dim=0) if lengths else torch.zeros(depth)
+    """[STEPS]: mean over all response tokens of the expected accepted length of chains of 1 .. STEPS draft tokens."""
+    lengths = [accepted_lengths(shape, weights, target, batch) for batch in measured_batches(examples)]
+    return torch.cat(lengths).mean(dim=0) if lengths else torch.zeros(STEPS)
 
 
 @torch.no_grad()
-def _accepted_lengths(
-    shape: DraftShape, weights: Mapping[str, Tensor], target: Target, examples: Sequence[DraftExample], depth: int
+def accepted_lengths(
+    shape: DraftShape, weights: Mapping[str, Tensor], target: Target, examples: Sequence[Example]
 ) -> Tensor:
-    """[C, depth] of the response tokens of one batch, on the CPU: a GPU has no deterministic sum along the depth."""
-    network = DraftNetwork(shape, weights, target.embedding)
-    batch = make_batch(examples, target.embedding.device)
+    """Expected accepted lengths [C, STEPS] from each response token of one batch on, of chains of 1 .. STEPS tokens.
+
+    On the CPU: a GPU has no deterministic sum along the depth.
+    """
+    network = Network(shape, weights, target.embedding)
+    batch = Batch(examples, target.embedding.device)
     rows = max(1, _MEASURED_LOGITS // len(target.embedding))
     best = [target.best(states) for states in batch.states.split(rows)]
     p, tokens = (torch.cat(parts) for parts in zip(*best, strict=True))
-    agreements = torch.zeros(len(p), depth)
-    for step, prediction in enumerate(network.unroll(batch, depth)):
+    agreements = torch.zeros(len(p), STEPS)
+    for step, prediction in enumerate(network.unroll(batch, STEPS)):
         parts = [
-            _agreement(p[cells], tokens[cells], network.logits(states), target.temperature)
+            target.agreement((p[cells], tokens[cells]), network.logits(states))
             for states, cells in zip(prediction.states.split(rows), prediction.cells.split(rows), strict=True)
         ]
         agreements[prediction.roots.cpu(), step] = torch.cat(parts).cpu()
     return expected_accepted(agreements)
-
-
-def _agreement(p: Tensor, tokens: Tensor, logits: Tensor, temperature: float) -> Tensor:
-    """Probability [N] that draft and target choose the same token; at temperature 0 whether they do.
-
-    Args:
-        p, tokens: as Target.best returns them.
-        logits: the draft's [N, draft vocabulary].
-    """
-    if temperature == 0:
-        return p[:, 0] * (tokens[:, 0] == logits.argmax(dim=-1))
-    return agreement(p, (logits / temperature).softmax(dim=-1).gather(-1, tokens))

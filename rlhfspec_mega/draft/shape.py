@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.types import TensorInfo
 
 TAPS = 3  # hidden states of the target that a draft reads: low, middle, high
 
@@ -64,3 +65,25 @@ def draft_shape(target: ModelShape, vocab_size: int | None = None) -> DraftShape
         head_dim=target.head_dim,
         ffn_size=target.ffn_size,
     )
+
+
+def draft_tensors(shape: DraftShape) -> list[TensorInfo]:
+    """Name and shape of every weight of a draft, as DraftModel.tensors() has them, in float32."""
+    hidden, layer = shape.hidden_size, "midlayer."
+    q_rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    sizes = {
+        "fc": (hidden, TAPS * hidden),
+        f"{layer}hidden_norm": (hidden,),
+        f"{layer}input_layernorm": (hidden,),
+        f"{layer}self_attn.q_proj": (q_rows, 2 * hidden),
+        f"{layer}self_attn.k_proj": (kv_rows, 2 * hidden),
+        f"{layer}self_attn.v_proj": (kv_rows, 2 * hidden),
+        f"{layer}self_attn.o_proj": (hidden, q_rows),
+        f"{layer}post_attention_layernorm": (hidden,),
+        f"{layer}mlp.gate_proj": (shape.ffn_size, hidden),
+        f"{layer}mlp.up_proj": (shape.ffn_size, hidden),
+        f"{layer}mlp.down_proj": (hidden, shape.ffn_size),
+        "norm": (hidden,),
+        "lm_head": (shape.vocab_size, hidden),
+    }
+    return [TensorInfo(f"{name}.weight", size, "float32") for name, size in sizes.items()]

@@ -9,12 +9,13 @@ import sys
 import time
 from pathlib import Path
 
-from rlhfspec_mega.models.made_once import made_once
+from rlhfspec_mega.making.cache import made_once
 
 SLOW = """
 import os, sys, time
+from functools import partial
 from pathlib import Path
-from rlhfspec_mega.models.made_once import made_once
+from rlhfspec_mega.making.cache import made_once
 
 def make(path):
     path.mkdir()
@@ -22,7 +23,7 @@ def make(path):
     Path(sys.argv[2]).touch()
     time.sleep(float(sys.argv[3]))
 
-made_once(Path(sys.argv[1]), make, print)
+made_once(Path(sys.argv[1]), make, partial(print, flush=True))
 """
 
 
@@ -56,8 +57,9 @@ def test_a_maker_that_is_killed_leaves_it_to_the_next(tmp_path: Path) -> None:
     first = maker(path, sign, 60.0)
     begun(sign)
     second = maker(path, sign, 0.0)
-    time.sleep(0.5)
+    assert second.stdout is not None and "this one waits" in second.stdout.readline()
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
-    assert second.communicate()[0] and second.returncode == 0
+    second.communicate()
+    assert second.returncode == 0
     assert [file.name for file in path.iterdir()] == [str(second.pid)]
