@@ -35,7 +35,8 @@ from rlhfspec_mega.algorithms.choice import make_algorithm
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.config.schema import AlgorithmConfig
-from rlhfspec_mega.ledger import Ledger, Purpose
+from rlhfspec_mega.ledger.entry import Purpose
+from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.megatron.description import ParallelRanks
 from rlhfspec_mega.types import Prompt, Sample, SampleState
 
@@ -84,8 +85,10 @@ def through_the_ledger(count: int) -> None:
     ledger, ids = Ledger(), [sample.sample_id for sample in samples]
     ledger.open(samples, Purpose.TRAIN)
     for number, name in enumerate(ids):
-        ledger.assign(name, f"engine {number % 16}")
-    for state in (SampleState.FINISHED, SampleState.SCORED, SampleState.TRAINED):
+        ledger.custody.give(number % 16, [name])
+    for number, name in enumerate(ids):
+        ledger.custody.finished(number % 16, name)
+    for state in (SampleState.SCORED, SampleState.TRAINED):
         ledger.advance(ids, state)
     ledger.settle(0, Purpose.TRAIN)
 

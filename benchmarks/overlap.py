@@ -24,7 +24,8 @@ from rlhfspec_mega.algorithms.policy_gradient import PolicyGradient
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.config.sizes import derive_sizes
-from rlhfspec_mega.ledger import Ledger, Purpose
+from rlhfspec_mega.ledger.entry import Purpose
+from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.models.hf_directory import write_directory
 from rlhfspec_mega.models.initialize import initial_tensors
 from rlhfspec_mega.models.mapping import mapping_for

@@ -17,7 +17,8 @@ from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.cluster.meeting_point import MeetingPoint
 from rlhfspec_mega.config.schema import ActorConfig, ReallocationConfig, RolloutConfig
 from rlhfspec_mega.errors import RunError
-from rlhfspec_mega.ledger import Ledger, Purpose
+from rlhfspec_mega.ledger.entry import Purpose
+from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.megatron.description import ParallelSizes, describe
 from rlhfspec_mega.megatron.rendezvous import Rendezvous
 from rlhfspec_mega.models.hf_directory import HfWeights
@@ -170,7 +171,8 @@ class Fleet:
         """
         self._rollouts += 1
         moves, fuses = mechanism.startswith("reallocation"), mechanism.endswith("fusion")
-        scoring = Scoring(self._scorers, SCORED_AT_ONCE)
+        ledger = _ledger(requests, self._rollouts)
+        scoring = Scoring(self._scorers, SCORED_AT_ONCE, ledger)
         manager = RolloutManager(
             self.engines,
             self.cluster.wait,
@@ -180,7 +182,6 @@ class Fleet:
             reallocation=self._reallocation(lengths, fuses) if moves else None,
             timeline=recorder,
         )
-        ledger = _ledger(requests, self._rollouts)
         started = time.perf_counter()
         results = manager.generate(requests, ledger, "generate", None, scoring if fuses else None)
         rolled = time.perf_counter()
@@ -190,7 +191,7 @@ class Fleet:
         manager.finish_scoring(scoring, "reference")
         ended = time.perf_counter()
         self._scoring_rate = scoring.seconds_per_token
-        return Outcome(rolled - started, ended - started, manager.take_tail(), scoring.queue.seconds)
+        return Outcome(rolled - started, ended - started, manager.take_tail(), scoring.seconds)
 
     def _reallocation(self, lengths: LengthPredictor, fuses: bool) -> Reallocation:
         cost, work = MigrationCost(FIRST_DOWNTIME, 0.0), ScoringWork(seconds_per_token=self._scoring_rate)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec_mega.config.schema import RolloutConfig
-from rlhfspec_mega.ledger import Ledger, Purpose
+from rlhfspec_mega.ledger.entry import Purpose
+from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.rollout.manager import Progress, RolloutManager
 from rlhfspec_mega.rollout.scoring import Scoring
 from rlhfspec_mega.sampling.noise import sample_seed

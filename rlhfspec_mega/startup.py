@@ -21,7 +21,7 @@ from rlhfspec_mega.config.sizes import Sizes, derive_sizes, size_rows
 from rlhfspec_mega.data.prompts import PromptStream, make_prompts
 from rlhfspec_mega.data.tokenizer import load_tokenizer
 from rlhfspec_mega.generation import SampleGenerator, stop_tokens
-from rlhfspec_mega.ledger import Ledger
+from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.making.start import first_draft, tokenizer_directory, warm_model
 from rlhfspec_mega.observe.console import Console
 from rlhfspec_mega.observe.phases import PhaseTimer

@@ -12,7 +12,7 @@ from rlhfspec_mega.config.drafting import drafts
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.draft.refresh import RefreshReport
 from rlhfspec_mega.errors import CheckpointError, Stopped, WorkerDied
-from rlhfspec_mega.ledger import Purpose
+from rlhfspec_mega.ledger.entry import Purpose
 from rlhfspec_mega.observe.drafting import collapse_notes, drafting_metrics
 from rlhfspec_mega.observe.reporter import Reporter, sample_metrics
 from rlhfspec_mega.observe.tail import tail_metrics
@@ -100,7 +100,7 @@ def rollout(run: Run, step: int, refreshes: bool) -> tuple[list[Sample], dict[st
     trainer, system = run.config.trainer, run.system
     with run.phases.measure("generate"):
         prompts = run.prompts.next_batch(trainer.prompts_per_step)
-        scoring = system.new_scoring()
+        scoring = system.new_scoring(run.ledger)
         if refreshes:
             system.allow_freed_refresh()
         samples = run.generator.sample(prompts, trainer.samples_per_prompt, step, run.console.progress, scoring)
@@ -114,7 +114,7 @@ def rollout(run: Run, step: int, refreshes: bool) -> tuple[list[Sample], dict[st
     for note in collapse_notes(tallies):
         run.console.note(note)
     moved = {} if trainer.deterministic else tail_metrics(tail)  # then nothing moves, and the rest is the clock's
-    return samples, scoring.queue.results if scoring else None, drafting_metrics(tallies) | moved
+    return samples, scoring.results if scoring else None, drafting_metrics(tallies) | moved
 
 
 def refresh_draft(run: Run, done: RefreshReport | None) -> dict[str, float]:

@@ -15,6 +15,7 @@ class SampleState(StrEnum):
     FINISHED = "finished"
     SCORED = "scored"
     TRAINED = "trained"
+    DROPPED = "dropped"
 
 
 class FinishReason(StrEnum):

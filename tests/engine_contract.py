@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.ledger import Ledger, Purpose
+from rlhfspec_mega.ledger.entry import Purpose
+from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.protocol import RolloutEngine, SampleSnapshot
 from rlhfspec_mega.types import FinishReason, GenerationRequest, GenerationResult, Prompt, Sample

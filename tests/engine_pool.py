@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhfspec_mega.config.schema import RolloutConfig
-from rlhfspec_mega.ledger import Ledger, Purpose
+from rlhfspec_mega.ledger.entry import Purpose
+from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.models.initialize import initial_tensors
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape

@@ -13,7 +13,7 @@ import torch
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
 from rlhfspec_mega.models.transformer import Transformer, sequence_logprobs
-from rlhfspec_mega.rollout.fusion import ScoreReport, ScoringTask
+from rlhfspec_mega.rollout.scoring import ScoreReport, ScoringTask
 from rlhfspec_mega.types import Span
 from tests.engine_pool import Answered
 

@@ -15,7 +15,7 @@ from rlhfspec_mega.data.prompts import make_prompts
 from rlhfspec_mega.data.tokenizer import load_tokenizer
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.generation import SampleGenerator
-from rlhfspec_mega.ledger import Ledger
+from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.observe.console import Console
 from rlhfspec_mega.system.setup import Setup

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from rlhfspec_mega.observe.timeline import Timeline
-from rlhfspec_mega.rollout.fusion import ScoreReport
+from rlhfspec_mega.rollout.scoring import ScoreReport
 from rlhfspec_mega.types import MigrationEvent, Span, TailTally
 
 

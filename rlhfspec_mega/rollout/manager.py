@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from rlhfspec_mega.ledger import Ledger
+from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.observe.timeline import Timeline
 from rlhfspec_mega.rollout.assignment import Assignment
 from rlhfspec_mega.rollout.journal import Journal

@@ -94,17 +94,17 @@ class Reallocation:
         """What to ask of an engine with the samples it is given now; None for one that came later."""
         if rank not in self._meetings:
             return None
-        dead = set(work.travels.open_sources(rank))
+        dead = set(work.custody.open_sources(rank))
         moves = list[MigrationOrder]()
         for order in self._orders.pop(rank, []):
             if self._names[order.destination.name] not in self._meetings:
-                work.travels.kept(order.sample_id)  # it died meanwhile
+                work.custody.kept(order.sample_id)  # it died meanwhile
             elif order.sample_id not in work.results:
                 moves.append(order)
         return Orders(
             moves=moves,
             cut=[name for name, source in self._names.items() if source in dead],
-            expects=work.travels.leads_to(rank),
+            expects=work.custody.leads_to(rank),
         )
 
     def note(
@@ -175,7 +175,7 @@ class Reallocation:
         for move in plan.moves:
             sample_id, destination = state.ids[move.sample], ranks[move.destination]
             source, meeting = ranks[state.at[move.sample]], self._meetings[destination]
-            work.travels.order(sample_id, source, destination)
+            work.custody.order(sample_id, source, destination)
             self._orders.setdefault(source, []).append(
                 MigrationOrder(sample_id, meeting.address, meeting.prefill_seconds)
             )
@@ -197,7 +197,7 @@ class Reallocation:
             for rank in ranks
             for meeting in [self._meetings[rank]]
         )
-        going = {sample_id: work.travels.destination(sample_id) for sample_id in ids}
+        going = {sample_id: work.custody.destination(sample_id) for sample_id in ids}
         at = [held[i] if (rank := going[i]) is None else index.get(rank, held[i]) for i in ids]
         return RolloutState(
             now=now,
@@ -208,5 +208,5 @@ class Reallocation:
             generated=generated,
             lengths=prompts + generated,
             remaining=self._lengths.predict(groups, generated),
-            movable=np.array([i not in work.travels for i in ids], np.bool_),
+            movable=np.array([not work.custody.moves(i) for i in ids], np.bool_),
         )

@@ -160,7 +160,7 @@ class Session:
         if reallocation is None or self._work.done or not reallocation.due(urgent=self._idle):
             return
         self._idle = False
-        unscored = self._scoring.queue.unscored_tokens if self._scoring else None
+        unscored = self._scoring.unscored_tokens if self._scoring else None
         if reallocation.plan(self._work, self._engines.serving(), unscored):
             self._offer_freed(reallocation)
 
@@ -190,10 +190,10 @@ class Session:
     def _decode(self, rank: int) -> EngineCall:
         """Begin to hand over what is queued for an engine, and to decode."""
         samples = self._work.take(rank)
-        self._journal.live(rank, self._work.held(rank))
+        self._journal.live(rank, self._work.custody.held(rank))
         if self._reallocation is None:
             return self._engines.start(rank, "advance", samples, self._poll_seconds)
-        self._cut[rank] = self._work.travels.open_sources(rank)
+        self._cut[rank] = self._work.custody.open_sources(rank)
         orders = self._reallocation.orders(rank, self._work)
         return self._engines.start(rank, "advance", samples, self._poll_seconds, orders)
 
@@ -218,7 +218,7 @@ class Session:
             work.cut(rank, self._cut.pop(rank), serving)
             self._journal.moved(self._reallocation.note(rank, counting, report.migration.landings))
         self._idle |= not work.has_work(rank)
-        self._journal.decoded(rank, report.spans, work.held(rank))
+        self._journal.decoded(rank, report.spans, work.custody.held(rank))
 
     # What dies
 
@@ -243,6 +243,7 @@ class Session:
         """All samples have ended. Raises RunError where that is not so."""
         if not self.done:
             raise RunError(f"A rollout was ended with {len(self.unfinished())} samples under way.")
+        self._work.custody.end()
         if self._reallocation:
             self._reallocation.end()
 
@@ -253,5 +254,5 @@ class Session:
         """
         if not self.idle:
             raise RunError("A rollout was given up while engines were at work.")
-        self._work.give_up()
+        self._work.custody.end()
         return self.unfinished()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlhfspec_mega.cluster.interface import Cluster, WorkerSpec
 from rlhfspec_mega.cluster.meeting_point import MeetingPoint
+from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.megatron.description import ParallelSizes, describe
 from rlhfspec_mega.megatron.rendezvous import Rendezvous
 from rlhfspec_mega.planning.placement import ENGINE, REFERENCE
@@ -49,9 +50,9 @@ class Scorers:
         most = config.trainer.max_tokens_per_microbatch
         self._group = ScorerGroup(cluster, workers, description, engines, most)
 
-    def new_scoring(self) -> Scoring:
-        """Of one rollout's samples."""
-        return Scoring(self._group, self._config.trainer.max_tokens_per_microbatch)
+    def new_scoring(self, ledger: Ledger) -> Scoring:
+        """Of one rollout's samples, which the ledger holds."""
+        return Scoring(self._group, self._config.trainer.max_tokens_per_microbatch, ledger)
 
     def close(self) -> None:
         """Stop listening; after the processes have ended."""

@@ -12,6 +12,7 @@ from rlhfspec_mega.config.reach import weight_transport
 from rlhfspec_mega.config.sglang import engines_sleep
 from rlhfspec_mega.draft.directory import load_target_ids, read_draft_shape, write_draft
 from rlhfspec_mega.draft.refresh import RefreshReport
+from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.models.hf_directory import write_directory
 from rlhfspec_mega.planning.placement import ACTOR, ENGINE, REFERENCE
 from rlhfspec_mega.rollout.manager import RolloutManager
@@ -125,9 +126,9 @@ class System:
         """The frozen model on the actor's ranks; None if there is none or it lies on generation devices."""
         return self.training.models.get(REFERENCE)
 
-    def new_scoring(self) -> Scoring | None:
+    def new_scoring(self, ledger: Ledger) -> Scoring | None:
         """The scoring of a rollout's samples by the reference on generation devices; None where it lies elsewhere."""
-        return self._scorers.new_scoring() if self._scorers else None
+        return self._scorers.new_scoring(ledger) if self._scorers else None
 
     def beside(self, session: Session) -> AbstractContextManager[None]:
         """Inside, engines go on with a rollout while the models are waited for.

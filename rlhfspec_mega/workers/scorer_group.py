@@ -13,7 +13,7 @@ from rlhfspec_mega.cluster.interface import Call, Cluster, WorkerGroup
 from rlhfspec_mega.cluster.liveness import WorkerState
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.megatron.description import ModelDescription
-from rlhfspec_mega.rollout.fusion import ScoreReport, ScoringTask
+from rlhfspec_mega.rollout.scoring import ScoreReport, ScoringTask
 from rlhfspec_mega.types import Span
 
 _PAUSE_SECONDS = 0.1

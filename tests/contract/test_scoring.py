@@ -22,9 +22,11 @@ from rlhfspec_mega.system.scorers import Scorers
 from rlhfspec_mega.system.setup import Setup
 from rlhfspec_mega.types import FinishReason, GenerationRequest, GenerationResult
 from tests.contract.test_megatron_parity import make_models
+from tests.ledgers import finished_ledger
 from tests.replicas import read_transformer, response_logprobs
 
 TEMPERATURE = 0.7
+Given = tuple[GenerationRequest, GenerationResult]
 
 
 class Beside:
@@ -55,6 +57,10 @@ class Beside:
     def kill(self, rank: int) -> None:
         os.kill(self.cluster.process("reference", rank)._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
 
+    def scoring_of(self, given: Sequence[Given]) -> Scoring:
+        """Of samples that have finished, none of which has been added."""
+        return self.scorers.new_scoring(finished_ledger([request.sample_id for request, _ in given]))
+
     def finish(self, scoring: Scoring) -> None:
         while not scoring.done:
             scoring.go_on()
@@ -67,7 +73,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return make_models(tmp_path_factory.mktemp("models"))
 
 
-def samples(count: int = 9) -> list[tuple[GenerationRequest, GenerationResult]]:
+def samples(count: int = 9) -> list[Given]:
     found = []
     for number in range(count):
         request = GenerationRequest(f"{number}", "g", tuple(range(1, 2 + number % 5)), 0, max_new_tokens=30)
@@ -76,10 +82,8 @@ def samples(count: int = 9) -> list[tuple[GenerationRequest, GenerationResult]]:
     return found
 
 
-def is_the_transformers(
-    scoring: Scoring, given: Sequence[tuple[GenerationRequest, GenerationResult]], path: Path
-) -> bool:
-    model, results = read_transformer(path), scoring.queue.results
+def is_the_transformers(scoring: Scoring, given: Sequence[Given], path: Path) -> bool:
+    model, results = read_transformer(path), scoring.results
     assert results.keys() == {request.sample_id for request, _ in given}
     alone = (response_logprobs(model, one.prompt_tokens, result.tokens, TEMPERATURE) for one, result in given)
     return all(np.abs(results[one.sample_id] - x).max() < 1e-4 for (one, _), x in zip(given, alone, strict=True))
@@ -89,7 +93,7 @@ def is_the_transformers(
 def test_scores_are_a_plain_transformers(architecture: str, tensor: int, models: dict, tmp_path: Path) -> None:
     given = samples()
     with Beside(models[architecture], tmp_path, tensor) as beside:
-        scoring = beside.scorers.new_scoring()
+        scoring = beside.scoring_of(given)
         for one in given:
             scoring.add(*one)
         scoring.start(busy=[0])  # the other engine's device is free: of no use to a replica that needs both
@@ -103,7 +107,7 @@ def test_a_replica_is_started_anew_as_a_whole(models: dict, tmp_path: Path) -> N
     """While it scores, and between two batches."""
     given = samples()
     with Beside(models["llama"], tmp_path, 2) as beside:
-        scoring = beside.scorers.new_scoring()
+        scoring = beside.scoring_of(given)
         for one in given[:4]:
             scoring.add(*one)
         scoring.go_on()
@@ -121,7 +125,7 @@ def test_a_replica_is_started_anew_as_a_whole(models: dict, tmp_path: Path) -> N
 
 def test_without_a_replica_left_a_sentence_says_so(models: dict, tmp_path: Path) -> None:
     with Beside(models["llama"], tmp_path, 2, max_restarts=0) as beside:
-        scoring = beside.scorers.new_scoring()
+        scoring = beside.scoring_of(samples(1))
         scoring.add(*samples(1)[0])
         beside.kill(1)
         with pytest.raises(RunError, match=r"No replica of the reference is left"):
@@ -134,7 +138,7 @@ def test_weights_that_are_missing_are_named(models: dict, tmp_path: Path) -> Non
     directory.mkdir()
     (directory / "config.json").write_bytes((models["llama"] / "config.json").read_bytes())
     with Beside(directory, tmp_path, 1) as beside:
-        scoring = beside.scorers.new_scoring()
+        scoring = beside.scoring_of(samples(1))
         scoring.add(*samples(1)[0])
         with pytest.raises(UserError, match=WEIGHTS):
             beside.finish(scoring)
@@ -144,7 +148,7 @@ def test_too_long_a_sample_is_a_batch_of_its_own(models: dict, tmp_path: Path) -
     request, result = samples(1)[0]
     long = replace(result, tokens=[3] * 40)
     with Beside(models["llama"], tmp_path, 1) as beside:
-        scoring = beside.scorers.new_scoring()
+        scoring = beside.scoring_of([(request, long)])
         scoring.add(request, long)
         beside.finish(scoring)
         assert is_the_transformers(scoring, [(request, long)], models["llama"])

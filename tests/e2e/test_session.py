@@ -11,7 +11,8 @@ from rlhfspec_mega.algorithm.experience import Experience
 from rlhfspec_mega.algorithms.choice import make_algorithm
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.sizes import derive_sizes
-from rlhfspec_mega.ledger import Ledger, Purpose
+from rlhfspec_mega.ledger.entry import Purpose
+from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.models.hf_directory import read_shape
 from rlhfspec_mega.observe.timeline import Timeline
 from rlhfspec_mega.system.setup import Setup

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_scores_are_those_of_a_cpu(tmp_path: Path) -> None:
     model, given = make_models(tmp_path / "models")["llama"], samples()
     with Beside(model, tmp_path, 1, options=("cluster.device=cuda", "cluster.devices_per_node=1")) as beside:
-        scoring = beside.scorers.new_scoring()
+        scoring = beside.scoring_of(given)
         for part in (given[:4], given[4:]):  # the weights go away, and come back
             for one in part:
                 scoring.add(*one)

@@ -18,10 +18,9 @@ from rlhfspec_mega.models.initialize import initial_tensors
 from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.tail import TailPolicy
 from rlhfspec_mega.rollout.assignment import assign
-from rlhfspec_mega.rollout.fusion import ScoringTask
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.reallocation import Reallocation
-from rlhfspec_mega.rollout.scoring import Scoring
+from rlhfspec_mega.rollout.scoring import Scoring, ScoringTask
 from rlhfspec_mega.types import EngineReport, FinishReason, GenerationResult
 from tests.engine_pool import SHAPE, TENSORS, Answered, Pool, generate, make_engine, opened, request
 from tests.replicas import TransformerReplicas
@@ -197,10 +196,11 @@ def test_a_rollout_does_not_wait_for_what_is_being_scored(tmp_path: Path, dies: 
     manager = RolloutManager(
         pool, pool.wait, revive=pool.revive, poll_seconds=0.0, reallocation=still if moves else None
     )
-    scoring = Scoring(replicas, max_tokens=64)
-    results = manager.generate(requests, opened(requests), "generate", scoring=scoring)
+    ledger = opened(requests)
+    scoring = Scoring(replicas, max_tokens=64, ledger=ledger)
+    results = manager.generate(requests, ledger, "generate", scoring=scoring)
     assert len(results) == len(requests)
     assert not scoring.done and scoring.calls(), "the rollout is over, a replica still scores"
     manager.finish_scoring(scoring, "reference")
-    assert scoring.done and scoring.queue.results.keys() == results.keys()
+    assert scoring.done and scoring.results.keys() == results.keys()
     assert (manager.take_tail().fused_tasks > 0) != dies

@@ -1,0 +1,122 @@
+"""A sample in the ledger: one row of the table, and the words that refuse what may not become of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.types import Sample, SampleState
+
+
+class Purpose(StrEnum):
+    """What samples are generated for."""
+
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+
+
+LAST_STATE = {Purpose.TRAIN: SampleState.TRAINED, Purpose.EVALUATE: SampleState.SCORED}
+STATE_BEFORE = {
+    SampleState.FINISHED: SampleState.GENERATING,
+    SampleState.SCORED: SampleState.FINISHED,
+    SampleState.TRAINED: SampleState.SCORED,
+}
+
+
+class Reference(StrEnum):
+    """Where a finished sample is on its way through the reference, where that scores beside generation."""
+
+    NOT_ASKED = "not asked"
+    WAITING = "waiting"
+    READING = "reading"
+    SCORED = "scored"
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A sample on its way from one engine to another.
+
+    Attributes:
+        source: None once it has reported the departure.
+        destination: None once that is dead: then only the source can still have the sample.
+        arrived: the destination has reported the sample; the source's report is still to come.
+        orphaned: the source is dead, and the destination may or may not have the sample.
+        returned: the source was given the sample again before it had reported the departure.
+    """
+
+    source: int | None
+    destination: int | None
+    arrived: bool = False
+    orphaned: bool = False
+    returned: bool = False
+
+
+@dataclass(slots=True)
+class Entry:
+    """One open sample.
+
+    Attributes:
+        born: step that it was opened in.
+        step: the one that it is settled with.
+        owner: rank of the engine whose result counts; None unless it is GENERATING.
+        uses_left: updates that it is still to be part of; 0 for evaluation.
+        transfer: None unless it is under way between two engines.
+        replica: of the reference, which reads it now.
+        dropped: why no update will have it; "" unless it is DROPPED.
+    """
+
+    id: str
+    born: int
+    purpose: Purpose
+    prompt: int
+    step: int
+    uses_left: int = 1
+    state: SampleState = SampleState.PENDING
+    owner: int | None = None
+    transfer: Transfer | None = None
+    reference: Reference = Reference.NOT_ASKED
+    replica: int | None = None
+    dropped: str = ""
+    sample: Sample | None = None
+
+    def move(self, state: SampleState) -> None:
+        """Be in this state, as is the Sample object."""
+        self.state = state
+        if self.sample is not None:
+            self.sample.state = state
+
+    @property
+    def group(self) -> str:
+        """As Sample.group_id."""
+        return f"{self.born}.{self.prompt}"
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more is to become of it."""
+        return self.state in (LAST_STATE[self.purpose], SampleState.DROPPED)
+
+    def __str__(self) -> str:
+        where = self.state if self.owner is None else f"{self.state}, engine {self.owner}"
+        return f"{self.id} ({where})"
+
+
+def find(entries: Mapping[str, Entry], sample_id: str) -> Entry:
+    """An open sample. Raises RunError for any other."""
+    if sample_id not in entries:
+        raise RunError(f"Sample {sample_id} is not open: it is settled or was never opened.")
+    return entries[sample_id]
+
+
+def refuse(names: Sequence[str], why: str) -> None:
+    """Raises RunError if there are any."""
+    if names:
+        raise RunError(f"Samples {first_five(names)} {why}.")
+
+
+def first_five(names: Iterable[str]) -> str:
+    """For messages."""
+    first = list(itertools.islice(names, 6))
+    return ", ".join(first[:5]) + (" and more" if len(first) > 5 else "")
