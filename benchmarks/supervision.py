@@ -55,9 +55,15 @@ class SwitchedEngine(TorchEngineWorker):
     def switch_reports(self, on: bool) -> None:
         self.reports = on
 
-    def advance(self, samples: Sequence[SampleSnapshot], seconds: float, orders: Orders | None = None) -> EngineReport:
+    def advance(
+        self,
+        samples: Sequence[SampleSnapshot],
+        seconds: float,
+        orders: Orders | None = None,
+        forget: bool = False,
+    ) -> EngineReport:
         if self.reports:
-            return super().advance(samples, seconds, orders)
+            return super().advance(samples, seconds, orders, forget)
         self.engine.submit([sample.request for sample in samples])
         finished, load = self.engine.poll(seconds), self.engine.load()
         return EngineReport(finished, [], load.running + load.waiting)

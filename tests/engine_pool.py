@@ -47,6 +47,7 @@ class Pool:
         self.engines, self.size, self.down = engines, len(engines), set[int]()
         self.deaths, self.calls, self.starts, self.suspect = deaths or {}, 0, 1, dict[int, int]()
         self.silences = silences or {}
+        self.rejoining = set[int]()  # they missed a weight update, or one is under way
 
     def start(self, rank: int, method: str, *args: Any) -> Answered:
         assert rank not in self.down
@@ -69,7 +70,7 @@ class Pool:
         return [rank for rank in self.alive() if not self.suspect.get(rank)]
 
     def alive(self) -> list[int]:
-        return [rank for rank in range(self.size) if rank not in self.down]
+        return [rank for rank in range(self.size) if rank not in self.down | self.rejoining]
 
     def launches(self, rank: int) -> int:
         return self.starts

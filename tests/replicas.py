@@ -58,6 +58,9 @@ class TransformerReplicas:
         found = [response_logprobs(self._model, task.prompt_tokens, task.response_tokens) for task in tasks]
         return [Answered(replica, (found, Span("score", begun, time.time() - begun, {"samples": len(tasks)})))]
 
+    def lost(self, calls: Sequence[Answered]) -> bool:
+        return any(call.dead for call in calls)
+
     def report(self, replica: int, tasks: Sequence[ScoringTask], answers: Sequence[tuple]) -> ScoreReport:
         ((found, span),) = answers
         pairs = zip(tasks, found, strict=True)

@@ -223,8 +223,12 @@ class SupervisedCluster(ABC):
         if work is None:
             return []
         try:
-            if finished := [call for call in work.calls() if call.done]:
-                work.heard(finished)
+            calls = work.calls()
+            for call in calls:
+                call.phase = phase
+            if any(call.error for call in calls):
+                self._see_causes(calls, phase)
+            work.heard([call for call in calls if call.done])
             waiting = [call for call in work.calls() if not call.done]
             self._judge_late(waiting, phase, self._deadline, check=False)
             return waiting
@@ -234,8 +238,9 @@ class SupervisedCluster(ABC):
     def _judge_late(self, waiting: Sequence[Call], phase: str, limit: float, check: bool) -> None:
         """See _overdue, for those of these calls that have had no answer for so long."""
         late = [call for call in waiting if call.sent + limit <= time.monotonic()]
-        if late:
-            self.receive([self.process(call.role, call.rank) for call in late], 0.0)  # unread since long ago?
+        end = time.monotonic() + self.grace_seconds  # unread since long ago, or a long answer?
+        while (silent := [call for call in late if not call.done]) and (left := end - time.monotonic()) > 0:
+            self.receive([self.process(call.role, call.rank) for call in silent], left)
         if late := [call for call in late if not call.done]:
             self._overdue(late, phase, limit, check)
 

@@ -7,13 +7,13 @@ from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.reach import ray_address
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.errors import UserError
-from rlhfspec_mega.planning.placement import ACTOR, ENGINE, Placement
+from rlhfspec_mega.planning.placement import ACTOR, ENGINE, REFERENCE, Placement
 from rlhfspec_mega.rollout.sglang_engine import pins
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, shapes_of
 
 ENGINE_BYTES = 2 << 30  # of an engine's processes on a CPU, beside weights and KV: 1.4 to 1.9 GB were measured
 POLICIES = ("off", "adaptive", "fixed")
-COLOCATED_SHARE = 0.5  # of a GPU's memory, unless another is set
+HALF = 0.5  # of a GPU's memory, where another model is on it, unless another share is set
 INSTEAD = "use python train.py rollout=torch here"
 
 
@@ -34,7 +34,8 @@ def engines_sleep(config: RunConfig, placement: Placement) -> bool:
 
 def memory_share(config: RunConfig, placement: Placement) -> float | None:
     """Share of each GPU's memory that an SGLang engine takes; None: what SGLang chooses, nearly all."""
-    return config.rollout.sglang.memory or (COLOCATED_SHARE if placement.shares(ACTOR, ENGINE) else None)
+    shared = placement.shares(ACTOR, ENGINE) or placement.shares(REFERENCE, ENGINE)
+    return config.rollout.sglang.memory or (HALF if shared else None)
 
 
 def check_sleep(config: RunConfig, placement: Placement) -> None:

@@ -71,6 +71,7 @@ class MegatronModel:
             self.scheduler = build_scheduler(
                 description.learning.optimizer, self.optimizer, description.learning.total_updates
             )
+        self._rest()
 
     @on_megatron
     def load_weights(self, path: Path) -> None:

@@ -91,6 +91,7 @@ class RolloutManager:
         Raises:
             RunError: an engine failed or lost a sample, one came back twice or unasked, or no engine could be revived.
         """
+        session.pause(False)
         while not session.done:  # an engine that waits for what ended elsewhere is heard out
             self._hear(session, phase)
             if progress:
@@ -110,8 +111,13 @@ class RolloutManager:
             session.heard(self._wait(session.calls(), phase, first=True, check=False))
 
     def abort(self, session: Session, phase: str) -> list[str]:
-        """End a session at once; ids of its samples that have not ended, of which engines forget what they hold."""
+        """End a session at once; ids of its samples that have not ended, of which engines forget what they hold.
+
+        A batch that is being scored is waited for.
+        """
         self.settle(session, phase)
+        while calls := session.calls():
+            session.heard(self._wait(calls, phase, first=True, check=False))
         self._clear(phase)
         return session.give_up()
 
@@ -160,7 +166,9 @@ class RolloutManager:
     def _hear(self, session: Session, phase: str) -> None:
         """Wait for the next answers and file them; without any call in flight, for an engine that serves."""
         if session.idle and not self._engines.serving():
+            session.pause()  # no samples for an engine that gets its weights, but not yet its draft
             self._revive()
+            session.pause(False)
         elif session.idle:
             time.sleep(_PAUSE_SECONDS)  # a suspect engine holds what is left: it comes back or is given up
         session.heard(self._wait(session.calls(), phase, first=True, check=False))

@@ -81,6 +81,10 @@ class Reallocation:
         copy, prefill = (sum(seconds) / max(len(seconds), 1) for seconds in (copying, reading))
         self._learn_cost(MigrationCost(self._downtime, copy, prefill))
 
+    def met(self) -> Sequence[int]:
+        """Engines that take part in migrations."""
+        return list(self._meetings)
+
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """The rollout has these samples, too."""
         prompts = {request.group_id: str(hash(request.prompt_tokens)) for request in requests}

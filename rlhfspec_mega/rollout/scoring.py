@@ -62,6 +62,9 @@ class Replicas(Protocol):
     def start(self, replica: int, tasks: Sequence[ScoringTask]) -> list[Any]:
         """Begin to score a batch: a call on each rank of the replica."""
 
+    def lost(self, calls: Sequence[Any]) -> bool:
+        """Whether a rank that was given this batch has died since."""
+
     def report(self, replica: int, tasks: Sequence[ScoringTask], answers: Sequence[Any]) -> ScoreReport:
         """What the ranks' answers say of a batch."""
 
@@ -71,9 +74,10 @@ class Replicas(Protocol):
 
 @dataclass
 class _Flight:
-    """A batch on its way through a replica: calls that are open, and answers so far."""
+    """A batch on its way through a replica: a call on each rank, those that are open, and answers so far."""
 
     batch: list[ScoringTask]
+    calls: list[Any]
     open: list[Any]
     answers: list[Any] = field(default_factory=list)
 
@@ -125,7 +129,8 @@ class Scoring:
                 continue
             if batch := self._take_batch():
                 self._ledger.reference_reads([task.sample_id for task in batch], replica)
-                self._flights[replica] = _Flight(batch, self._replicas.start(replica, batch))
+                calls = self._replicas.start(replica, batch)
+                self._flights[replica] = _Flight(batch, calls, list(calls))
 
     def calls(self) -> list[Any]:
         """In flight."""
@@ -140,7 +145,7 @@ class Scoring:
         if found is None:
             return None  # of a batch that a peer's death has ended
         replica, flight = found
-        if any(one.dead for one in flight.open):  # then the others may have failed for want of it
+        if self._replicas.lost(flight.calls):  # then the others may have failed for want of it
             self._lose(replica)
             return None
         flight.open.remove(call)

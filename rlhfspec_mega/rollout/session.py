@@ -70,9 +70,10 @@ class Session:
         self._calls: dict[int, EngineCall] = {}  # in flight, by rank
         # By rank, which of its processes was given something.
         self._given = {rank: engines.launches(rank) for rank in engines.serving()}
+        self._ours = set(reallocation.met()) if reallocation else set[int]()  # engines that hold this session's alone
         self._cut: dict[int, list[int]] = {}  # by rank, dead engines whose messages its call in flight takes
         self._idle = False  # an engine has run out of samples, and no plan was made since
-        self._paused = False
+        self._paused = self._holds_scoring = False
         self._taken = 0
 
     @property
@@ -123,6 +124,11 @@ class Session:
         With False they go on.
         """
         self._paused = paused
+        self.advance()
+
+    def hold_scoring(self, held: bool) -> None:
+        """Whether what has ended is to wait, as its replicas' devices are busy with something else."""
+        self._holds_scoring = held
 
     def unfinished(self) -> list[str]:
         """Ids of samples that have not ended."""
@@ -144,15 +150,15 @@ class Session:
 
     def advance(self) -> None:
         """Give every engine that waits what there is for it."""
-        self._take_back()
-        if self._paused:
+        if self._work.done:
+            self._journal.end()
+        if self._paused:  # an engine that waits for new weights keeps its samples meanwhile
             return
+        self._take_back()
         if self._idle:
             self._plan()  # first: there may be samples for it, and else its device scores finished ones
         self._start_calls()
         self._plan()  # while all decode
-        if self._work.done:
-            self._journal.end()
 
     def _plan(self) -> None:
         """Let samples be reallocated if a plan is due."""
@@ -184,18 +190,19 @@ class Session:
             if rank not in self._calls and self._work.has_work(rank):
                 self._given[rank] = self._engines.launches(rank)
                 self._calls[rank] = self._decode(rank)
-        if self._scoring:
+        if self._scoring and not self._holds_scoring:
             self._scoring.start(self._busy())
 
     def _decode(self, rank: int) -> EngineCall:
         """Begin to hand over what is queued for an engine, and to decode."""
         samples = self._work.take(rank)
         self._journal.live(rank, self._work.custody.held(rank))
-        if self._reallocation is None:
-            return self._engines.start(rank, "advance", samples, self._poll_seconds)
-        self._cut[rank] = self._work.custody.open_sources(rank)
-        orders = self._reallocation.orders(rank, self._work)
-        return self._engines.start(rank, "advance", samples, self._poll_seconds, orders)
+        orders, forget = None, rank not in self._ours
+        self._ours.add(rank)
+        if self._reallocation:
+            self._cut[rank] = self._work.custody.open_sources(rank)
+            orders = self._reallocation.orders(rank, self._work)
+        return self._engines.start(rank, "advance", samples, self._poll_seconds, orders, forget)
 
     def _file(self, call: EngineCall) -> None:
         """Take note of an engine's answer, or of its death."""
@@ -223,13 +230,14 @@ class Session:
     # What dies
 
     def _lose(self, rank: int) -> None:
+        self._ours.discard(rank)
         self._work.lose(rank, self._engines.serving())
         if self._reallocation:
             self._reallocation.lose(rank)
         self._journal.gone(rank)
 
     def _take_back(self) -> None:
-        """The work of engines that died between two calls, and of those that were away from the start."""
+        """The work of engines that died between two calls, missed a weight update, or were away from the start."""
         alive, given = self._engines.alive(), self._given
         for rank in sorted({*self._work.holders(), *given}):
             there = rank in alive and given.get(rank, self._engines.launches(rank)) == self._engines.launches(rank)
@@ -243,16 +251,20 @@ class Session:
         """All samples have ended. Raises RunError where that is not so."""
         if not self.done:
             raise RunError(f"A rollout was ended with {len(self.unfinished())} samples under way.")
-        self._work.custody.end()
-        if self._reallocation:
-            self._reallocation.end()
+        self._end()
 
     def give_up(self) -> list[str]:
         """Ids of samples that have not ended, which nobody has any more: they are PENDING again in the ledger.
 
         Raises RunError while an engine is at work.
         """
-        if not self.idle:
+        if self.calls():
             raise RunError("A rollout was given up while engines were at work.")
-        self._work.custody.end()
+        self._end()
         return self.unfinished()
+
+    def _end(self) -> None:
+        self._work.custody.end()
+        self._journal.end()
+        if self._reallocation:
+            self._reallocation.end()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -130,14 +131,21 @@ class System:
         """The scoring of a rollout's samples by the reference on generation devices; None where it lies elsewhere."""
         return self._scorers.new_scoring(ledger) if self._scorers else None
 
-    def beside(self, session: Session) -> AbstractContextManager[None]:
+    @contextmanager
+    def beside(self, session: Session) -> Iterator[None]:
         """Inside, engines go on with a rollout while the models are waited for.
 
-        The actor has no time for a refresh of the draft then: none is begun.
+        The actor has no time for a refresh of the draft then: none is begun; nor is a batch for a reference that shares
+        its devices.
         """
         if self._freed_refresh:
             self._freed_refresh.disallow()
-        return self._cluster.beside(session)
+        session.hold_scoring(self._setup.placement.shares(ACTOR, REFERENCE))
+        try:
+            with self._cluster.beside(session):
+                yield
+        finally:
+            session.hold_scoring(False)
 
     # Weights
 

@@ -69,9 +69,15 @@ class TorchEngineWorker(EngineWorker):
         self._plain_pace: PlainPace | None = None  # of an engine that does not draft
         self._length = UsualLength(engine.max_positions // 2)
 
-    def advance(self, samples: Sequence[SampleSnapshot], seconds: float, orders: Orders | None = None) -> EngineReport:
+    def advance(
+        self,
+        samples: Sequence[SampleSnapshot],
+        seconds: float,
+        orders: Orders | None = None,
+        forget: bool = False,
+    ) -> EngineReport:
         """As EngineWorker's; the next rollout's plans go by what these steps took."""
-        report = super().advance(samples, seconds, orders)
+        report = super().advance(samples, seconds, orders, forget)
         decoding = [span for span in report.spans if span.name == "decode"]
         if orders is not None and decoding:
             self._length.learn(decoding)

@@ -53,6 +53,9 @@ class ScorerGroup:
         shard = self._workers.share(self._shard(tasks))
         return [self._workers.start(rank, "score", self._description.name, shard) for rank in self._ranks(replica)]
 
+    def lost(self, calls: Sequence[Call]) -> bool:
+        return any(call.dead or not self._workers.still_there(call) for call in calls)
+
     def report(self, replica: int, tasks: Sequence[ScoringTask], answers: Sequence[Any]) -> ScoreReport:
         """Raises RunError unless there is a log-prob for every response token."""
         (found, span), *others = (answer for answer in answers if answer is not None)

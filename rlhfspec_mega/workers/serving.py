@@ -45,7 +45,13 @@ class EngineWorker(ABC):
     def pace(self, temperature: float) -> Throughput:
         """How fast the engine decodes."""
 
-    def advance(self, samples: Sequence[SampleSnapshot], seconds: float, orders: Orders | None = None) -> EngineReport:
+    def advance(
+        self,
+        samples: Sequence[SampleSnapshot],
+        seconds: float,
+        orders: Orders | None = None,
+        forget: bool = False,
+    ) -> EngineReport:
         """Take these samples, decode for about `seconds`, and report all that the driver does not know yet.
 
         A driver that asks for samples waits for no update of the draft: one still open has lost its transfer while this
@@ -53,9 +59,12 @@ class EngineWorker(ABC):
 
         Args:
             orders: of migrations; None where samples stay.
+            forget: whatever the engine has was given to another one, or is of an earlier rollout.
         """
         engine = self.engine
         engine.abandon_draft_update()
+        if forget:
+            self.clear()
         if self.migration:
             self.migration.collect()
             engine.abort([sample.request.sample_id for sample in samples])  # copies left from moves that failed halfway

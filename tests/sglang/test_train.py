@@ -85,7 +85,8 @@ def test_a_run_resumes_where_a_scheduler_was_killed_in_between(made: tuple[Path,
     run = tmp_path / "run"
     end = time.monotonic() + SECONDS
     while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 2:
-        assert time.monotonic() < end and process.poll() is None
+        assert process.poll() is None, "".join(process.communicate())[-6000:]
+        assert time.monotonic() < end
         time.sleep(0.05)
     others = set(psutil.Process(process.pid).children(recursive=True))
     schedulers = [other for other in others if "sglang::scheduler" in " ".join(other.cmdline())]

@@ -132,7 +132,7 @@ class Misbehaving:
     def __init__(self, ids: list[str], unfinished: int) -> None:
         self._ids, self._unfinished = ids, unfinished
 
-    def advance(self, samples: Sequence[Any], seconds: float) -> EngineReport:
+    def advance(self, *arguments: Any) -> EngineReport:
         finished = [GenerationResult(i, [1], [0.0], [0], FinishReason.STOP) for i in self._ids]
         return EngineReport(finished, [], self._unfinished)
 

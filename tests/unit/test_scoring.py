@@ -46,6 +46,7 @@ class MadeUp:
     def __init__(self) -> None:
         self.down, self.spoilt = set[int](), ""
         self.given: list[list[ScoringTask]] = []
+        self.calls: dict[int, list[Answered]] = {}  # newest, by replica
 
     def serving(self) -> list[int]:
         return [replica for replica in REPLICAS if replica not in self.down]
@@ -55,7 +56,11 @@ class MadeUp:
 
     def start(self, replica: int, tasks: Sequence[ScoringTask]) -> list[Answered]:
         self.given.append(list(tasks))
-        return [Answered(replica, None), Answered(replica, None)]
+        self.calls[replica] = [Answered(replica, None), Answered(replica, None)]
+        return list(self.calls[replica])
+
+    def lost(self, calls: Sequence[Answered]) -> bool:
+        return any(call.dead for call in calls)
 
     def report(self, replica: int, tasks: Sequence[ScoringTask], answers: Sequence[None]) -> ScoreReport:
         assert len(answers) == 2
@@ -144,12 +149,13 @@ class ScoringMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.batches)
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
-        call = data.draw(st.sampled_from(self.scoring.calls()))
-        peers = [one for one in self.scoring.calls() if one.rank == call.rank]
-        call.dead = True
+        """A rank that has not answered, or that has: then its peer fails for want of it."""
+        replica = data.draw(st.sampled_from(sorted(self.batches)))
+        data.draw(st.sampled_from(self.replicas.calls[replica])).dead = True
+        peers = [one for one in self.scoring.calls() if one.rank == replica]
         assert self.scoring.heard(data.draw(st.sampled_from(peers))) is None
         assert all(self.scoring.heard(peer) is None for peer in peers), "of a batch that is given up"
-        self.waiting = self.batches.pop(call.rank) + self.waiting
+        self.waiting = self.batches.pop(replica) + self.waiting
 
     @rule(down=SOME)
     def go_down(self, down: set[int]) -> None:

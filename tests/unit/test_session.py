@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import settings as hypothesis_settings
@@ -14,8 +16,9 @@ from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.reallocation import Reallocation
+from rlhfspec_mega.rollout.session import Session
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, Prompt, Sample, SampleState
-from tests.engine_pool import Answered, Pool, make_engine, request
+from tests.engine_pool import Answered, Pool, make_engine, opened, request
 from tests.unit.test_migration import RandomMoves
 
 ENGINES = [make_engine() for _ in range(3)]
@@ -149,3 +152,65 @@ def test_a_session_under_way_is_not_ended() -> None:
         session.end()
     with pytest.raises(RunError, match="while engines were at work"):
         session.give_up()
+
+
+# What an update of the weights beside a session makes of it
+
+
+def begun(moves: bool, groups: int = 3) -> tuple[Pool, RolloutManager, Session, list[GenerationRequest]]:
+    """Two engines with some samples of their own, and as many that the ledger knows of."""
+    pool = Pool([make_engine(), make_engine()])
+    still = Reallocation(RandomMoves(1, 0.0), LengthPredictor(limit=16), plan_seconds=0.0) if moves else None
+    manager = RolloutManager(pool, pool.wait, revive=pool.revive, poll_seconds=0.0, reallocation=still)
+    requests = [request(group, member) for group in range(2 * groups) for member in range(2)]
+    session = manager.begin(requests[: 2 * groups], opened(requests), "test")
+    for _ in range(2):
+        session.heard(session.calls()[:1])
+    manager.settle(session, "test")
+    return pool, manager, session, requests
+
+
+def right(results: dict[str, GenerationResult], requests: Sequence[GenerationRequest]) -> bool:
+    found = {name: result.tokens for name, result in results.items()}
+    return found == {one.sample_id: tokens_alone(one) for one in requests}
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_engines_keep_their_samples_while_weights_come(moves: bool) -> None:
+    pool, manager, session, requests = begun(moves)
+    steps = [worker.engine.load().decode_steps for worker in pool.engines]
+    pool.rejoining = {0, 1}
+    session.heard([])  # a replica of the reference has answered, say
+    pool.rejoining.clear()
+    assert all(worker.engine.load().running for worker in pool.engines)
+    assert right(manager.drain(session, "test"), requests[:6])
+    prefilled = [worker.engine.stats()["prefill_tokens"] for worker in pool.engines]
+    assert all(steps) and sum(prefilled) <= sum(len(one.prompt_tokens) for one in requests[:6])
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_an_engine_that_missed_an_update_forgets_what_others_have_now(moves: bool) -> None:
+    pool, manager, session, requests = begun(moves)
+    pool.rejoining = {1}
+    session.pause(False)
+    session.heard(session.calls()[:1])
+    manager.settle(session, "test")
+    pool.rejoining.clear()  # the next one reaches it
+    session.pause(False)
+    session.start(requests[6:])
+    assert right(manager.drain(session, "test"), requests)
+
+
+def test_an_engine_that_was_silent_when_a_rollout_was_given_up_forgets_it() -> None:
+    pool, manager, session, requests = begun(moves=False)
+    pool.suspect = {1: 3}
+    left = manager.abort(session, "test")
+    assert pool.engines[1].engine.load().running
+    again = [one for one in requests if one.sample_id in left]
+    ledger = opened(again)
+    assert right(manager.generate(again, ledger, "test"), again)
+
+
+def test_a_paused_session_is_drained() -> None:
+    _, manager, session, requests = begun(moves=False)
+    assert right(manager.drain(session, "test"), requests[:6])
