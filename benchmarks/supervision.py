@@ -3,10 +3,10 @@
     python -m benchmarks.supervision --pairs 20
 
 One run of the demo's sizes; the same step (same prompts, seeds and, with a learning rate of 1e-30, weights) is repeated
-with and without ledger, reports and looks, in alternating order. Ratios are noisy on small machines, so the time spent
-in ledger, looks and reports is also measured directly (direct_share, of a supervised step). Heartbeats cannot be
-switched off: their share is the CPU time of the beating threads over the time that has passed. Prints a table; the last
-line is one JSON object.
+with and without reports and looks, in alternating order. Ratios are noisy on small machines, so the time spent in
+ledger, looks and reports is also measured directly (direct_share, of a supervised step). The ledger cannot be switched
+off, as it says which engine has which sample, nor can heartbeats: their share is the CPU time of the beating threads
+over the time that has passed. Prints a table; the last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.rollout.migration.messages import Orders
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
-from rlhfspec_mega.startup import Run, started
+from rlhfspec_mega.run import Run
+from rlhfspec_mega.startup import started
 from rlhfspec_mega.system import system
 from rlhfspec_mega.trainer import train_step
 from rlhfspec_mega.types import EngineReport
@@ -45,7 +46,7 @@ class SwitchedEngine(TorchEngineWorker):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self._clock = Timed(self.engine)
+        self._clock = Timed()
         self.engine.progress = self._clock.timed(self.engine.progress)  # type: ignore[method-assign]
 
     def report_seconds(self) -> float:
@@ -76,13 +77,16 @@ class SwitchedEngine(TorchEngineWorker):
 
 
 class Timed:
-    """An object whose methods are timed together; `spent` in seconds."""
+    """Times methods together; `spent` in seconds."""
 
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.spent = inner, 0.0
+    def __init__(self) -> None:
+        self.spent = 0.0
 
-    def __getattr__(self, name: str) -> Any:
-        return self.timed(getattr(self.inner, name))
+    def time(self, part: Any) -> None:
+        """Time its public methods from now on."""
+        for name in dir(type(part)):
+            if not name.startswith("_") and callable(getattr(type(part), name)):
+                setattr(part, name, self.timed(getattr(part, name)))
 
     def timed(self, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -95,33 +99,26 @@ class Timed:
         return call
 
 
-class NoLedger:
-    """Takes what the ledger takes and remembers nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
-
-
 class Switch:
     """Turns one run's supervision on and off."""
 
     def __init__(self, run: Run) -> None:
-        self._run, self._nothing = run, NoLedger()
-        self._ledger: Any = Timed(run.ledger)
+        self._run, self._clock = run, Timed()
         self._engines, self._cluster = run.system._engines, run.system._cluster
-        self._watch = self._ledger.timed(self._cluster._watch)
+        self._clock.time(run.ledger)
+        self._watch = self._clock.timed(self._cluster._watch)
 
     def spent(self) -> float:
         """Seconds that ledger, looks and (of the slowest engine) reports took so far."""
-        return self._ledger.spent + max(self._engines.call("report_seconds", phase="benchmark"))
+        return self._clock.spent + max(self._engines.call("report_seconds", phase="benchmark"))
 
     def set(self, variant: str) -> None:
         on = variant == "supervised"
         self._engines.call("switch_reports", on, phase="benchmark")
         self._cluster._watch = self._watch if on else lambda *_, **__: None  # type: ignore[method-assign]
-        self._run.ledger = self._run.generator._ledger = self._ledger if on else self._nothing  # type: ignore[assignment]
         self._run.prompts.load_state_dict(self._run.beginning["prompts"])
-        self._ledger.inner.load_state_dict(self._run.beginning["ledger"])
+        self._run.ledger.load_state_dict(self._run.beginning["ledger"])
+        self._clock.time(self._run.ledger.custody)  # a new one
 
 
 def measure(pairs: int, overrides: Sequence[str]) -> dict[str, Any]:
@@ -146,7 +143,7 @@ def measure(pairs: int, overrides: Sequence[str]) -> dict[str, Any]:
                     if pair >= 0:
                         seconds[variant].append(time.monotonic() - start)
                         cpu[variant].append(_cpu_seconds() - used)
-            share = (_beats(run) - beats) / (time.monotonic() - begin) / run.sizes.engines
+            share = (_beats(run) - beats) / (time.monotonic() - begin) / run.system._engines.size
             direct = switch.spent() / (pairs + 1) / statistics.median(seconds["supervised"])
     return {"seconds": seconds, "cpu_seconds": cpu, "heartbeat_share": share, "direct_share": direct}
 

@@ -32,20 +32,22 @@ class SampleGenerator:
     """Generates groups of samples through the rollout manager.
 
     Args:
-        ledger: every sample made here is entered in it.
         stops: tokens that end a response; they belong to it but not to its text.
+
+    Attributes:
+        ledger: every sample made here is entered in it.
     """
 
     def __init__(
         self,
         rollout: RolloutManager,
-        ledger: Ledger,
         tokenizer: Any,
         stops: tuple[int, ...],
         config: RolloutConfig,
         seed: int,
     ) -> None:
-        self._rollout, self._ledger, self._tokenizer, self._stops = rollout, ledger, tokenizer, stops
+        self.ledger = Ledger()
+        self._rollout, self._tokenizer, self._stops = rollout, tokenizer, stops
         self._config, self._seed = config, seed
 
     def sample(
@@ -66,13 +68,13 @@ class SampleGenerator:
             for prompt in prompts
             for member in range(members)
         ]
-        self._ledger.open(samples, Purpose.TRAIN)
+        self.ledger.open(samples, Purpose.TRAIN)
         return self._generate(samples, self._config.temperature, "generate", progress, scoring)
 
     def greedy(self, prompts: Sequence[Prompt], step: int) -> list[Sample]:
         """The most probable response to each prompt, for evaluation."""
         samples = [Sample(f"eval{step}.{prompt.index}", step, prompt, 0) for prompt in prompts]
-        self._ledger.open(samples, Purpose.EVALUATE)
+        self.ledger.open(samples, Purpose.EVALUATE)
         return self._generate(samples, 0.0, "evaluate", None, None)
 
     def _generate(
@@ -95,7 +97,7 @@ class SampleGenerator:
             )
             for sample in samples
         ]
-        results = self._rollout.generate(requests, self._ledger, phase, progress, scoring)
+        results = self._rollout.generate(requests, self.ledger, phase, progress, scoring)
         for sample in samples:
             result = results[sample.sample_id]
             sample.response_tokens, sample.engine_logprobs = result.tokens, result.logprobs

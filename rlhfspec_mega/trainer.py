@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import torch
+from numpy.typing import NDArray
 
 from rlhfspec_mega import checkpoints
-from rlhfspec_mega.algorithm.experience import Floats
-from rlhfspec_mega.algorithms.policy_gradient import note_on_samples
 from rlhfspec_mega.checkpoints.recovery import driver_state, recover, resume
-from rlhfspec_mega.config.drafting import drafts
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.draft.refresh import RefreshReport
 from rlhfspec_mega.errors import CheckpointError, Stopped, WorkerDied
@@ -16,8 +14,10 @@ from rlhfspec_mega.ledger.entry import Purpose
 from rlhfspec_mega.observe.drafting import collapse_notes, drafting_metrics
 from rlhfspec_mega.observe.reporter import Reporter, sample_metrics
 from rlhfspec_mega.observe.tail import tail_metrics
-from rlhfspec_mega.startup import Run, started
+from rlhfspec_mega.run import Run
+from rlhfspec_mega.startup import started
 from rlhfspec_mega.stop import StopSignals
+from rlhfspec_mega.system.export import export_draft, export_model
 from rlhfspec_mega.types import Sample, SampleState
 
 
@@ -66,11 +66,11 @@ def train(run: Run, reporter: Reporter, first: int, signals: StopSignals) -> Non
 def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
     """One step of RL: every sample generated is trained on exactly once."""
     system, algorithm, phases = run.system, run.algorithm, run.phases
-    refreshes = drafts(run.config) and is_due(step + 1, run.config.drafting.refresh_every)
+    refreshes = system.training.draft is not None and is_due(step + 1, run.config.drafting.refresh_every)
     samples, scored, metrics = rollout(run, step, refreshes)
     experience = algorithm.experience(samples)
     with phases.measure("draft"):
-        refreshed = system.take_freed_refresh() if refreshes else None  # the actor is needed from here on
+        refreshed = system.draft.take_freed() if refreshes else None  # the actor is needed from here on
     with phases.measure("reference"):
         if scored is not None:
             algorithm.take_reference(samples, experience, scored)
@@ -82,7 +82,7 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
     with phases.measure("update"):
         algorithm.add_advantages(experience, shuffle_generator(run.config, step))
         metrics |= algorithm.update(experience, system.actor)
-    note_on_samples(samples, experience)
+    algorithm.note_on_samples(samples, experience)
     run.ledger.advance([sample.sample_id for sample in samples], SampleState.TRAINED)
     run.ledger.settle(step, Purpose.TRAIN)
     if refreshes:
@@ -95,14 +95,14 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
     return samples, metrics
 
 
-def rollout(run: Run, step: int, refreshes: bool) -> tuple[list[Sample], dict[str, Floats] | None, dict[str, float]]:
+def rollout(run: Run, step: int, refreshes: bool) -> tuple[list[Sample], dict[str, NDArray] | None, dict[str, float]]:
     """Samples with their rewards, the reference's log-probs by sample id if it lies on their devices, and metrics."""
     trainer, system = run.config.trainer, run.system
     with run.phases.measure("generate"):
         prompts = run.prompts.next_batch(trainer.prompts_per_step)
-        scoring = system.new_scoring(run.ledger)
+        scoring = system.scorers.new_scoring(run.ledger) if system.scorers else None
         if refreshes:
-            system.allow_freed_refresh()
+            system.draft.allow_freed()
         samples = run.generator.sample(prompts, trainer.samples_per_prompt, step, run.console.progress, scoring)
     with run.phases.measure("score"):
         score(run, samples)
@@ -127,9 +127,9 @@ def refresh_draft(run: Run, done: RefreshReport | None) -> dict[str, float]:
     if done is not None:
         report = done
     elif run.config.trainer.deterministic:
-        report = run.system.refresh_draft(steps=drafting.refresh_steps)
+        report = run.system.draft.now(steps=drafting.refresh_steps)
     else:
-        report = run.system.refresh_draft(seconds=drafting.refresh_seconds)
+        report = run.system.draft.now(seconds=drafting.refresh_seconds)
     lengths = {"draft_expected_length_before": report.before, "draft_expected_length_after": report.after}
     measured = {name: length for name, length in lengths.items() if length is not None}
     fused_seconds = 0.0 if done is None else report.seconds
@@ -162,9 +162,9 @@ def finish(run: Run, reporter: Reporter) -> None:
     metrics = evaluate(run, trainer.steps) if trainer.eval_every else {}
     if trainer.export:
         with run.phases.measure("export"):
-            run.system.export(run.directory / "model", run.model)
-            if drafts(run.config):
-                run.system.export_draft(run.directory / "draft")
+            export_model(run.system.training, run.directory / "model", run.model)
+            if run.system.training.draft is not None:
+                export_draft(run.system.training, run.directory / "draft")
     reporter.finish(trainer.steps, metrics, run.started, str(run.model))
 
 

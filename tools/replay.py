@@ -26,11 +26,12 @@ def replay(rollouts: Path, step: int, out: Path, overrides: list[str]) -> dict[s
         RunError: a worker failed.
     """
     from rlhfspec_mega.algorithms.choice import make_algorithm
-    from rlhfspec_mega.algorithms.policy_gradient import ACTOR, REFERENCE, note_on_samples
+    from rlhfspec_mega.algorithms.policy_gradient import ACTOR, REFERENCE
     from rlhfspec_mega.config.checks import check_config
     from rlhfspec_mega.config.compose import load_config
     from rlhfspec_mega.config.model_shape import model_shape
     from rlhfspec_mega.observe.rollouts import read_rollouts
+    from rlhfspec_mega.system.export import export_model
     from rlhfspec_mega.system.setup import Setup
     from rlhfspec_mega.system.system import System
     from rlhfspec_mega.trainer import shuffle_generator
@@ -61,8 +62,8 @@ def replay(rollouts: Path, step: int, out: Path, overrides: list[str]) -> dict[s
         metrics = algorithm.add_old_logprobs(experience, system.actor)
         algorithm.add_advantages(experience, shuffle_generator(config, step))
         metrics |= algorithm.update(experience, system.actor)
-        system.export(out / "model", model)
-    note_on_samples(samples, experience)
+        export_model(system.training, out / "model", model)
+    algorithm.note_on_samples(samples, experience)
     result = {"metrics": metrics, "logprobs": {sample.sample_id: sample.old_logprobs for sample in samples}}
     (out / "replay.json").write_text(json.dumps(result), encoding="utf-8")
     return result

@@ -49,6 +49,11 @@ class PolicyGradient(ABC):
         """Names of the models that it needs."""
         return (ACTOR, REFERENCE) if self._config.kl_coef > 0 else (ACTOR,)
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it compares the actor with a frozen model."""
+        return REFERENCE in self.models
+
     def experience(self, samples: Sequence[Sample]) -> Experience:
         """Scored samples, in order of prompt and member, as arrays with the engines' log-probs."""
         made = Experience.of(
@@ -145,12 +150,12 @@ class PolicyGradient(ABC):
         metrics = {name: sum(result[name] for result in results) / len(results) for name in results[0]}
         return metrics | {"skipped": sum(result["skipped"] for result in results)}
 
-
-def note_on_samples(samples: Sequence[Sample], experience: Experience) -> None:
-    """Give each sample its part of what was computed, for the records; its advantage is the mean over its tokens."""
-    for name in ("old_logprobs", "reference_logprobs"):
-        if name in experience.columns:
-            for sample, part in zip(samples, experience.by_sample(experience.columns[name]), strict=True):
-                setattr(sample, name, part.tolist())
-    for sample, part in zip(samples, experience.by_sample(experience.columns["advantages"]), strict=True):
-        sample.advantage = float(part.mean()) if len(part) else 0.0
+    @staticmethod
+    def note_on_samples(samples: Sequence[Sample], experience: Experience) -> None:
+        """Give each sample its part of what was computed, for the records: its advantage, the mean over its tokens."""
+        for name in ("old_logprobs", "reference_logprobs"):
+            if name in experience.columns:
+                for sample, part in zip(samples, experience.by_sample(experience.columns[name]), strict=True):
+                    setattr(sample, name, part.tolist())
+        for sample, part in zip(samples, experience.by_sample(experience.columns["advantages"]), strict=True):
+            sample.advantage = float(part.mean()) if len(part) else 0.0

@@ -7,7 +7,7 @@ from typing import Any
 from rlhfspec_mega import checkpoints
 from rlhfspec_mega.errors import RunError, UserError, WorkerDied
 from rlhfspec_mega.observe.reporter import Reporter
-from rlhfspec_mega.startup import Run
+from rlhfspec_mega.run import Run
 
 
 def driver_state(run: Run) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rlhfspec_mega.config.drafting import shape_of_draft
 from rlhfspec_mega.config.hardware import device_type
+from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.config.sglang import engine_gpus
 from rlhfspec_mega.errors import UserError
@@ -61,6 +62,12 @@ class Sizes:
     engine_memory: EngineMemory
     draft_memory: DraftMemory
     reference_memory: int
+
+
+def shape_and_sizes(config: RunConfig) -> tuple[ModelShape, Sizes]:
+    """Of the run's model, and of the run. Raises UserError as `model_shape` and `derive_sizes`."""
+    shape = model_shape(config.model)
+    return shape, derive_sizes(config, shape)
 
 
 def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:

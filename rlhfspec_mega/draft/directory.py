@@ -29,6 +29,7 @@ from rlhfspec_mega.models.hf_directory import (
     write_json,
 )
 from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.types import TensorInfo
 
 DRAFT_CLASS = "LlamaForCausalLMEagle3"
 _OFFSETS, _MASK = "d2t", "t2d"
@@ -60,6 +61,11 @@ def read_draft_shape(path: Path | str, target: ModelShape) -> DraftShape:
         head_dim=target.head_dim,
         ffn_size=positive(path, config, "intermediate_size"),
     )
+
+
+def read_draft_tensors(path: Path, target: ModelShape) -> list[TensorInfo]:
+    """Of a directory's draft, without their values. Raises UserError as `read_draft_shape`."""
+    return draft_tensors(read_draft_shape(path, target))
 
 
 def _compare(path: Path, config: dict[str, Any], target: ModelShape, heads: int) -> None:

@@ -6,7 +6,9 @@ import shutil
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from rlhfspec_mega.config.drafting import drafts
 from rlhfspec_mega.config.schema import DataConfig, RolloutConfig, RunConfig
 from rlhfspec_mega.data.prompts import make_prompts
 from rlhfspec_mega.data.tokenizer import load_tokenizer, make_byte_tokenizer
@@ -23,6 +25,21 @@ from rlhfspec_mega.observe.console import Console
 
 RECIPES = {"small": DraftRecipe(steps=800, learning_rate=2e-3)}  # others: the defaults, which suit the tiny model
 _MODEL_VERSION = _DRAFT_VERSION = 2  # parts of the cache keys: to be raised when the task or a recipe's code changes
+
+
+def start_tokenizer(config: RunConfig) -> Any:
+    """The model's, or the one of models made here. Raises UserError where it cannot be read or made."""
+    return load_tokenizer(config.model.path or tokenizer_directory(config))
+
+
+def start_model(config: RunConfig, shape: ModelShape, run_dir: Path, console: Console) -> Path:
+    """The directory of the model to start from, made now if none was given."""
+    return Path(config.model.path or warm_model(config, shape, run_dir, console))
+
+
+def start_draft(config: RunConfig, model: Path, console: Console) -> Path | None:
+    """The directory of the draft to start from, made now if the model was made here; None without drafting."""
+    return Path(config.drafting.path or first_draft(config, model, console)) if drafts(config) else None
 
 
 def tokenizer_directory(config: RunConfig) -> Path:

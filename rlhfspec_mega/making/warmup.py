@@ -15,9 +15,9 @@ from rlhfspec_mega.data.prompts import make_prompts
 from rlhfspec_mega.data.tokenizer import load_tokenizer
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.generation import SampleGenerator
-from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.observe.console import Console
+from rlhfspec_mega.system.export import export_model
 from rlhfspec_mega.system.setup import Setup
 from rlhfspec_mega.system.system import System
 
@@ -61,12 +61,10 @@ class WarmUp:
         with System(Setup(self._config, self._sizes, self._shape, self._run_dir, total_updates=updates)) as system:
             system.actor.load_weights(self._start)
             stops = (tokenizer.eos_token_id,)
-            generator = SampleGenerator(
-                system.rollout, Ledger(), tokenizer, stops, self._config.rollout, seed=WARMUP_SEED
-            )
+            generator = SampleGenerator(system.rollout, tokenizer, stops, self._config.rollout, seed=WARMUP_SEED)
             with self._console.bar("warm-up", updates) as advance:
                 self._steps(system, generator, advance)
-            system.export(directory, source=self._start)
+            export_model(system.training, directory, source=self._start)
 
     def _steps(self, system: System, generator: SampleGenerator, advance: Callable[[int, str], None]) -> None:
         """Supervised steps until the held-out exact reward reaches the target or the learning rate zero."""

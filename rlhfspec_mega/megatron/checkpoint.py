@@ -11,8 +11,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from rlhfspec_mega.megatron import adamw_fixes, random_state
 from rlhfspec_mega.megatron.build import unwrap
-from rlhfspec_mega.megatron.checkpoint_files import FileSum
-from rlhfspec_mega.megatron.checkpoint_writer import write
+from rlhfspec_mega.megatron.checkpoint_files import SavedPart
+from rlhfspec_mega.megatron.checkpoint_writer import WriteFailed, write
 from rlhfspec_mega.megatron.groups import saving
 
 # Megatron saves these with the moments; a resumed run follows its configuration instead.
@@ -37,17 +37,17 @@ def _sharded_state(
 
 def save(
     directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any, groups: ProcessGroupCollection
-) -> dict[str, FileSum]:
+) -> SavedPart:
     """Write model, optimizer, schedule and random state into an existing empty directory; collective over all ranks.
 
-    Returns this rank's files by name.
-
-    Raises:
-        WriteFailed: on every rank, when one of them could not write.
+    Returns this rank's files by name, or, on every rank, why one of them could not write.
     """
     state = _sharded_state(chunks, optimizer, scheduler, groups, loading=False)
     state |= {"random_state": random_state.sharded_random_state(groups), "grid": random_state.grid(groups)}
-    return write(state | {"content_metadata": dict(_METADATA)}, directory)
+    try:
+        return SavedPart(write(state | {"content_metadata": dict(_METADATA)}, directory), None)
+    except WriteFailed as error:
+        return SavedPart({}, str(error))
 
 
 def load(directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any, groups: ProcessGroupCollection) -> bool:

@@ -14,8 +14,8 @@ from rlhfspec_mega.draft.directory import load_draft, load_target_ids
 from rlhfspec_mega.draft.distillation import state_of, weights_of
 from rlhfspec_mega.draft.refresh import DraftLearning, Refresher, RefreshReport
 from rlhfspec_mega.errors import UserError
-from rlhfspec_mega.megatron.checkpoint_files import FileSum
-from rlhfspec_mega.megatron.checkpoint_writer import write_beside
+from rlhfspec_mega.megatron.checkpoint_files import SavedPart
+from rlhfspec_mega.megatron.checkpoint_writer import WriteFailed, write_beside
 from rlhfspec_mega.megatron.features import has_draft, recorded_features
 from rlhfspec_mega.megatron.model import MegatronModel, on_megatron
 from rlhfspec_mega.megatron.weights import embedding_and_head
@@ -74,12 +74,12 @@ class ActorDraft:
             return None
         return self._refresher.refresh(*vocabulary, steps=steps, seconds=seconds)
 
-    def save(self, directory: Path) -> dict[str, FileSum]:
-        """Add the draft to a written checkpoint of the actor; this rank's files.
-
-        Raises WriteFailed on every rank when it cannot be written.
-        """
-        return write_beside(self._state if self._is_here else None, directory, CHECKPOINT_FILE)
+    def save(self, directory: Path) -> SavedPart:
+        """Add the draft to a written checkpoint of the actor; this rank's files, or on every rank why it failed."""
+        try:
+            return SavedPart(write_beside(self._state if self._is_here else None, directory, CHECKPOINT_FILE), None)
+        except WriteFailed as error:
+            return SavedPart({}, str(error))
 
     def _state(self) -> dict[str, torch.Tensor]:
         """What to go on with, and what the weights mean: the layers they read and the tokens of the head's rows."""

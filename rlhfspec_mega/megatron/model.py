@@ -17,7 +17,6 @@ from rlhfspec_mega.algorithm.microbatch import MicroBatch, TokenLoss
 from rlhfspec_mega.megatron import checkpoint
 from rlhfspec_mega.megatron.build import build_chunks
 from rlhfspec_mega.megatron.checkpoint_files import SavedPart
-from rlhfspec_mega.megatron.checkpoint_writer import WriteFailed
 from rlhfspec_mega.megatron.cuda_shim import cuda_means_cpu
 from rlhfspec_mega.megatron.description import ModelDescription
 from rlhfspec_mega.megatron.groups import make_groups, ranks_in
@@ -141,10 +140,7 @@ class MegatronModel:
 
         A failure to write is returned, the same on all ranks, which stay as they were: it need not end the run.
         """
-        try:
-            return SavedPart(checkpoint.save(directory, *self._saved()), None)
-        except WriteFailed as error:
-            return SavedPart({}, str(error))
+        return checkpoint.save(directory, *self._saved())
 
     @on_megatron
     def load(self, directory: Path) -> bool:

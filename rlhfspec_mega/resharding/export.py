@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -10,6 +11,23 @@ from rlhfspec_mega.megatron.model import MegatronModel
 from rlhfspec_mega.megatron.weights import MappedParameter, mapped_parameters, merge_parameter
 from rlhfspec_mega.resharding.buckets import Bucket, checksum, pack
 from rlhfspec_mega.resharding.transport import Sender
+
+
+class Senders:
+    """Sending ends of transports, by the name of a stream of weights."""
+
+    def __init__(self) -> None:
+        self._senders: dict[str, Sender] = {}
+
+    def connect(self, stream: str, address: Any, owner: int) -> None:
+        """Make one, in place of the last one of this name."""
+        if stream in self._senders:
+            self._senders[stream].close()
+        self._senders[stream] = address.sender(owner)
+
+    def get(self, stream: str) -> Sender | None:
+        """None on ranks that send nothing."""
+        return self._senders.get(stream)
 
 
 class WeightExporter:

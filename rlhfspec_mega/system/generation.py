@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.config.schema import RunConfig
-from rlhfspec_mega.config.sglang import engines_sleep, memory_share, uses_sglang
+from rlhfspec_mega.config.sglang import memory_share, uses_sglang
 from rlhfspec_mega.planning.consolidation import Consolidator
 from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.placement import ENGINE
@@ -41,7 +41,7 @@ def engine_specs(setup: Setup, drafting_state: Any) -> list[WorkerSpec]:
     if uses_sglang(config):
         kind = "rlhfspec_mega.workers.sglang.SGLangEngineWorker"
         memory = memory_share(config, setup.placement)
-        arguments |= {"model": setup.model, "memory": memory, "sleeps": engines_sleep(config, setup.placement)}
+        arguments |= {"model": setup.model, "memory": memory, "sleeps": setup.engines_sleep}
     else:
         kind = "rlhfspec_mega.workers.engine.TorchEngineWorker"
         arguments["drafting_state"] = drafting_state

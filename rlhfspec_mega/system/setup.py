@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.sglang import engines_sleep
 from rlhfspec_mega.config.sizes import Sizes
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.placement import REFERENCE, Placement
@@ -48,6 +49,11 @@ class Setup:
     def engine_dtype(self) -> str:
         """Of the engines' weights."""
         return self.config.rollout.dtype or self.config.actor.dtype
+
+    @property
+    def engines_sleep(self) -> bool:
+        """Whether engines give their GPU memory back while the actor, on the same devices, trains."""
+        return engines_sleep(self.config, self.placement)
 
     @property
     def fuses_scoring(self) -> bool:

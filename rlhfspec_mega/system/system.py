@@ -4,29 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rlhfspec_mega.cluster.launchers import make_cluster, transport
 from rlhfspec_mega.config.reach import weight_transport
-from rlhfspec_mega.config.sglang import engines_sleep
-from rlhfspec_mega.draft.directory import load_target_ids, read_draft_shape, write_draft
-from rlhfspec_mega.draft.refresh import RefreshReport
-from rlhfspec_mega.ledger.ledger import Ledger
-from rlhfspec_mega.models.hf_directory import write_directory
 from rlhfspec_mega.planning.placement import ACTOR, ENGINE, REFERENCE
 from rlhfspec_mega.rollout.manager import RolloutManager
-from rlhfspec_mega.rollout.scoring import Scoring
 from rlhfspec_mega.rollout.session import Session
-from rlhfspec_mega.system.generation import engine_specs, length_predictor, make_manager, reallocates
+from rlhfspec_mega.system.draft_refresh import DraftRefresh
+from rlhfspec_mega.system.generation import engine_specs, length_predictor, make_manager
 from rlhfspec_mega.system.learnt import Learnt
 from rlhfspec_mega.system.scorers import Scorers
 from rlhfspec_mega.system.setup import Setup
 from rlhfspec_mega.system.training import Training
 from rlhfspec_mega.system.weights import WeightSync
-from rlhfspec_mega.types import WeightTarget
-from rlhfspec_mega.workers.draft import FreedRefresh
 from rlhfspec_mega.workers.model_group import ModelGroup
 
 SETTLE_SECONDS = 10.0  # how long an engine may take to come back from a call when the actor has died
@@ -40,9 +32,13 @@ class System:
 
     Attributes:
         rollout: generation; only with engines.
+        scorers: the reference on generation devices; None if there is none or it lies elsewhere.
+        draft: its refreshes.
     """
 
     rollout: RolloutManager
+    draft: DraftRefresh
+    scorers: Scorers | None = None
 
     def __init__(self, setup: Setup, timeline: Any = None) -> None:
         self._setup, self._timeline, config = setup, timeline, setup.config
@@ -55,8 +51,6 @@ class System:
         self._learnt = Learnt(setup.run_dir, config.trainer.resume)
         self._lengths = length_predictor(config, self._learnt.load("lengths"))
         self._training: Training | None = None
-        self._scorers: Scorers | None = None
-        self._freed_refresh: FreedRefresh | None = None
         self._steps_done = 0
 
     def __enter__(self) -> System:
@@ -77,17 +71,17 @@ class System:
         specs = engine_specs(setup, self._learnt.load("drafting")) if setup.with_engines else []
         self._engines = self._cluster.launch(ENGINE, specs, replaceable=True)
         self._weights = WeightSync(self._cluster, self._engines, config.cluster.max_restarts)
-        self._scorers = Scorers(setup, self._cluster) if setup.fuses_scoring else None
+        self.scorers = Scorers(setup, self._cluster) if setup.fuses_scoring else None
         self._start_training()
+        self.draft = DraftRefresh(setup, self._cluster, lambda: self.training.draft, self._weights.draft_changed)
         if setup.with_engines:
-            self._freed_refresh = self._new_freed_refresh() if reallocates(config, "adaptive") else None
             self.rollout = make_manager(
                 setup,
                 self._engines,
                 self._cluster.wait,
                 self._revive,
                 self._lengths,
-                self._freed_refresh,
+                self.draft.freed,
                 self._timeline,
             )
 
@@ -97,17 +91,6 @@ class System:
         self._training = Training(self._setup, cluster, cluster.host_address, open_host)
         if self._training.draft is not None:
             self._weights.draft_changed()
-
-    def _new_freed_refresh(self) -> FreedRefresh | None:
-        drafting, draft, placement = self._setup.config.drafting, self.training.draft, self._setup.placement
-        if draft is None or not drafting.refresh_every:
-            return None
-        (device,) = placement.devices(ACTOR)[draft.rank]
-        return FreedRefresh(self._start_refresh, device, placement.devices(ENGINE), drafting.refresh_seconds)
-
-    def _start_refresh(self, seconds: float) -> list[Any]:
-        assert self.training.draft is not None
-        return self.training.draft.start_refresh(seconds)
 
     # The models
 
@@ -127,10 +110,6 @@ class System:
         """The frozen model on the actor's ranks; None if there is none or it lies on generation devices."""
         return self.training.models.get(REFERENCE)
 
-    def new_scoring(self, ledger: Ledger) -> Scoring | None:
-        """The scoring of a rollout's samples by the reference on generation devices; None where it lies elsewhere."""
-        return self._scorers.new_scoring(ledger) if self._scorers else None
-
     @contextmanager
     def beside(self, session: Session) -> Iterator[None]:
         """Inside, engines go on with a rollout while the models are waited for.
@@ -138,8 +117,7 @@ class System:
         The actor has no time for a refresh of the draft then: none is begun; nor is a batch for a reference that shares
         its devices.
         """
-        if self._freed_refresh:
-            self._freed_refresh.disallow()
+        self.draft.disallow_freed()
         session.hold_scoring(self._setup.placement.shares(ACTOR, REFERENCE))
         try:
             with self._cluster.beside(session):
@@ -160,53 +138,19 @@ class System:
 
     def rest_engines(self) -> None:
         """Engines that can do so give their GPU memory back until the next reshard."""
-        if engines_sleep(self._setup.config, self._setup.placement):
+        if self._setup.engines_sleep:
             calls = [self._engines.start(rank, "sleep") for rank in self._engines.serving()]
             self._cluster.wait(calls, "sleep", check=False)
             for call in calls:
                 if not call.dead:  # a dead one is started anew before the next reshard
                     call.result()
 
-    def export(self, path: Path, source: Path) -> None:
-        """Write the actor's weights as a Hugging Face directory, with the tokenizer of `source`."""
-        write_directory(path, self._setup.shape, self.training.resharder.stream(), source)
-
-    def export_draft(self, path: Path) -> None:
-        """Write the draft, as it is now, as a directory that drafting.path takes."""
-        assert self._setup.draft is not None
-        shape = read_draft_shape(self._setup.draft, self._setup.shape)
-        stream = self.training.resharder.stream(WeightTarget.DRAFT)
-        tensors = {name: tensor.clone() for name, tensor in stream}
-        write_draft(path, shape, tensors, load_target_ids(self._setup.draft, shape))
-
-    # The draft
-
-    def allow_freed_refresh(self) -> None:
-        """The draft may be refreshed during the rollout to come, where that frees the device of the draft's rank."""
-        if self._freed_refresh:
-            self._freed_refresh.allow()
-
-    def take_freed_refresh(self) -> RefreshReport | None:
-        """The refresh made during the last rollout, once it has ended; None without one."""
-        report = self._freed_refresh.take(self._cluster.wait) if self._freed_refresh else None
-        if report and report.kept:
-            self._weights.draft_changed()
-        return report
-
-    def refresh_draft(self, *, steps: int | None = None, seconds: float | None = None) -> RefreshReport:
-        """Train the draft on the actor's recent samples, by count or by time; if kept, the next reshard brings it."""
-        assert self.training.draft is not None
-        report = self.training.draft.refresh(steps=steps, seconds=seconds)
-        if report.kept:
-            self._weights.draft_changed()
-        return report
-
     # What dies, and what stays
 
     def _revive(self) -> None:
         """Bring engines back in the middle of a rollout, when none is left to finish it."""
-        if self._freed_refresh:
-            self._freed_refresh.settle(self._cluster.wait)
+        if self.draft.freed:
+            self.draft.freed.settle(self._cluster.wait)
         self.reshard(self.policy_version)
 
     def may_restart_actor(self) -> bool:
@@ -219,8 +163,8 @@ class System:
         Engines go on running, but forget the samples they held.
         """
         self._cluster.end(ACTOR)
-        if self._freed_refresh:
-            self._freed_refresh.forget()
+        if self.draft.freed:
+            self.draft.freed.forget()
         self.training.close()
         for role in (ENGINE, REFERENCE):
             self._cluster.settle(role, SETTLE_SECONDS)
@@ -253,5 +197,5 @@ class System:
         self._cluster.close()
         if self._training is not None:
             self._training.close()
-        if self._scorers is not None:
-            self._scorers.close()
+        if self.scorers is not None:
+            self.scorers.close()

@@ -7,9 +7,8 @@ from functools import partial
 
 from rlhfspec_mega.cluster.interface import Cluster, WorkerSpec
 from rlhfspec_mega.cluster.meeting_point import MeetingPoint
-from rlhfspec_mega.draft.directory import read_draft_shape
+from rlhfspec_mega.draft.directory import read_draft_tensors
 from rlhfspec_mega.draft.refresh import DraftLearning
-from rlhfspec_mega.draft.shape import draft_tensors
 from rlhfspec_mega.megatron.description import Learning, ModelDescription, ParallelSizes, describe
 from rlhfspec_mega.megatron.rendezvous import Rendezvous
 from rlhfspec_mega.models.mapping import mapping_for
@@ -30,13 +29,14 @@ class Training:
         open_host: opens the transport of weights.
 
     Attributes:
+        setup: what it was made from.
         models: by name; begun without weights.
         draft: beside the actor; None without drafting.
         resharder: of the actor's weights, and the draft's.
     """
 
     def __init__(self, setup: Setup, cluster: Cluster, host: str, open_host: OpenHost) -> None:
-        self._setup, config = setup, setup.config
+        self.setup, config = setup, setup.config
         self._meeting_point = MeetingPoint(host, config.cluster.deadline_seconds)
         descriptions = self._descriptions()
         workers = cluster.launch(ACTOR, self._specs(descriptions))
@@ -55,7 +55,7 @@ class Training:
         if setup.draft is not None:
             learning = self._draft_learning() if config.drafting.refresh_every else None
             self.draft = DraftGroup(workers, self.actor, setup.draft, learning)
-            tensors = draft_tensors(read_draft_shape(setup.draft, setup.shape))
+            tensors = read_draft_tensors(setup.draft, setup.shape)
             self.resharder.plan(WeightTarget.DRAFT, [replace(tensor, dtype=setup.engine_dtype) for tensor in tensors])
 
     @property
@@ -70,7 +70,7 @@ class Training:
 
     def _descriptions(self) -> list[ModelDescription]:
         """The actor and, if it lies there, the reference."""
-        setup, config = self._setup, self._setup.config
+        setup, config = self.setup, self.setup.config
         made = partial(
             describe,
             shape=setup.shape,
@@ -85,10 +85,10 @@ class Training:
         return found
 
     def _specs(self, descriptions: list[ModelDescription]) -> list[WorkerSpec]:
-        config, ranks = self._setup.config, self._setup.sizes.actor_ranks
+        config, ranks = self.setup.config, self.setup.sizes.actor_ranks
         shared = {
             "models": descriptions,
-            "device": self._setup.device,
+            "device": self.setup.device,
             "seed": config.seed,
             "deterministic": config.trainer.deterministic,
         }
@@ -99,11 +99,11 @@ class Training:
                 {**shared, "rendezvous": meet(rank, ranks, config.cluster.deadline_seconds)},
                 devices,
             )
-            for rank, devices in enumerate(self._setup.placement.devices(ACTOR))
+            for rank, devices in enumerate(self.setup.placement.devices(ACTOR))
         ]
 
     def _draft_learning(self) -> DraftLearning:
-        config = self._setup.config
+        config = self.setup.config
         return DraftLearning(
             buffer_tokens=config.drafting.buffer_tokens,
             learning_rate=config.drafting.learning_rate,

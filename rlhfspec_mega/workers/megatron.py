@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from rlhfspec_mega.algorithm.microbatch import Shard, TokenLoss
 from rlhfspec_mega.draft.refresh import DraftLearning, RefreshReport
 from rlhfspec_mega.megatron.checkpoint_files import FileSum, SavedPart, first_damage
-from rlhfspec_mega.megatron.checkpoint_writer import WriteFailed
 from rlhfspec_mega.megatron.description import ModelDescription, ParallelRanks
 from rlhfspec_mega.megatron.draft import ActorDraft
 from rlhfspec_mega.megatron.groups import positions
@@ -22,8 +21,7 @@ from rlhfspec_mega.megatron.random_state import seed_generators
 from rlhfspec_mega.megatron.rendezvous import Rendezvous
 from rlhfspec_mega.observe.spans import SpanRecorder
 from rlhfspec_mega.resharding.buckets import Bucket
-from rlhfspec_mega.resharding.export import WeightExporter, send_tensors
-from rlhfspec_mega.resharding.transport import Sender
+from rlhfspec_mega.resharding.export import Senders, WeightExporter, send_tensors
 from rlhfspec_mega.types import Span, WeightTarget
 
 
@@ -54,7 +52,7 @@ class MegatronWorker:
         self._models = {one.name: MegatronModel(one, ranks, place, rendezvous.deadline_seconds) for one in models}
         seed_generators(seed, position)  # after initial weights were drawn, which no run uses
         self._exporters: dict[str, WeightExporter] = {}
-        self._senders: dict[str, Sender] = {}
+        self._senders = Senders()
         self._draft: ActorDraft | None = None
         self._spans = SpanRecorder()
 
@@ -122,10 +120,8 @@ class MegatronWorker:
         part = self._models[model].save(directory)
         if self._draft is None or self._draft.model is not self._models[model] or part.failure is not None:
             return part
-        try:
-            return SavedPart(part.files | self._draft.save(directory), None)
-        except WriteFailed as error:
-            return SavedPart({}, str(error))
+        of_draft = self._draft.save(directory)
+        return of_draft if of_draft.failure is not None else SavedPart(part.files | of_draft.files, None)
 
     def load(self, model: str, directory: Path) -> bool:
         """See MegatronModel.load; with the draft that learns from this model."""
@@ -160,9 +156,7 @@ class MegatronWorker:
 
     def connect(self, stream: str, address: Any, owner: int) -> None:
         """Make the sending end of a transport under the name `stream`, in place of the last one of this name."""
-        if stream in self._senders:
-            self._senders[stream].close()
-        self._senders[stream] = address.sender(owner)
+        self._senders.connect(stream, address, owner)
 
     def send_weights(
         self, model: str, stream: str, buckets: Sequence[Bucket], target: WeightTarget = WeightTarget.ACTOR

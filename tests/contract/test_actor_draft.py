@@ -20,7 +20,6 @@ from rlhfspec_mega.draft.refresh import DraftLearning, RefreshReport
 from rlhfspec_mega.draft.shape import draft_shape
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.megatron.checkpoint_files import FileSum, sum_file
-from rlhfspec_mega.megatron.checkpoint_writer import WriteFailed
 from rlhfspec_mega.megatron.draft import CHECKPOINT_FILE, ActorDraft
 from rlhfspec_mega.megatron.model import on_megatron
 from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
@@ -51,7 +50,9 @@ class DraftProbe(Probe):
         return {name: tensor.clone() for name, tensor in self.draft.weights().items()}
 
     def save_draft(self, directory: Path) -> dict[str, FileSum]:
-        return self.draft.save(directory)
+        part = self.draft.save(directory)
+        assert part.failure is None
+        return part.files
 
     def save_without_memory(self, directory: Path) -> str:
         def no_memory() -> Held:
@@ -59,11 +60,7 @@ class DraftProbe(Probe):
 
         if self.draft._refresher is not None:
             self.draft._refresher.state_dict = no_memory
-        try:
-            self.draft.save(directory)
-        except WriteFailed as error:
-            return str(error)
-        return "written"
+        return self.draft.save(directory).failure or "written"
 
     def load_draft(self, directory: Path) -> None:
         self.draft.load(directory)

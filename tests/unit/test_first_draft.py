@@ -16,12 +16,11 @@ from rlhfspec_mega.draft.directory import load_draft, load_target_ids
 from rlhfspec_mega.draft.distillation import Target, accepted_by_depth, initial_draft
 from rlhfspec_mega.draft.examples import collect_examples
 from rlhfspec_mega.making.first_draft import DraftRecipe, make_draft
-from rlhfspec_mega.making.start import RECIPES, first_draft
+from rlhfspec_mega.making.start import RECIPES, first_draft, start_draft
 from rlhfspec_mega.models.hf_directory import write_directory
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.observe.console import Console
-from rlhfspec_mega.startup import start_draft
 from tests.e2e.conftest import make_model as make_tokenized
 from tests.unit.test_draft_training import one_thread  # noqa: F401
 

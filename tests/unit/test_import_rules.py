@@ -40,6 +40,7 @@ LAYERS = {
     "algorithms": 5,
     "checkpoints": 5,
     "making": 5,
+    "run": 5,
     "startup": 5,
     "stop": 0,
     "trainer": 5,

@@ -1,0 +1,52 @@
+"""The parts of a started run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhfspec_mega.algorithms.policy_gradient import PolicyGradient
+from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.data.prompts import PromptStream
+from rlhfspec_mega.generation import SampleGenerator
+from rlhfspec_mega.ledger.ledger import Ledger
+from rlhfspec_mega.observe.console import Console
+from rlhfspec_mega.observe.phases import PhaseTimer
+from rlhfspec_mega.observe.timeline import Timeline
+from rlhfspec_mega.reward.runner import RewardRunner
+from rlhfspec_mega.system.system import System
+from rlhfspec_mega.types import Prompt
+
+
+@dataclass
+class Run:
+    """Made by startup.started.
+
+    Attributes:
+        model: the Hugging Face directory the actor and the reference start from.
+        started: seconds of time.monotonic().
+        beginning: state of prompts and ledger before the first step.
+    """
+
+    config: RunConfig
+    directory: Path
+    model: Path
+    console: Console
+    timeline: Timeline
+    prompts: PromptStream
+    held_out: list[Prompt]
+    rewards: RewardRunner
+    system: System
+    generator: SampleGenerator
+    algorithm: PolicyGradient
+    started: float = field(default_factory=time.monotonic)
+    phases: PhaseTimer = field(init=False)
+    ledger: Ledger = field(init=False)
+    beginning: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.phases = PhaseTimer(entered=self.console.phase, charged=self.timeline.phase)
+        self.ledger = self.generator.ledger
+        self.beginning = {"prompts": self.prompts.state_dict(), "ledger": self.ledger.state_dict()}

@@ -1,0 +1,24 @@
+"""What a run leaves behind: the actor and its draft as directories that others read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhfspec_mega.draft.directory import load_target_ids, read_draft_shape, write_draft
+from rlhfspec_mega.models.hf_directory import write_directory
+from rlhfspec_mega.system.training import Training
+from rlhfspec_mega.types import WeightTarget
+
+
+def export_model(training: Training, path: Path, source: Path) -> None:
+    """Write the actor's weights as a Hugging Face directory, with the tokenizer of `source`."""
+    write_directory(path, training.setup.shape, training.resharder.stream(), source)
+
+
+def export_draft(training: Training, path: Path) -> None:
+    """Write the draft, as it is now, as a directory that drafting.path takes."""
+    start, target = training.setup.draft, training.setup.shape
+    assert start is not None
+    shape = read_draft_shape(start, target)
+    tensors = {name: tensor.clone() for name, tensor in training.resharder.stream(WeightTarget.DRAFT)}
+    write_draft(path, shape, tensors, load_target_ids(start, shape))
