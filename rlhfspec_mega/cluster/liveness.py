@@ -13,13 +13,8 @@ class WorkerState(StrEnum):
     STARTING = "starting"  # launched; has not reported that its object is built
     REJOINING = "rejoining"  # runs, but holds no weights or old ones
     SERVING = "serving"
-    DRAINING = "draining"  # takes no new samples, finishes those it has
-    RELEASED = "released"  # empty, free for other work
     SUSPECT = "suspect"  # silent for longer than suspect_seconds
     DEAD = "dead"
-
-
-WITH_WEIGHTS = (WorkerState.SERVING, WorkerState.DRAINING, WorkerState.RELEASED)
 
 
 @dataclass(frozen=True)
@@ -76,7 +71,7 @@ class Health:
 
     def published(self, version: int) -> Health:
         """`version` is the policy of now."""
-        if self.may_serve(version) or self.underlying not in WITH_WEIGHTS:
+        if self.may_serve(version) or self.underlying is not WorkerState.SERVING:
             return self
         return self._becomes(WorkerState.REJOINING)
 
@@ -85,34 +80,29 @@ class Health:
         if self.underlying in (WorkerState.STARTING, WorkerState.DEAD):  # a process that has ended sent this
             return self
         health = replace(self, version=version)
-        if self.underlying not in (WorkerState.SERVING, WorkerState.REJOINING):
-            return health
         return health._becomes(WorkerState.SERVING if health.may_serve(current) else WorkerState.REJOINING)
 
 
 class Liveness:
     """The record of all workers of a run by (role, rank). Times are seconds of one monotonic clock.
 
-    | event     | from                        | to                                                                |
-    |-----------|-----------------------------|-------------------------------------------------------------------|
-    | launched  | unknown, DEAD               | STARTING                                                          |
-    | started   | STARTING                    | SERVING; REJOINING if it needs weights                            |
-    | heard     | SUSPECT                     | what it resumes                                                   |
-    | look      | all but STARTING, DEAD      | SUSPECT after suspect_seconds of silence, DEAD after dead_seconds |
-    | exited    | any                         | DEAD                                                              |
-    | publish   | SERVING, DRAINING, RELEASED | REJOINING if it needs weights and confirmed another version       |
-    | confirm   | REJOINING, SERVING          | SERVING with the current version, REJOINING with another one      |
-    | drain     | SERVING                     | DRAINING                                                          |
-    | drained   | DRAINING                    | RELEASED                                                          |
-    | recall    | DRAINING, RELEASED          | SERVING; REJOINING if its version is not the current one          |
-    | forget    | any                         | unknown                                                           |
+    | event     | from                   | to                                                                |
+    |-----------|------------------------|-------------------------------------------------------------------|
+    | launched  | unknown, DEAD          | STARTING                                                          |
+    | started   | STARTING               | SERVING; REJOINING if it needs weights                            |
+    | heard     | SUSPECT                | what it resumes                                                   |
+    | look      | all but STARTING, DEAD | SUSPECT after suspect_seconds of silence, DEAD after dead_seconds |
+    | exited    | any                    | DEAD                                                              |
+    | publish   | SERVING                | REJOINING if it needs weights and confirmed another version       |
+    | confirm   | REJOINING, SERVING     | SERVING with the current version, REJOINING with another one      |
+    | forget    | any                    | unknown                                                           |
 
     A SUSPECT worker stays SUSPECT under publish and confirm: they change what it resumes. Only `confirm` makes a
     REJOINING worker serve, never `publish`: an update that broke off may have overwritten part of the version it had
     confirmed. So an update begins with `publish` and ends with each engine's `confirm`.
 
     What workers report (started, heard, exited, confirm) is ignored where it comes too late, from a DEAD or forgotten
-    worker; commands that do not fit raise RuntimeError. Reports carry no mark of the process that sent them: after
+    worker; others that do not fit raise RuntimeError. Reports carry no mark of the process that sent them: after
     a restart, those still on their way from the process before must not be passed on. Reports must be passed on
     before `look`, or a worker is judged by the driver's own pause.
 
@@ -143,8 +133,10 @@ class Liveness:
         known = self._workers.get((role, rank))
         if known is None or known.state is WorkerState.DEAD:
             return
+        if known.state is not WorkerState.STARTING:
+            raise RuntimeError(f"{role} rank {rank} is {known.state}: only a starting worker can report its start")
         state = WorkerState.REJOINING if known.needs_weights else WorkerState.SERVING
-        self._command(role, rank, state, WorkerState.STARTING)
+        self._workers[role, rank] = replace(known, state=state)
         self.heard(role, rank, now)
 
     def heard(self, role: str, rank: int, now: float) -> None:
@@ -178,20 +170,6 @@ class Liveness:
         """The engine holds all weights of `version`."""
         self._report(role, rank, lambda health: health.confirmed(version, self.version))
 
-    def drain(self, role: str, rank: int) -> None:
-        """Give the worker no new samples. Raises RuntimeError unless it is SERVING."""
-        self._command(role, rank, WorkerState.DRAINING, WorkerState.SERVING)
-
-    def drained(self, role: str, rank: int) -> None:
-        """The worker's last sample has left. Raises RuntimeError unless it is DRAINING."""
-        self._command(role, rank, WorkerState.RELEASED, WorkerState.DRAINING)
-
-    def recall(self, role: str, rank: int) -> None:
-        """Let the worker serve again. Raises RuntimeError unless it is DRAINING or RELEASED."""
-        serves = self.health(role, rank).may_serve(self.version)
-        state = WorkerState.SERVING if serves else WorkerState.REJOINING
-        self._command(role, rank, state, WorkerState.DRAINING, WorkerState.RELEASED)
-
     def forget(self, role: str) -> None:
         """All workers of the role were ended on purpose."""
         self._workers = {key: health for key, health in self._workers.items() if key[0] != role}
@@ -213,9 +191,3 @@ class Liveness:
     def _report(self, role: str, rank: int, transition: Callable[[Health], Health]) -> None:
         if (role, rank) in self._workers:
             self._workers[role, rank] = transition(self._workers[role, rank])
-
-    def _command(self, role: str, rank: int, state: WorkerState, *allowed: WorkerState) -> None:
-        health = self.health(role, rank)
-        if health.state not in allowed:
-            raise RuntimeError(f"{role} rank {rank} is {health.state}: only {' or '.join(allowed)} can become {state}")
-        self._workers[role, rank] = replace(health, state=state)

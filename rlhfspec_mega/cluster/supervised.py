@@ -53,7 +53,7 @@ class Group:
         return self.ranks(WorkerState.SERVING)
 
     def alive(self) -> list[int]:
-        return self.ranks(WorkerState.SERVING, WorkerState.DRAINING, WorkerState.SUSPECT)
+        return self.ranks(WorkerState.SERVING, WorkerState.SUSPECT)
 
     def launches(self, rank: int) -> int:
         return self._cluster.launches[self.role, rank]

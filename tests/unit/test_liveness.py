@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from rlhfspec_mega.cluster.liveness import Health, Liveness, WorkerState
 
-STARTING, REJOINING, SERVING, DRAINING, RELEASED, SUSPECT, DEAD = WorkerState
+STARTING, REJOINING, SERVING, SUSPECT, DEAD = WorkerState
 SUSPECT_SECONDS, DEAD_SECONDS = 3, 10
 CURRENT, OTHER = 5, 4
 
@@ -26,10 +26,6 @@ def engine_in(state: WorkerState) -> Liveness:
     if state is REJOINING:
         return record
     record.confirm("engine", 0, CURRENT)
-    if state in (DRAINING, RELEASED):
-        record.drain("engine", 0)
-    if state is RELEASED:
-        record.drained("engine", 0)
     if state is SUSPECT:
         assert record.look(0) == []
     if state is DEAD:
@@ -49,28 +45,22 @@ EVENTS = {
     "publish other": lambda record: record.publish(OTHER),
     "confirm current": lambda record: record.confirm("engine", 0, CURRENT),
     "confirm other": lambda record: record.confirm("engine", 0, OTHER),
-    "drain": lambda record: record.drain("engine", 0),
-    "drained": lambda record: record.drained("engine", 0),
-    "recall": lambda record: record.recall("engine", 0),
 }
 ERROR = None
 # A suspect serving engine is in column SUSPECT; "look early" leaves it, as it has been suspect before.
 TABLE = {
-    #                   STARTING   REJOINING  SERVING    DRAINING   RELEASED   SUSPECT    DEAD
-    "launched":        (ERROR,     ERROR,     ERROR,     ERROR,     ERROR,     ERROR,     STARTING),
-    "started":         (REJOINING, ERROR,     ERROR,     ERROR,     ERROR,     ERROR,     DEAD),
-    "heard":           (STARTING,  REJOINING, SERVING,   DRAINING,  RELEASED,  SERVING,   DEAD),
-    "look early":      (STARTING,  REJOINING, SERVING,   DRAINING,  RELEASED,  SUSPECT,   DEAD),
-    "look late":       (STARTING,  SUSPECT,   SUSPECT,   SUSPECT,   SUSPECT,   SUSPECT,   DEAD),
-    "look very late":  (STARTING,  DEAD,      DEAD,      DEAD,      DEAD,      DEAD,      DEAD),
-    "exited":          (DEAD,      DEAD,      DEAD,      DEAD,      DEAD,      DEAD,      DEAD),
-    "publish same":    (STARTING,  REJOINING, SERVING,   DRAINING,  RELEASED,  SUSPECT,   DEAD),
-    "publish other":   (STARTING,  REJOINING, REJOINING, REJOINING, REJOINING, SUSPECT,   DEAD),
-    "confirm current": (STARTING,  SERVING,   SERVING,   DRAINING,  RELEASED,  SUSPECT,   DEAD),
-    "confirm other":   (STARTING,  REJOINING, REJOINING, DRAINING,  RELEASED,  SUSPECT,   DEAD),
-    "drain":           (ERROR,     ERROR,     DRAINING,  ERROR,     ERROR,     ERROR,     ERROR),
-    "drained":         (ERROR,     ERROR,     ERROR,     RELEASED,  ERROR,     ERROR,     ERROR),
-    "recall":          (ERROR,     ERROR,     ERROR,     SERVING,   SERVING,   ERROR,     ERROR),
+    #                   STARTING   REJOINING  SERVING    SUSPECT    DEAD
+    "launched":        (ERROR,     ERROR,     ERROR,     ERROR,     STARTING),
+    "started":         (REJOINING, ERROR,     ERROR,     ERROR,     DEAD),
+    "heard":           (STARTING,  REJOINING, SERVING,   SERVING,   DEAD),
+    "look early":      (STARTING,  REJOINING, SERVING,   SUSPECT,   DEAD),
+    "look late":       (STARTING,  SUSPECT,   SUSPECT,   SUSPECT,   DEAD),
+    "look very late":  (STARTING,  DEAD,      DEAD,      DEAD,      DEAD),
+    "exited":          (DEAD,      DEAD,      DEAD,      DEAD,      DEAD),
+    "publish same":    (STARTING,  REJOINING, SERVING,   SUSPECT,   DEAD),
+    "publish other":   (STARTING,  REJOINING, REJOINING, SUSPECT,   DEAD),
+    "confirm current": (STARTING,  SERVING,   SERVING,   SUSPECT,   DEAD),
+    "confirm other":   (STARTING,  REJOINING, REJOINING, SUSPECT,   DEAD),
 }  # fmt: skip
 
 
@@ -110,14 +100,6 @@ def test_a_suspect_engine_comes_back_serving_only_with_current_weights(events, b
     assert record.health("engine", 0).state is back
 
 
-def test_recall_after_other_weights_rejoins():
-    record = engine_in(RELEASED)
-    record.confirm("engine", 0, OTHER)
-    record.recall("engine", 0)
-    assert record.health("engine", 0).state is REJOINING
-    assert record.health("engine", 0).version == OTHER
-
-
 def test_actor_ranks_serve_without_weights_through_every_publish():
     record = Liveness(SUSPECT_SECONDS, DEAD_SECONDS)
     record.launched("actor", 0, 0, needs_weights=False)
@@ -125,12 +107,6 @@ def test_actor_ranks_serve_without_weights_through_every_publish():
     record.started("actor", 0, 1)
     record.publish(1)
     assert record.health("actor", 0) == Health(SERVING, 1, needs_weights=False)
-    record.drain("actor", 0)
-    record.drained("actor", 0)
-    record.publish(2)
-    assert record.health("actor", 0).state is RELEASED
-    record.recall("actor", 0)
-    assert record.health("actor", 0).state is SERVING
 
 
 def test_causes_of_death():
@@ -169,9 +145,8 @@ def test_a_forgotten_role_leaves_the_record_and_its_last_reports_are_ignored():
     record.exited("engine", 0, "exit status 0")
     assert record.ranks("engine") == []
     assert record.ranks("actor") == [0]
-    for question in (record.health, record.drain, record.drained, record.recall):
-        with pytest.raises(RuntimeError, match="engine rank 0 is not in the record"):
-            question("engine", 0)
+    with pytest.raises(RuntimeError, match="engine rank 0 is not in the record"):
+        record.health("engine", 0)
     record.launched("engine", 0, 2, needs_weights=True)
     assert record.health("engine", 0) == Health(STARTING, 2, needs_weights=True)
 
@@ -229,7 +204,7 @@ class LivenessMachine(RuleBasedStateMachine):
         try:
             result = getattr(self.record, event)(*(workers[0] if workers else ()), **arguments)
         except RuntimeError:
-            assert event in ("launched", "started", "drain", "drained", "recall")
+            assert event in ("launched", "started")
             assert self.snapshot() == before
             return None
         after = self.snapshot()
@@ -341,10 +316,6 @@ class LivenessMachine(RuleBasedStateMachine):
         if after and after.state not in (STARTING, DEAD):
             assert after.version == version
             self.held[worker] = version
-
-    @rule(worker=workers, command=st.sampled_from(["drain", "drained", "recall"]))
-    def command(self, worker, command):
-        self.act(command, worker)
 
     @rule(role=st.sampled_from(["engine", "actor"]))
     def replace_on_purpose(self, role):
