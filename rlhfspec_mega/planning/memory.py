@@ -15,6 +15,7 @@ LOGITS_AT_ONCE = 2**25  # rows x vocabulary whose scores an engine holds at once
 # is made from.
 _SCORE_BYTES, _NOISE_BYTES, _MAKING_BYTES = 24, 8, 12
 _TRAINED_POSITIONS, _TRAINED_DEPTH = 512, 5  # of one training step of a draft
+_CHUNK_COPIES = 4  # fp32: a chunk's logits over the temperature, their exponentials, and two of products
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,8 @@ def actor_memory(shape: ModelShape, plan: ActorPlan) -> ActorMemory:
                      only under sequence parallelism (after arXiv 2205.05198, for SwiGLU and attention that stores no
                      scores). 1F1B keeps PP micro-batches of layers / PP layers on the first stage, so all layers count.
                      With recompute only each layer's input (hidden) stays, plus one layer in full.
-        logits       3 x 4 bytes per token of a chunk and vocabulary entry of the rank: logits, probabilities, gradient
+        logits       per token and vocabulary entry of the rank 3 b: as they came, transposed, and their gradient; and
+                     _CHUNK_COPIES x 4 bytes per token of a chunk
     """
     weights = weights_per_rank(shape, plan.tensor_parallel, plan.pipeline_parallel)
     size, tp = DTYPE_BYTES[plan.dtype], plan.tensor_parallel
@@ -154,7 +156,7 @@ def actor_memory(shape: ModelShape, plan: ActorPlan) -> ActorMemory:
         gradients=4 * weights,
         optimizer=(8 if plan.dtype == "float32" else 12) * weights // plan.data_parallel,
         activations=plan.microbatch_tokens * kept * size,
-        logits=3 * 4 * chunk * shape.vocab_size // tp,
+        logits=(3 * size * plan.microbatch_tokens + 4 * _CHUNK_COPIES * chunk) * shape.vocab_size // tp,
     )
 
 
@@ -205,19 +207,18 @@ def reference_memory(shape: ModelShape, plan: ReferencePlan) -> int:
     """Bytes of the rank of a frozen model that needs most while it scores; TP divides all but the residual stream.
 
     With P = weights_per_rank, P b for the weights, b bytes each, and what exists at once of a forward pass:
-        in a layer    per token 2 hidden (the residual stream and its norm), 4 ffn (gate and up of this layer and of the
-                      one before), q, k and v, the attention's result, and 2 head_dim of rotary factors
-        at the head   per token 3 hidden; per token of a chunk and vocabulary entry its fp32 logits and those of the
-                      chunk before, or their log-softmax; in bf16 also the product they come from
+        in a layer    per token 6 hidden (the residual stream, norms and sums), 4 ffn (gate and up, and their product's
+                      parts), and twice q, k, v and the attention's result
+        at the head   per token 3 hidden, and b bytes per vocabulary entry twice (Megatron transposes the logits), or
+                      once beside the chunk's: _CHUNK_COPIES fp32 numbers per token of it and vocabulary entry
     On a GPU the weights are there during a call only, and wait in host memory, which is not counted.
     """
-    size, tp = DTYPE_BYTES[plan.dtype], plan.tensor_parallel
-    qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    mixed = (shape.num_heads + 2) * shape.head_dim
-    layer = plan.batch_tokens * (2 * shape.hidden_size + (4 * shape.ffn_size + qkv + mixed) // tp) * size
-    per_logit = 8 if plan.dtype == "float32" else 8 + size
-    chunk = min(plan.logit_chunk, plan.batch_tokens)
-    head = plan.batch_tokens * 3 * shape.hidden_size * size + chunk * shape.vocab_size * per_logit // tp
+    size, tp, tokens = DTYPE_BYTES[plan.dtype], plan.tensor_parallel, plan.batch_tokens
+    heads = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    layer = tokens * (6 * shape.hidden_size + (4 * shape.ffn_size + 2 * heads) // tp) * size
+    logits = tokens * shape.vocab_size // tp * size
+    chunk = min(plan.logit_chunk, tokens) * shape.vocab_size // tp * 4 * _CHUNK_COPIES
+    head = tokens * 3 * shape.hidden_size * size + logits + max(logits, chunk)
     return weights_per_rank(shape, tp, plan.pipeline_parallel) * size + max(layer, head)
 
 
