@@ -38,7 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small_run(model: Path, output: Path, name: str, *more: str) -> list[str]:
-    """Options of a run of a few seconds after start-up."""
+    """Options of a run of a few seconds after start-up; without processes for the reference, unless it is placed."""
+    placed = any(option.startswith("placement") for option in more)
     return [
         f"model.path={model}",
         f"output_dir={output}",
@@ -55,6 +56,7 @@ def small_run(model: Path, output: Path, name: str, *more: str) -> list[str]:
         "trainer.max_tokens_per_microbatch=128",
         "reward.function=tests.e2e.rewards.evenness",
         "logger.tensorboard=false",
+        *([] if placed else ["placement.reference=actor"]),
         *more,
     ]
 
