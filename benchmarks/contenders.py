@@ -9,9 +9,8 @@ from typing import Any
 from benchmarks.rivals import Bandit, EmaTiers
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
-from rlhfspec_mega.planning.strategy import Adaptive
+from rlhfspec_mega.planning.strategy import Adaptive, Fixed, Uniform
 from rlhfspec_mega.planning.tree import DraftingPolicy
-from rlhfspec_mega.planning.uniform import Fixed, Uniform
 
 OFF, ADAPTIVE, UNIFORM, FIXED, EMA_TIERS, BANDIT = "off", "adaptive", "uniform", "fixed", "ema_tiers", "bandit"
 FAMILIES = (OFF, ADAPTIVE, UNIFORM, FIXED, EMA_TIERS, BANDIT)

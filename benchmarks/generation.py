@@ -47,7 +47,7 @@ from benchmarks.samples import load_target, word_prompts, words_target
 from benchmarks.scenarios import BATCHES, LENGTHS, LONGEST, Bench, Scenario, batch_scenario, decay_scenario
 from rlhfspec_mega.config.hardware import cpu_has_fast_bf16
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
-from rlhfspec_mega.planning.uniform import Fixed
+from rlhfspec_mega.planning.strategy import Fixed
 
 RESULTS = Path(__file__).parent / "results"
 DRAFT_TOKENS = 320  # of the longest sample that the draft learns from

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.contenders import MOST_NODES
 from rlhfspec_mega.planning.cost import CostModel, step_cost
-from rlhfspec_mega.planning.policy import ranked
+from rlhfspec_mega.planning.strategy import ranked
 from rlhfspec_mega.planning.tree import Batch, DraftingPolicy, DraftTree, Floats, Ints, StepRecord
 
 

@@ -10,11 +10,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rlhfspec_mega.planning.consolidation import Consolidator
 from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.reallocation import Reallocator
 from rlhfspec_mega.planning.rollout_state import EngineState, MigrationCost, RolloutState, Throughput
-from rlhfspec_mega.planning.tail import TailPolicy
+from rlhfspec_mega.planning.tail import Consolidator, TailPolicy
 
 LIMIT, GROUP, PROMPT_TOKENS = 8192, 8, 200
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)

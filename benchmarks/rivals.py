@@ -11,7 +11,7 @@ import numpy as np
 
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
-from rlhfspec_mega.planning.policy import CalibratedPolicy, places, ranked
+from rlhfspec_mega.planning.strategy import CalibratedPolicy, places, ranked
 from rlhfspec_mega.planning.tree import Batch, DraftTree, Ints, StepRecord
 
 SGLANG_TIERS: Mapping[int, Sequence[int]] = {1: (1, 3, 7), 8: (0, 1, 3), 32: (0, 1), 64: (0,)}

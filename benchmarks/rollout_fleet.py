@@ -23,11 +23,10 @@ from rlhfspec_mega.megatron.description import ParallelSizes, describe
 from rlhfspec_mega.megatron.rendezvous import Rendezvous
 from rlhfspec_mega.models.hf_directory import HfWeights
 from rlhfspec_mega.observe.timeline import Timeline
-from rlhfspec_mega.planning.consolidation import Consolidator
 from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.reallocation import Reallocator
 from rlhfspec_mega.planning.rollout_state import MigrationCost
-from rlhfspec_mega.planning.tail import TailPolicy
+from rlhfspec_mega.planning.tail import Consolidator, TailPolicy
 from rlhfspec_mega.rollout.assignment import held_at_once
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.reallocation import FIRST_DOWNTIME, Reallocation, ScoringWork

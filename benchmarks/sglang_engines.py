@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rlhfspec_mega.models.hf_directory import HfWeights
-from rlhfspec_mega.planning.chain import StepTable
+from rlhfspec_mega.planning.draft_tokens import StepTable
 from rlhfspec_mega.rollout.sglang_engine import cpu_kernels, launch
 from rlhfspec_mega.rollout.sglang_engine.choice import FREE
 from rlhfspec_mega.rollout.sglang_engine.control import DraftingControl

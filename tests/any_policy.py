@@ -8,7 +8,7 @@ from benchmarks.rivals import Bandit, EmaTiers
 from rlhfspec_mega.config.schema import DraftingConfig
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
-from rlhfspec_mega.planning.policies import make_policy
+from rlhfspec_mega.planning.strategy import make_policy
 from rlhfspec_mega.planning.tree import DraftingPolicy
 
 

@@ -28,7 +28,7 @@ from rlhfspec_mega.planning.memory import (
     weights_per_rank,
 )
 from rlhfspec_mega.planning.placement import ACTOR, ENGINE, GENERATION, PLACEMENTS, REFERENCE, Placement, Wishes
-from rlhfspec_mega.planning.policies import make_policy
+from rlhfspec_mega.planning.strategy import make_policy
 from rlhfspec_mega.planning.tree import most_drafted
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhfspec_mega.planning.isotonic import rising
-from rlhfspec_mega.planning.regression import RecursiveRegression
+from rlhfspec_mega.planning.regression import RecursiveRegression, rising
 from rlhfspec_mega.planning.tree import Floats, StepRecord
 
 # Log-spaced, four thirds or three halves apart. A machine with known steps (graph sizes, tiles) gets its own.

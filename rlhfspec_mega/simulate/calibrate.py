@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhfspec_mega.errors import UserError
-from rlhfspec_mega.planning.isotonic import rising
+from rlhfspec_mega.planning.regression import rising
 from rlhfspec_mega.simulate.curves import CostCurves, DecodeCurve, MigrationTimes, check_curves
 from rlhfspec_mega.types import Span
 

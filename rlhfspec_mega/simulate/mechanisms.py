@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rlhfspec_mega.planning.consolidation import Consolidator
 from rlhfspec_mega.planning.reallocation import Reallocator
-from rlhfspec_mega.planning.tail import TailPolicy
+from rlhfspec_mega.planning.tail import Consolidator, TailPolicy
 from rlhfspec_mega.simulate.curves import CostCurves
 from rlhfspec_mega.simulate.predictions import Learned, Oracle, Predictions
 from rlhfspec_mega.simulate.result import SimulatedRollout

@@ -9,12 +9,11 @@ from typing import Any
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.config.sglang import memory_share, uses_sglang
-from rlhfspec_mega.planning.consolidation import Consolidator
 from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.placement import ENGINE
 from rlhfspec_mega.planning.reallocation import Reallocator
 from rlhfspec_mega.planning.rollout_state import MigrationCost
-from rlhfspec_mega.planning.tail import TailPolicy
+from rlhfspec_mega.planning.tail import Consolidator, TailPolicy
 from rlhfspec_mega.rollout.assignment import held_at_once
 from rlhfspec_mega.rollout.manager import RolloutManager, Wait
 from rlhfspec_mega.rollout.reallocation import FIRST_DOWNTIME, Reallocation, ScoringWork

@@ -11,13 +11,10 @@ from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost
 from rlhfspec_mega.planning.oversight import OverseenPolicy
-from rlhfspec_mega.planning.policies import make_policy
-from rlhfspec_mega.planning.policy import CalibratedPolicy
 from rlhfspec_mega.planning.rollout_state import Throughput
-from rlhfspec_mega.planning.strategy import Adaptive
+from rlhfspec_mega.planning.strategy import Adaptive, CalibratedPolicy, Uniform, make_policy
 from rlhfspec_mega.planning.throughput import throughput_of
 from rlhfspec_mega.planning.tree import DraftingPolicy
-from rlhfspec_mega.planning.uniform import Uniform
 from rlhfspec_mega.types import DraftingTally
 
 FORMAT = 3  # of `DraftingBrain.state_dict`

@@ -21,7 +21,7 @@ from benchmarks.sglang_engines import DEVICE, PORTABLE, finish, send, started
 from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig, SGLangConfig
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.hf_directory import read_shape
-from rlhfspec_mega.planning.chain import StepTable
+from rlhfspec_mega.planning.draft_tokens import StepTable
 from rlhfspec_mega.planning.throughput import seconds_per_token
 from rlhfspec_mega.rollout.migration.messages import MigrationOrder, Orders
 from rlhfspec_mega.rollout.protocol import DraftPast, SampleSnapshot

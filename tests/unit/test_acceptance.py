@@ -7,11 +7,10 @@ import json
 import numpy as np
 import pytest
 
-from rlhfspec_mega.planning.acceptance import CELLS, GAPS, RANKS, AcceptanceModel
-from rlhfspec_mega.planning.calibration import Calibration
+from rlhfspec_mega.planning.acceptance import CELLS, GAPS, RANKS, AcceptanceModel, Calibration
 from rlhfspec_mega.planning.cost import CostModel
+from rlhfspec_mega.planning.strategy import Fixed
 from rlhfspec_mega.planning.tree import ROOT, Batch, DraftTree, StepRecord
-from rlhfspec_mega.planning.uniform import Fixed
 from tests.synthetic_drafts import Truth, decode_step, logistic, make_batch
 
 WIDTH, DEPTH = 3, 5

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfspec_mega.planning.batch_trees import MOST_SHARPNESS, Sharpness, TreeSize, promised
-from rlhfspec_mega.planning.chain import ChainLength, StepTable
+from rlhfspec_mega.planning.draft_tokens import MOST_SHARPNESS, ChainLength, Sharpness, StepTable, TreeSize, promised
 
 COUNTS = (0, 1, 2, 4, 8)
 

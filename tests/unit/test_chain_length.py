@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfspec_mega.errors import UserError
-from rlhfspec_mega.planning.chain import MARGIN, ChainLength, StepTable
+from rlhfspec_mega.planning.draft_tokens import MARGIN, ChainLength, StepTable
 
 CANDIDATES = (0, 1, 2, 4, 8)
 

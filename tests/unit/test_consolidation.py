@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfspec_mega.planning.consolidation import Consolidator
 from rlhfspec_mega.planning.reallocation import Reallocator
 from rlhfspec_mega.planning.rollout_state import (
     EngineState,
@@ -21,7 +20,7 @@ from rlhfspec_mega.planning.rollout_state import (
     RolloutState,
     Throughput,
 )
-from rlhfspec_mega.planning.tail import TailPolicy
+from rlhfspec_mega.planning.tail import Consolidator, TailPolicy
 from tests.exact_makespan import drained, end_of, makespan
 
 COST, TOLERANCE, TICK = MigrationCost(0.02, 1e-6), 0.03, 0.1

@@ -7,8 +7,8 @@ import pytest
 
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
+from rlhfspec_mega.planning.strategy import Fixed
 from rlhfspec_mega.planning.tree import Batch, StepRecord
-from rlhfspec_mega.planning.uniform import Fixed
 from rlhfspec_mega.rollout.torch_engine import drafter
 from rlhfspec_mega.types import GenerationRequest
 from tests.random_trees import RandomTrees

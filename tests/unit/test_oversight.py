@@ -10,13 +10,18 @@ import pytest
 from rlhfspec_mega.config.schema import DraftingConfig
 from rlhfspec_mega.observe.drafting import BY_VERIFIED, collapse_notes, drafting_figures, drafting_metrics
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
-from rlhfspec_mega.planning.control import EVERY, FIRST, LENGTH
 from rlhfspec_mega.planning.cost import CostModel
-from rlhfspec_mega.planning.oversight import OverseenPolicy
-from rlhfspec_mega.planning.policies import make_policy
+from rlhfspec_mega.planning.oversight import (
+    CONTROL_EVERY,
+    CONTROL_STEPS,
+    FIRST_CONTROL,
+    LEAST,
+    LEAST_OF_TRIAL,
+    CollapseWatch,
+    OverseenPolicy,
+)
+from rlhfspec_mega.planning.strategy import Fixed, make_policy
 from rlhfspec_mega.planning.tree import ROOT, Batch, DraftTree, StepRecord
-from rlhfspec_mega.planning.uniform import Fixed
-from rlhfspec_mega.planning.watch import LEAST, LEAST_OF_TRIAL, CollapseWatch
 from rlhfspec_mega.types import TALLY_EDGES, DraftingTally
 from tests.random_trees import RandomTrees
 from tests.synthetic_drafts import constant, decode_step, make_batch
@@ -132,20 +137,20 @@ def test_a_collapse_may_be_said_without_stopping() -> None:
     assert tally.collapsed_rate == pytest.approx(0.1) and tally.usual_rate == pytest.approx(0.8)
     policy.watch.weights_changed()
     assert policy.take_tally().collapsed_rate is None, "new weights are on trial"
-    assert all(policy.depth(batch()) == 1 for _ in range(FIRST))
+    assert all(policy.depth(batch()) == 1 for _ in range(FIRST_CONTROL))
 
 
 def test_control_steps_measure_what_speculation_gains() -> None:
     policy = OverseenPolicy(RandomTrees(0), collapse_ratio=0.5)
     policy.policy.depth = lambda batch: 1  # type: ignore[method-assign]
     plain = 0
-    for _ in range(10 * EVERY):
+    for _ in range(10 * CONTROL_EVERY):
         drafted = policy.depth(batch()) > 0
         plain = 0 if drafted else plain + 1
         # 15 tokens in 2 seconds against 10 in 1.6: 0.133 against 0.16 seconds a token. Other plain steps are slow.
-        seconds = 1.6 if plain == LENGTH else 9.0
+        seconds = 1.6 if plain == CONTROL_STEPS else 9.0
         policy.observe(step(5, 2.0) if drafted else step(0, seconds, drafted=False))
-        assert plain <= LENGTH
+        assert plain <= CONTROL_STEPS
     tally = policy.take_tally()
     assert tally.paired_seconds == pytest.approx(20.0), "ten controls"
     assert tally.paired_plain_seconds / tally.paired_seconds == pytest.approx(15 * 0.16 / 2.0)
@@ -157,7 +162,7 @@ def test_a_control_is_compared_with_a_step_of_nearly_the_same_samples(left: int,
     policy = OverseenPolicy(RandomTrees(0), collapse_ratio=0.5)
     policy.policy.depth = lambda batch: 1  # type: ignore[method-assign]
     samples = np.array([*range(left), *range(100, 100 + new)])
-    for _ in range(FIRST + LENGTH):
+    for _ in range(FIRST_CONTROL + CONTROL_STEPS):
         drafted = policy.depth(batch()) > 0
         record = step(5, 2.0) if drafted else step(0, 1.6, drafted=False)
         policy.observe(record if drafted else replace(record, batch=replace(batch(), samples=samples, lengths=samples)))

@@ -13,8 +13,7 @@ import torch
 
 from rlhfspec_mega.config.schema import DraftingConfig
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.planning.batch_trees import START
-from rlhfspec_mega.planning.chain import StepTable
+from rlhfspec_mega.planning.draft_tokens import START, StepTable
 from rlhfspec_mega.rollout.sglang_engine.choice import FREE, DraftChoice, _Step, write_config
 from rlhfspec_mega.rollout.sglang_engine.shapes import ALWAYS_SPARE, DraftShapes, chains, shapes_of, trees
 from rlhfspec_mega.rollout.sglang_engine.states import StateSwitch, allow_trees, start_with_most, width_of_state

@@ -14,12 +14,19 @@ from benchmarks.rivals import Bandit, EmaTiers
 from rlhfspec_mega.config.schema import DraftingConfig
 from rlhfspec_mega.planning.acceptance import DEPTHS, AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost
-from rlhfspec_mega.planning.forecast import Forecast
-from rlhfspec_mega.planning.policies import make_policy
-from rlhfspec_mega.planning.policy import COSTS_AT_FIRST, COSTS_EVERY, SETTLING, CalibratedPolicy, drafted_nodes
-from rlhfspec_mega.planning.strategy import Adaptive
+from rlhfspec_mega.planning.payoff import Forecast
+from rlhfspec_mega.planning.strategy import (
+    COSTS_AT_FIRST,
+    COSTS_EVERY,
+    SETTLING,
+    Adaptive,
+    CalibratedPolicy,
+    Fixed,
+    Uniform,
+    drafted_nodes,
+    make_policy,
+)
 from rlhfspec_mega.planning.tree import ROOT, Batch, DraftTree, Ints, StepRecord
-from rlhfspec_mega.planning.uniform import Fixed, Uniform
 from tests.any_policy import any_policy
 from tests.synthetic_drafts import constant, decode_step, logistic, make_batch
 

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.planning.batch_trees import Sharpness, TreeSize, promised
-from rlhfspec_mega.planning.chain import ChainLength, StepTable
-from rlhfspec_mega.planning.watch import CollapseWatch
+from rlhfspec_mega.planning.draft_tokens import ChainLength, Sharpness, StepTable, TreeSize, promised
+from rlhfspec_mega.planning.oversight import CollapseWatch
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes
 from rlhfspec_mega.rollout.sglang_engine.survival import Nodes
 from rlhfspec_mega.types import TALLY_EDGES, DraftingTally

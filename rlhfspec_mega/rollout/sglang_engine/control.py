@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec_mega.errors import RunError
-from rlhfspec_mega.planning.chain import StepTable
+from rlhfspec_mega.planning.draft_tokens import StepTable
 from rlhfspec_mega.rollout.sglang_engine.choice import DraftChoice
 from rlhfspec_mega.types import DraftingTally
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhfspec_mega.planning.chain import StepTable
+from rlhfspec_mega.planning.draft_tokens import StepTable
 
 STEPS, HASTY_STEPS = 24, 4  # decode steps of a measurement, if no draft token is accepted; when time has run out
 SECONDS = 30.0  # in which batches between the smallest and the largest are measured; the others are interpolated

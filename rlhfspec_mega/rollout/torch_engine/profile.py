@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlhfspec_mega.planning.cost import StepCost, step_cost
-from rlhfspec_mega.planning.policy import SETTLING, places
+from rlhfspec_mega.planning.strategy import SETTLING, places
 from rlhfspec_mega.planning.tree import Batch, DraftTree, Ints, StepRecord
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.types import GenerationRequest
