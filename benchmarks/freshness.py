@@ -23,7 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rlhfspec_mega.observe.drafting import drafting_figures
+from rlhfspec_mega.observe.figures import drafting_figures
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.paired import Interval, ratio_interval
 from benchmarks.rollout_fleet import MECHANISMS, POLL_SECONDS, SHIPPED, SLOTS, Outcome, Recorder
-from rlhfspec_mega.simulate.calibrate import CopySample, Measurements, calibrate, decode_samples
+from rlhfspec_mega.simulate.calibrate import Measurements, calibrate, decode_samples
 from rlhfspec_mega.simulate.curves import CostCurves
 from rlhfspec_mega.simulate.mechanisms import MECHANISMS as SIMULATED
 from rlhfspec_mega.simulate.mechanisms import simulate
@@ -45,7 +45,8 @@ def curves_of(recorder: Recorder, positions: int, copy_seconds: float, source_ra
             scoring_tokens=scored,
             scoring_seconds=scoring_seconds,
             scoring_start=0.0,
-            copies=[CopySample(1, copy_seconds / share)],
+            copied_tokens=1,
+            copy_seconds=copy_seconds / share,
             downtimes=[move.downtime for move in recorder.moves if move.settled_bytes],
             source_rate_during_copy=1.0 - share,
         )

@@ -13,7 +13,7 @@ from rlhfspec_mega.data.prompts import PromptStream
 from rlhfspec_mega.generation import SampleGenerator
 from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.observe.console import Console
-from rlhfspec_mega.observe.phases import PhaseTimer
+from rlhfspec_mega.observe.spans import PhaseTimer
 from rlhfspec_mega.observe.timeline import Timeline
 from rlhfspec_mega.reward.runner import RewardRunner
 from rlhfspec_mega.system.system import System

@@ -11,9 +11,8 @@ from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.draft.refresh import RefreshReport
 from rlhfspec_mega.errors import CheckpointError, Stopped, WorkerDied
 from rlhfspec_mega.ledger.entry import Purpose
-from rlhfspec_mega.observe.drafting import collapse_notes, drafting_metrics
+from rlhfspec_mega.observe.figures import collapse_notes, drafting_metrics, tail_metrics
 from rlhfspec_mega.observe.reporter import Reporter, sample_metrics
-from rlhfspec_mega.observe.tail import tail_metrics
 from rlhfspec_mega.run import Run
 from rlhfspec_mega.startup import started
 from rlhfspec_mega.stop import StopSignals

@@ -10,7 +10,7 @@ from rlhfspec_mega.algorithm.experience import Experience
 from rlhfspec_mega.algorithm.objectives import supervised_objective
 from rlhfspec_mega.config.schema import ActorConfig, DataConfig, RolloutConfig, RunConfig, TrainerConfig
 from rlhfspec_mega.config.sizes import derive_sizes
-from rlhfspec_mega.data.demonstrations import demonstration
+from rlhfspec_mega.data.chain_sums import demonstration
 from rlhfspec_mega.data.prompts import make_prompts
 from rlhfspec_mega.data.tokenizer import load_tokenizer
 from rlhfspec_mega.errors import RunError

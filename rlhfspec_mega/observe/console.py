@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from rlhfspec_mega.observe.drafting import shares_in_words
+from rlhfspec_mega.observe.figures import shares_in_words
 from rlhfspec_mega.observe.summary import PHASE_PREFIX
 
 # Metric, its name on the screen, its format; shown where the step has the metric.

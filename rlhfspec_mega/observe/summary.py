@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhfspec_mega.observe.drafting import drafting_figures
-from rlhfspec_mega.observe.tail import tail_figures, tail_in_words
+from rlhfspec_mega.observe.figures import drafting_figures, tail_figures, tail_in_words
 
 SUMMARY_FILE = "summary.json"
 PHASE_PREFIX = "seconds/"  # metric seconds/generate: seconds of phase generate
@@ -30,8 +29,8 @@ def summarize(rows: Rows, wall_seconds: float) -> dict[str, Any]:
         steps; reward_first and reward_last, exact_first and exact_last (means over the first and last five steps);
         eval_exact_first and eval_exact_last (first and last evaluation); generation_tokens_per_second (all tokens over
         all seconds of phase generate); logprob_difference_mean and response_length_mean (means over steps);
-        phase_seconds (totals); wall_seconds; those of observe.tail; with drafts also those of observe.drafting and the
-        last calibration_error.
+        phase_seconds (totals); wall_seconds; those of `tail_figures`; with drafts also those of `drafting_figures`
+        and the last calibration_error.
     """
     steps = [row for row in rows if row.get("reward") is not None]
     phases: dict[str, float] = {}

@@ -37,19 +37,6 @@ class DecodeSample:
 
 
 @dataclass(frozen=True)
-class CopySample:
-    """A migration's stage one.
-
-    Attributes:
-        tokens: whose KV was copied.
-        seconds: from its beginning to its end.
-    """
-
-    tokens: int
-    seconds: float
-
-
-@dataclass(frozen=True)
 class Measurements:
     """What a run has to measure.
 
@@ -60,7 +47,7 @@ class Measurements:
         prefill_tokens, prefill_seconds: in total.
         scoring_tokens, scoring_seconds: in total.
         scoring_start: seconds before an engine's first score.
-        copies: stage one; empty where nothing migrated, and then migration costs nothing in the simulation.
+        copied_tokens, copy_seconds: of stage one, in total; 0 where nothing migrated, which then costs nothing.
         downtimes: seconds of each stage two.
         source_rate_during_copy: decode rate of an engine while it copies, over its rate without.
     """
@@ -75,7 +62,8 @@ class Measurements:
     scoring_tokens: int
     scoring_seconds: float
     scoring_start: float
-    copies: Sequence[CopySample]
+    copied_tokens: int
+    copy_seconds: float
     downtimes: Sequence[float]
     source_rate_during_copy: float
 
@@ -84,7 +72,6 @@ def calibrate(records: Measurements) -> CostCurves:
     """Cost curves of a real engine. Raises UserError if decoding was not measured, or figures are impossible."""
     if not records.plain:
         raise UserError("A calibration needs decode steps without a draft: measure some at several batch sizes.")
-    copied = sum(copy.tokens for copy in records.copies)
     curves = CostCurves(
         name=records.run,
         source={
@@ -102,7 +89,7 @@ def calibrate(records: Measurements) -> CostCurves:
         scoring_start=records.scoring_start,
         migration=MigrationTimes(
             downtime=statistics.median(records.downtimes) if records.downtimes else 0.0,
-            copy_seconds=sum(copy.seconds for copy in records.copies) / max(copied, 1),
+            copy_seconds=records.copy_seconds / max(records.copied_tokens, 1),
             copy_share=max(1.0 - records.source_rate_during_copy, 0.0),
         ),
     )

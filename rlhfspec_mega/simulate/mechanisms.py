@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 from rlhfspec_mega.planning.reallocation import Reallocator
 from rlhfspec_mega.planning.tail import Consolidator, TailPolicy
 from rlhfspec_mega.simulate.curves import CostCurves
-from rlhfspec_mega.simulate.predictions import Learned, Oracle, Predictions
-from rlhfspec_mega.simulate.result import SimulatedRollout
-from rlhfspec_mega.simulate.rollout import Rollout
+from rlhfspec_mega.simulate.rollout import Rollout, SimulatedRollout
 from rlhfspec_mega.simulate.scoring import Scoring
-from rlhfspec_mega.simulate.workload import Workload, start_places
+from rlhfspec_mega.simulate.workload import Learned, Oracle, Predictions, Workload, start_places
 
 
 @dataclass(frozen=True)

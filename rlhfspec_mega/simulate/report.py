@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhfspec_mega.simulate.result import SimulatedRollout
+from rlhfspec_mega.simulate.rollout import SimulatedRollout
 
 BASE = "static"
 INSTANTS = 120  # of the record of live samples

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from rlhfspec_mega.config.schema import LoggerConfig
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.observe.console import Console
-from rlhfspec_mega.observe.drafting import drafting_metrics
+from rlhfspec_mega.observe.figures import drafting_metrics
 from rlhfspec_mega.observe.json_lines import keep_steps_before, read_lines
-from rlhfspec_mega.observe.phases import PhaseTimer
 from rlhfspec_mega.observe.plot import plot_curves
 from rlhfspec_mega.observe.rollouts import read_rollouts, write_rollouts
 from rlhfspec_mega.observe.run_log import METRICS_FILE, TENSORBOARD_DIR, RunLog
+from rlhfspec_mega.observe.spans import PhaseTimer
 from rlhfspec_mega.observe.summary import summarize, summary_in_words, write_summary
 from rlhfspec_mega.types import DraftingTally, FinishReason, Prompt, Sample, SampleState
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlhfspec_mega.config.schema import DraftingConfig
-from rlhfspec_mega.observe.drafting import BY_VERIFIED, collapse_notes, drafting_figures, drafting_metrics
+from rlhfspec_mega.observe.figures import BY_VERIFIED, collapse_notes, drafting_figures, drafting_metrics
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.oversight import (

@@ -15,12 +15,19 @@ from rlhfspec_mega.planning.rollout_state import Ints, Move, Plan, RolloutPolicy
 from rlhfspec_mega.simulate.curves import CostCurves, DecodeCurve, MigrationTimes
 from rlhfspec_mega.simulate.mechanisms import MECHANISMS
 from rlhfspec_mega.simulate.mechanisms import simulate as run_mechanism
-from rlhfspec_mega.simulate.predictions import Learned, Oracle, Predictions
-from rlhfspec_mega.simulate.result import SimulatedRollout
-from rlhfspec_mega.simulate.rollout import Rollout
+from rlhfspec_mega.simulate.rollout import Rollout, SimulatedRollout
 from rlhfspec_mega.simulate.roofline import TARGETS, roofline
 from rlhfspec_mega.simulate.scoring import Scoring
-from rlhfspec_mega.simulate.workload import LENGTH_LAWS, LengthLaw, Workload, draw_workload, start_places
+from rlhfspec_mega.simulate.workload import (
+    LENGTH_LAWS,
+    Learned,
+    LengthLaw,
+    Oracle,
+    Predictions,
+    Workload,
+    draw_workload,
+    start_places,
+)
 
 FLAT = DecodeCurve((1,), (1.0,), (0.0,))
 LINEAR = DecodeCurve((1, 2), (1.0, 2.0), (0.0, 0.0))

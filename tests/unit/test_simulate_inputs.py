@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhfspec_mega.errors import UserError
-from rlhfspec_mega.simulate.calibrate import CopySample, DecodeSample, Measurements, calibrate, decode_samples
+from rlhfspec_mega.simulate.calibrate import DecodeSample, Measurements, calibrate, decode_samples
 from rlhfspec_mega.simulate.curves import DecodeCurve, MigrationTimes, read_curves
 from rlhfspec_mega.simulate.roofline import TARGETS, roofline
 from rlhfspec_mega.types import Span
@@ -26,7 +26,7 @@ def measured(curve: DecodeCurve, gain: float = 1.0) -> list[DecodeSample]:
     return found
 
 
-RUN = Measurements("here", 4, 4096, [], [], 1000, 2.0, 500, 0.5, 0.3, [CopySample(100, 0.2)], [0.1, 0.2, 0.9], 0.92)
+RUN = Measurements("here", 4, 4096, [], [], 1000, 2.0, 500, 0.5, 0.3, 100, 0.2, [0.1, 0.2, 0.9], 0.92)
 
 
 def test_calibration_finds_the_curve_that_was_measured() -> None:

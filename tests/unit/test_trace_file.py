@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlhfspec_mega.observe.trace_file import TraceFile
+from rlhfspec_mega.observe.timeline import TraceFile
 
 Event = dict[str, Any]
 
