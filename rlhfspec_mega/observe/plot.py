@@ -1,23 +1,37 @@
-"""A picture of a run: reward, held-out accuracy, response length and time per phase over the steps."""
+"""Pictures of a run: what was learnt and where the time went over its steps, and live samples of one rollout."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlhfspec_mega.observe.summary import PHASE_PREFIX
 
 PLOT_FILE = "curves.png"
+LIVE_FILE = "live_samples.png"
+_NAMED = 32  # engines; more names than these would overlap
+_STRIP_INCHES, _MOST_INCHES = 0.25, 8.0
 
 
-def plot_curves(directory: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Draw curves.png from the lines of metrics.jsonl; returns its path. Metrics that were not logged stay empty."""
+@contextmanager
+def drawing(path: Path, *grid: int, **options: Any) -> Iterator[Any]:
+    """What `pyplot.subplots` gives, saved as a PNG in the end; matplotlib is loaded only here."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    figure, axes = pyplot.subplots(*grid, constrained_layout=True, **options)
+    yield figure, axes
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def plot_curves(directory: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Draw curves.png from the lines of metrics.jsonl; returns its path. Metrics that were not logged stay empty."""
     phases = sorted({name for row in rows for name in row if name.startswith(PHASE_PREFIX)})
     panels = {
         "reward": ["reward", "exact"],
@@ -25,17 +39,80 @@ def plot_curves(directory: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
         "response length (tokens)": ["response_length_mean", "response_length_max"],
         "seconds per phase": phases,
     }
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), constrained_layout=True)
-    for axis, (title, names) in zip(axes.flat, panels.items(), strict=True):
-        for name in names:
-            points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-            if points:
-                axis.plot(*zip(*points, strict=True), marker=".", label=name.removeprefix(PHASE_PREFIX))
-        axis.set_title(title)
-        axis.set_xlabel("step")
-        if axis.get_lines():
-            axis.legend(fontsize="small")
     path = directory / PLOT_FILE
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with drawing(path, 2, 2, figsize=(11, 7)) as (_, axes):
+        for axis, (title, names) in zip(axes.flat, panels.items(), strict=True):
+            for name in names:
+                points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+                if points:
+                    axis.plot(*zip(*points, strict=True), marker=".", label=name.removeprefix(PHASE_PREFIX))
+            axis.set_title(title)
+            axis.set_xlabel("step")
+            if axis.get_lines():
+                axis.legend(fontsize="small")
     return path
+
+
+@dataclass
+class LiveSamples:
+    """What was seen in one rollout, by the rank of the engine; times in seconds since the epoch.
+
+    Attributes:
+        counts: (time, unfinished samples from then on), where their number changed.
+        freed: (start, end) of times in which the rollout had no more samples for the engine.
+    """
+
+    counts: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
+    freed: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
+
+    def add(self, rank: int, time: float, count: int) -> bool:
+        """Note the number of samples; whether it is another one than before."""
+        known = self.counts.setdefault(rank, [])
+        if known and known[-1][1] == count:
+            return False
+        known.append((time, count))
+        return True
+
+    def times(self) -> Iterator[float]:
+        """Every time there is, in no order."""
+        yield from (time for points in self.counts.values() for time, _ in points)
+        yield from (time for stretches in self.freed.values() for stretch in stretches for time in stretch)
+
+
+def plot_live_samples(directory: Path, rollout: LiveSamples) -> Path:
+    """Draw live_samples.png of a rollout that was seen; returns its path.
+
+    Above a line of steps for each engine; below a strip for each, hatched where it was freed.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    ranks = sorted(rollout.counts.keys() | rollout.freed.keys())
+    begin, end = min(rollout.times()), max(rollout.times())
+    strips = min(_STRIP_INCHES * (len(ranks) + 1), _MOST_INCHES)
+    path, shape = directory / LIVE_FILE, {"figsize": (11, 4 + strips), "height_ratios": (4, strips)}
+    with drawing(path, 2, 1, sharex=True, **shape) as (_, (lines, bars)):
+        for place, rank in enumerate(ranks):
+            points = rollout.counts.get(rank, [])
+            if points:
+                seconds = [time - begin for time, _ in points] + [end - begin]
+                lines.step(
+                    seconds, [count for _, count in points] + [points[-1][1]], where="post", color=f"C{place % 10}"
+                )
+            stretches = [(start - begin, stop - start) for start, stop in rollout.freed.get(rank, [])]
+            bars.broken_barh(stretches, (place - 0.4, 0.8), facecolor="none", edgecolor=f"C{place % 10}", hatch="////")
+        lines.set_ylabel("live samples")
+        lines.set_ylim(bottom=0)
+        lines.yaxis.set_major_locator(MaxNLocator(integer=True))
+        bars.set_ylim(len(ranks) - 0.5, -0.5)
+        bars.set_xlabel("seconds of the rollout; hatched: engine freed")
+        _name_engines(bars, ranks)
+    return path
+
+
+def _name_engines(axis: Any, ranks: list[int]) -> None:
+    """Each strip's engine in the colour of its line."""
+    if len(ranks) > _NAMED:
+        return
+    axis.set_yticks(range(len(ranks)), [f"engine {rank}" for rank in ranks])
+    for place, label in enumerate(axis.get_yticklabels()):
+        label.set_color(f"C{place % 10}")

@@ -9,8 +9,7 @@ from pathlib import Path
 from rlhfspec_mega.config.schema import RunConfig
 from rlhfspec_mega.observe.console import Console
 from rlhfspec_mega.observe.json_lines import keep_steps_before, read_lines
-from rlhfspec_mega.observe.live_samples import LiveSamples, plot_live_samples
-from rlhfspec_mega.observe.plot import plot_curves
+from rlhfspec_mega.observe.plot import LiveSamples, plot_curves, plot_live_samples
 from rlhfspec_mega.observe.rollouts import ROLLOUTS_FILE, write_rollouts
 from rlhfspec_mega.observe.run_log import METRICS_FILE, RunLog
 from rlhfspec_mega.observe.spans import PhaseTimer

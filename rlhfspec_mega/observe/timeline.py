@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlhfspec_mega.observe.live_samples import LiveSamples
+from rlhfspec_mega.observe.plot import LiveSamples
 from rlhfspec_mega.types import MigrationEvent, Span
 
 TIMELINE_FILE = "timeline.json"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,43 +22,33 @@ PARTIAL = 0.5  # of the time beyond what is enough that a plan cut short may lea
 LEAST_SHARE = 1e-9  # of the makespan: gains below are rounding
 
 
-@dataclass
 class _Draft:
-    """A plan in the making. Arrays by sample have an entry more, for none.
+    """A plan in the making. Arrays by sample have an entry more, for none."""
 
-    Attributes:
-        decay: with the moves made so far.
-        destination: [N] where each sample is to be.
-        bound: seconds; no plan ends sooner.
-        remaining: [N + 1] tokens.
-        price: [N + 1] seconds of both engines' time that moving each sample takes.
-        downtime: [N + 1] seconds in which a moved sample is decoded nowhere.
-        final: [N + 1] tokens of each sample in the end.
-        movable: [N + 1]
-        begun: [N + 1] whether a sample has tokens: it would stand still where it had to wait for a slot.
-        load: [engines] seconds that copying takes.
-        wait: [engines] the longest downtime of a sample that comes.
-        free: [engines] slots that no sample has or waits for, less than 0 where samples wait.
-        kv_room: [engines] tokens.
-        open: [engines] whether an engine may take samples.
-        barred: [engines, engines] source and destination between which nothing may move.
-    """
-
-    decay: Decay
-    destination: Ints
-    bound: float
-    remaining: Floats
-    price: Floats
-    downtime: Floats
-    final: Floats
-    movable: Bools
-    begun: Bools
-    load: Floats
-    wait: Floats
-    free: Ints
-    kv_room: Floats
-    open: Bools
-    barred: Bools
+    def __init__(
+        self, state: RolloutState, cost: MigrationCost, resting: Bools, barred: Bools, closed: Collection[int]
+    ) -> None:
+        """`resting` samples may not move, nor may any from the source to the destination of a `barred` pair."""
+        engines, count = state.engines, len(state.engines)
+        final, begun = state.lengths + state.remaining, state.generated > 0
+        held = np.bincount(state.at, final, count)
+        self.decay = Decay(engines, state.at, state.remaining, np.arange(len(state.ids)), SPARE)  # with the moves made
+        self.destination = state.at.copy()  # [N] where each sample is to be
+        self.bound = self.decay.least_makespan()  # seconds; no plan ends sooner
+        self.remaining = np.append(state.remaining, 0.0)
+        # Seconds of both engines' time that moving each sample takes; seconds in which it is decoded nowhere.
+        self.price = np.append(state.lengths * np.where(begun, cost.per_token, cost.prefill), 0.0)
+        self.downtime = np.append(np.where(begun, cost.downtime, 0.0), 0.0)
+        self.final = np.append(final, 0.0)  # tokens of each sample in the end
+        self.movable = np.append(state.movable & ~resting, False)
+        self.begun = np.append(begun, False)  # it would stand still where it had to wait for a slot
+        self.load = np.zeros(count)  # [engines] seconds that copying takes
+        self.wait = np.zeros(count)  # [engines] the longest downtime of a sample that comes
+        # [engines] slots that no sample has or waits for, less than 0 where samples wait.
+        self.free = np.array([engine.slots for engine in engines]) - self.decay.counts
+        self.kv_room = np.array([engine.kv_tokens for engine in engines], np.float64) - held
+        self.open = ~np.isin(np.arange(count), list(closed))
+        self.barred = barred
 
     @property
     def finish(self) -> Floats:
@@ -212,7 +201,7 @@ class Reallocator:
         """Moves that pay, by sample; none goes to an engine (index) in `closed`."""
         if len(state.engines) - len(closed) < 1 or len(state.ids) == 0:
             return ()
-        draft = self._draft(state, closed)
+        draft = _Draft(state, self.cost, self._resting(state), self._barred(state), closed)
         at_first = draft.finish
         enough = (1.0 - self._least_gain) * float(at_first.max())
         if draft.bound > enough:
@@ -234,31 +223,6 @@ class Reallocator:
         moves = _needed(draft, state.at, at_first, last)
         self._remember(state, moves)
         return moves
-
-    def _draft(self, state: RolloutState, closed: Collection[int]) -> _Draft:
-        engines, count = state.engines, len(state.engines)
-        decay = Decay(engines, state.at, state.remaining, np.arange(len(state.ids)), SPARE)
-        free = np.array([engine.slots for engine in engines]) - decay.counts
-        final = state.lengths + state.remaining
-        kv_room = np.array([engine.kv_tokens for engine in engines], np.float64) - np.bincount(state.at, final, count)
-        begun = state.generated > 0
-        return _Draft(
-            decay=decay,
-            destination=state.at.copy(),
-            bound=decay.least_makespan(),
-            remaining=np.append(state.remaining, 0.0),
-            price=np.append(state.lengths * np.where(begun, self.cost.per_token, self.cost.prefill), 0.0),
-            downtime=np.append(np.where(begun, self.cost.downtime, 0.0), 0.0),
-            final=np.append(final, 0.0),
-            movable=np.append(state.movable & ~self._resting(state), False),
-            begun=np.append(begun, False),
-            load=np.zeros(count),
-            wait=np.zeros(count),
-            free=free,
-            kv_room=kv_room,
-            open=~np.isin(np.arange(count), list(closed)),
-            barred=self._barred(state),
-        )
 
     def _resting(self, state: RolloutState) -> Bools:
         """Samples that were moved lately after they had begun."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhfspec_mega.observe.plot import drawing
 from rlhfspec_mega.simulate.rollout import SimulatedRollout
 
 BASE = "static"
@@ -104,31 +105,26 @@ def live_record(result: SimulatedRollout) -> dict[str, Any]:
 
 def plot(medians: dict[Case, dict[str, float]], live: dict[Case, dict[str, Any]], path: Path) -> None:
     """Draw makespans over static, and live samples over time in the largest setting, into a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     settings = list(dict.fromkeys(case.setting for case in medians))
     mechanisms = list(dict.fromkeys(case.mechanism for case in medians))
-    figure, axes = pyplot.subplots(2, 2, figsize=(15, 9), constrained_layout=True)
-    for axis, name in zip(axes[0], ("makespan", "makespan_with_scoring"), strict=True):
-        for number, mechanism in enumerate(mechanisms):
-            heights = [medians[Case(*s, mechanism)].get(f"{name}_over_static", float("nan")) for s in settings]
-            width = 0.8 / len(mechanisms)
-            axis.bar(np.arange(len(settings)) + (number + 0.5) * width - 0.4, heights, width, label=mechanism)
-        axis.axhline(1.0, color="black", linewidth=0.8)
-        axis.set_xticks(range(len(settings)), ["\n".join(map(str, setting)) for setting in settings], fontsize="small")
-        axis.set_ylabel(f"simulated {name.replace('_', ' ')} over static")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    largest = max(settings)
-    for axis, name in zip(axes[1], ("samples", "engines_that_decode"), strict=True):
-        for mechanism in mechanisms:
-            record = live[Case(*largest, mechanism)]
-            axis.plot(record["simulated_seconds"], record[name], label=mechanism)
-        axis.set_xlabel("simulated seconds")
-        axis.set_ylabel(f"simulated {'live samples' if name == 'samples' else 'engines that decode'}")
-        axis.set_title("simulated: {} engines, {}, {} start".format(*largest), fontsize="medium")
-    axes[1, 0].set_yscale("symlog")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with drawing(path, 2, 2, figsize=(15, 9)) as (figure, axes):
+        for axis, name in zip(axes[0], ("makespan", "makespan_with_scoring"), strict=True):
+            for number, mechanism in enumerate(mechanisms):
+                heights = [medians[Case(*s, mechanism)].get(f"{name}_over_static", float("nan")) for s in settings]
+                width = 0.8 / len(mechanisms)
+                axis.bar(np.arange(len(settings)) + (number + 0.5) * width - 0.4, heights, width, label=mechanism)
+            axis.axhline(1.0, color="black", linewidth=0.8)
+            axis.set_xticks(
+                range(len(settings)), ["\n".join(map(str, setting)) for setting in settings], fontsize="small"
+            )
+            axis.set_ylabel(f"simulated {name.replace('_', ' ')} over static")
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        largest = max(settings)
+        for axis, name in zip(axes[1], ("samples", "engines_that_decode"), strict=True):
+            for mechanism in mechanisms:
+                record = live[Case(*largest, mechanism)]
+                axis.plot(record["simulated_seconds"], record[name], label=mechanism)
+            axis.set_xlabel("simulated seconds")
+            axis.set_ylabel(f"simulated {'live samples' if name == 'samples' else 'engines that decode'}")
+            axis.set_title("simulated: {} engines, {}, {} start".format(*largest), fontsize="medium")
+        axes[1, 0].set_yscale("symlog")

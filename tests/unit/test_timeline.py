@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfspec_mega.observe.live_samples import LiveSamples, plot_live_samples
+from rlhfspec_mega.observe.plot import LiveSamples, plot_live_samples
 from rlhfspec_mega.observe.spans import PhaseTimer
 from rlhfspec_mega.observe.timeline import LIMIT, MARK, Timeline
 from rlhfspec_mega.types import MigrationEvent, Span
