@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.rollout.sglang_engine import control, float32, pins, plugin, seams
+from rlhfspec_mega.rollout.sglang_engine import control, pins, plugin, seams
 from rlhfspec_mega.rollout.sglang_engine.choice import DraftChoice, write_config
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes
 from rlhfspec_mega.rollout.sglang_engine.shared_noise import DraftNoise, choose, keep_seeds, last_positions, verify
@@ -281,5 +281,5 @@ def test_it_does_nothing_where_it_is_not_named(registry: FakeRegistry, monkeypat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_float32_goes_past_a_kernel_that_does_not_know_it(dtype: torch.dtype) -> None:
     norm = SimpleNamespace(forward_native=lambda x, residual, addition: ("native", residual, addition))
-    found = float32.normalize(lambda norm, x, *rest: ("kernel", *rest), norm, torch.ones(1, 2, dtype=dtype), 1, 2)
+    found = plugin.normalize(lambda norm, x, *rest: ("kernel", *rest), norm, torch.ones(1, 2, dtype=dtype), 1, 2)
     assert found == ("native" if dtype == torch.float32 else "kernel", 1, 2)
