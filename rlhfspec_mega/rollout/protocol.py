@@ -155,7 +155,10 @@ class RolloutEngine(Protocol):
         """Write pieces (name, first element in the flattened full tensor, flat values) of the announced tensors."""
 
     def end_update(self, version: int) -> None:
-        """Make the weights live. Raises RunError when elements are missing or the version is not the announced one."""
+        """Make the weights live.
+
+        Raises RunError when elements are missing or not finite, or the version is not the announced one.
+        """
 
     def abandon_draft_update(self) -> None:
         """Give up an update of the draft that was begun and will not be ended; without one nothing happens."""

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.rollout.sglang_engine import control, pins, plugin, seams
-from rlhfspec_mega.rollout.sglang_engine.choice import DraftChoice, write_config
+from rlhfspec_mega.rollout.sglang_engine import pins, plugin, seams
+from rlhfspec_mega.rollout.sglang_engine.choice import METHOD, DraftChoice, write_config
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes
 from rlhfspec_mega.rollout.sglang_engine.shared_noise import DraftNoise, choose, keep_seeds, last_positions, verify
 from rlhfspec_mega.sampling.noise import gumbel
@@ -203,7 +203,7 @@ def start(registry: FakeRegistry, arguments: Any) -> list[Any]:
     check = registry.hooks[seams.SCHEDULER.target]
     scheduler = SimpleNamespace()
     check(lambda *given, **named: started.append((*given[1:], named)), scheduler, arguments, "port", gpu_id=0)
-    assert hasattr(scheduler, control.METHOD)
+    assert hasattr(scheduler, METHOD)
     return started
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.rollout.sglang_engine import control, cpu_kernels, kv, pins, seams, shared_noise
-from rlhfspec_mega.rollout.sglang_engine.choice import DraftChoice, read_shapes
+from rlhfspec_mega.rollout.sglang_engine import cpu_kernels, kv, pins, seams, shared_noise
+from rlhfspec_mega.rollout.sglang_engine.choice import DraftChoice, attach, read_shapes
 from rlhfspec_mega.rollout.sglang_engine.shared_noise import MOST_ROWS, DraftNoise, last_positions
 from rlhfspec_mega.rollout.sglang_engine.states import StateSwitch, allow_trees, start_with_most, width_of_state
 from rlhfspec_mega.rollout.sglang_engine.survival import NodeScores
@@ -130,7 +130,7 @@ def install() -> None:
         refuse(server_args, [target for target, _, _ in registered if target not in HookRegistry._patched])
         tqdm.set_lock(threading.RLock())  # its own lock stays in /dev/shm when this process is killed
         original(scheduler, server_args, *given, **named)
-        control.attach(scheduler)
+        attach(scheduler)
         kv.attach(scheduler)
 
     HookRegistry.register(seams.SCHEDULER.target, check, HookType.AROUND)  # first: what follows may fail

@@ -77,7 +77,7 @@ class TorchEngine(UpdatedEngine):
         self._prefill: Prefill | None = None
         self._finished: list[GenerationResult] = []
         self._held: dict[str, LiveSample] = {}  # the unfinished ones by id
-        self._counts = {"decode_steps": 0, "generated_tokens": 0, "prefill_tokens": 0, "finished_samples": 0}
+        self._counts = dict.fromkeys(("decode_steps", "generated_tokens", "prefill_tokens", "finished_samples"), 0)
         self._seconds = {"decode_seconds": 0.0, "prefill_seconds": 0.0}
         self.last_decode = 0.0, 0.0  # when the last step began to decode, since the epoch, and its seconds
         self.spans = SpanRecorder()
@@ -201,7 +201,7 @@ class TorchEngine(UpdatedEngine):
             self._scheduler.enqueue_first(sample, kv.to(device), draft)
 
     def load(self) -> EngineLoad:
-        """Load figures now; the policy version is -1 before the first weights."""
+        """As RolloutEngine says; the policy version is -1 before the first weights."""
         return EngineLoad(
             running=len(self._scheduler.active),
             waiting=self._scheduler.waiting,
@@ -246,7 +246,7 @@ class TorchEngine(UpdatedEngine):
         self._scheduler.forget_prefills()
 
     def _lose_draft(self) -> None:
-        self._decoder.draft_lost()  # steps are plain
+        self._decoder.draft_lost()
 
     # The step
 
