@@ -42,7 +42,7 @@ from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.observe.console import Console
 from rlhfspec_mega.planning.draft_tokens import StepTable
-from rlhfspec_mega.rollout.sglang_engine.control import DraftingControl
+from rlhfspec_mega.rollout.sglang_engine.choice import DraftingControl
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.rollout.sglang_engine.launch import start
 from rlhfspec_mega.rollout.sglang_engine.profile import measure

@@ -20,8 +20,7 @@ import torch
 from rlhfspec_mega.models.hf_directory import HfWeights
 from rlhfspec_mega.planning.draft_tokens import StepTable
 from rlhfspec_mega.rollout.sglang_engine import cpu_kernels, launch
-from rlhfspec_mega.rollout.sglang_engine.choice import FREE
-from rlhfspec_mega.rollout.sglang_engine.control import DraftingControl
+from rlhfspec_mega.rollout.sglang_engine.choice import FREE, DraftingControl
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.rollout.sglang_engine.profile import measure
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, chains

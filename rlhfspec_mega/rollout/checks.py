@@ -70,18 +70,11 @@ def check_draft_past(snapshot: SampleSnapshot, own: DraftPast, room: int) -> Non
     past = snapshot.draft
     if past is None:
         return
-    same_sizes = past.features.shape[1:] == own.features.shape[1:] and _without_entries(past.kv) == _without_entries(
-        own.kv
-    )
-    tokens = len(snapshot.request.prompt_tokens) + len(snapshot.tokens)
-    entries = past.kv.shape[3] if same_sizes else 0
-    if not same_sizes or entries + len(past.features) != tokens - 1 or len(past.features) > room:
+    sizes, wanted = ((one.kv.shape[:3], one.kv.shape[4:], one.features.shape[1:]) for one in (past, own))
+    tokens, unread = len(snapshot.request.prompt_tokens) + len(snapshot.tokens), len(past.features)
+    if sizes != wanted or past.kv.shape[3] + unread != tokens - 1 or unread > room:
         raise UserError(
             f"Sample {snapshot.request.sample_id} of {tokens} tokens brings a draft's past of shapes "
             f"{tuple(past.kv.shape)} and {tuple(past.features.shape)}, which do not fit this engine's draft; "
             "import it without its draft part, or from an engine with the same draft."
         )
-
-
-def _without_entries(kv: torch.Tensor) -> tuple[int, ...]:
-    return (*kv.shape[:3], *kv.shape[4:])

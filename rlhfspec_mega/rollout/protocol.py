@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -12,6 +12,7 @@ from rlhfspec_mega.observe.spans import SpanRecorder
 from rlhfspec_mega.rollout.migration.staging import Layout
 from rlhfspec_mega.types import (
     EngineLoad,
+    FinishReason,
     GenerationRequest,
     GenerationResult,
     SampleProgress,
@@ -52,6 +53,57 @@ class SampleSnapshot:
     reported: int | None = None
 
 
+@dataclass
+class LiveSample:
+    """An unfinished sample in an engine and its response so far; `reported`: tokens of it that the driver knows."""
+
+    request: GenerationRequest
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    reported: int = 0
+
+    @classmethod
+    def of(cls, snapshot: SampleSnapshot) -> Self:
+        """One that comes from elsewhere, or begins."""
+        reported = len(snapshot.tokens) if snapshot.reported is None else snapshot.reported
+        return cls(snapshot.request, list(snapshot.tokens), list(snapshot.logprobs), list(snapshot.versions), reported)
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.request.prompt_tokens) + len(self.tokens)
+
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        return (*self.request.prompt_tokens, *self.tokens)
+
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> FinishReason | None:
+        """Add tokens up to the one that ends the sample; the reason if there is one."""
+        stops = () if self.request.ignore_stop else self.request.stop_tokens
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            self.versions.append(version)
+            if token in stops:
+                return FinishReason.STOP
+            if len(self.tokens) >= self.request.max_new_tokens:
+                return FinishReason.LENGTH
+        return None
+
+    def progress(self) -> SampleProgress:
+        """What came since the last call."""
+        new, self.reported = slice(self.reported, None), len(self.tokens)
+        return SampleProgress(self.request.sample_id, self.tokens[new], self.logprobs[new], self.versions[new])
+
+    def result(self, reason: FinishReason) -> GenerationResult:
+        return GenerationResult(self.request.sample_id, self.tokens, self.logprobs, self.versions, reason)
+
+    def snapshot(self, kv: torch.Tensor | None = None, draft: DraftPast | None = None) -> SampleSnapshot:
+        """What to go on with elsewhere."""
+        return SampleSnapshot(self.request, self.tokens, self.logprobs, self.versions, kv, draft, self.reported)
+
+
 class RolloutEngine(Protocol):
     """One generation engine. Calls come from one thread; decoding happens only inside `poll`.
 
@@ -74,7 +126,7 @@ class RolloutEngine(Protocol):
         """Whether the engine holds no sample."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue samples. Raises UserError for a sample that can never fit (prompt + response over the KV length)."""
+        """Queue samples. Raises UserError for one that is malformed or can never fit; then none is queued."""
 
     def poll(self, seconds: float) -> list[GenerationResult]:
         """Decode for at most about `seconds` or until idle; return samples finished since the last poll."""
@@ -103,7 +155,10 @@ class RolloutEngine(Protocol):
         """Write pieces (name, first element in the flattened full tensor, flat values) of the announced tensors."""
 
     def end_update(self, version: int) -> None:
-        """Make the weights live. Raises RunError when elements are missing or the version is not the announced one."""
+        """Make the weights live.
+
+        Raises RunError when elements are missing or not finite, or the version is not the announced one.
+        """
 
     def abandon_draft_update(self) -> None:
         """Give up an update of the draft that was begun and will not be ended; without one nothing happens."""
@@ -136,14 +191,16 @@ class RolloutEngine(Protocol):
         """
 
     def export_sample(self, sample_id: str, with_kv: bool = True) -> SampleSnapshot:
-        """State of an unfinished sample; it is removed from this engine.
+        """State of an unfinished sample, with its KV if it is being decoded; it leaves this engine.
 
         Args:
             with_kv: false if the settled KV was copied before; `draft.kv` is then empty.
+
+        Raises RunError for a sample that is not here, or that has ended.
         """
 
     def import_sample(self, snapshot: SampleSnapshot) -> None:
-        """Go on with a sample exported elsewhere."""
+        """Go on with a sample exported elsewhere. Raises UserError if it does not fit."""
 
     def stats(self) -> dict[str, Any]:
         """Counters since start, for metrics."""

@@ -78,23 +78,16 @@ class UpdatedEngine(ABC):
     def begin_update(
         self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget = WeightTarget.ACTOR
     ) -> None:
-        """Announce weights; nothing is decoded until `end_update`. Beginning again discards an unfinished update.
-
-        Raises RunError where the engine cannot take these.
-        """
+        """As RolloutEngine says; beginning again discards an unfinished update."""
         if target is WeightTarget.ACTOR:
             self.abandon_draft_update()
         self._update, self._updating = self._begin(version, tensors, target), target
 
     def update_weights(self, pieces: Sequence[Piece]) -> None:
-        """Write pieces of the announced tensors. Raises RunError outside an update, and as `WeightUpdate.write`."""
+        """As RolloutEngine says. Raises RunError outside an update, and as `WeightUpdate.write`."""
         self._opened().write(pieces)
 
     def end_update(self, version: int) -> None:
-        """Make the weights live.
-
-        Raises RunError when elements are missing or not finite, or `version` is not the announced one.
-        """
         update = self._opened()
         if version != update.version:
             raise RunError(f"Update {version} was ended, but update {update.version} was begun.")
@@ -105,7 +98,6 @@ class UpdatedEngine(ABC):
             self._version = version
 
     def abandon_draft_update(self) -> None:
-        """Give up an update of the draft that was begun and will not be ended; the draft's weights are mixed then."""
         if self._update is not None and self._updating is WeightTarget.DRAFT:
             self._update = None
             self._lose_draft()
@@ -140,9 +132,5 @@ def _some(names: Sequence[str], shown: int = 5) -> str:
 
 def _covers(spans: Sequence[tuple[int, int]], size: int) -> bool:
     """Whether half-open spans tile [0, size)."""
-    end = 0
-    for first, last in sorted(spans):
-        if first != end:
-            return False
-        end = last
-    return end == size
+    firsts, ends = zip(*sorted(spans), strict=True) if spans else ((), ())
+    return (*firsts, size) == (0, *ends)

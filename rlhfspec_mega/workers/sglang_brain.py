@@ -8,8 +8,7 @@ from typing import Any
 
 from rlhfspec_mega.planning.rollout_state import Throughput
 from rlhfspec_mega.rollout.migration.messages import Meeting
-from rlhfspec_mega.rollout.sglang_engine.choice import FREE
-from rlhfspec_mega.rollout.sglang_engine.control import DraftingControl
+from rlhfspec_mega.rollout.sglang_engine.choice import FREE, DraftingControl
 from rlhfspec_mega.rollout.sglang_engine.profile import Profile, measure
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes
 from rlhfspec_mega.types import DraftingTally

@@ -15,7 +15,7 @@ from rlhfspec_mega.draft.directory import load_target_ids, read_draft_shape
 from rlhfspec_mega.draft.shape import DraftShape
 from rlhfspec_mega.models.hf_directory import read_shape
 from rlhfspec_mega.planning.tree import Batch, DraftTree, StepRecord
-from rlhfspec_mega.rollout.sglang_engine.control import DraftingControl
+from rlhfspec_mega.rollout.sglang_engine.choice import DraftingControl
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.rollout.sglang_engine.kv import KvAccess, kv_shapes
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine

@@ -12,8 +12,7 @@ from benchmarks.sglang_engines import finish, ours, settings
 from rlhfspec_mega.draft.directory import read_draft_shape
 from rlhfspec_mega.draft.shape import draft_shape
 from rlhfspec_mega.models.hf_directory import read_shape
-from rlhfspec_mega.rollout.sglang_engine.choice import FREE
-from rlhfspec_mega.rollout.sglang_engine.control import DraftingControl
+from rlhfspec_mega.rollout.sglang_engine.choice import FREE, DraftingControl
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.rollout.sglang_engine.shapes import trees
 from rlhfspec_mega.types import GenerationRequest, GenerationResult

@@ -7,8 +7,7 @@ import torch
 
 from rlhfspec_mega.models.packed_weights import PackedWeights
 from rlhfspec_mega.models.shape import ModelShape
-from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, KVCache
-from rlhfspec_mega.rollout.torch_engine.inputs import Inputs
+from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, Inputs, KVCache
 from tests.unit.test_torch_engine import one_thread
 
 __all__ = ["one_thread"]

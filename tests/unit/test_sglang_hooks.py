@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.rollout.sglang_engine import control, float32, pins, plugin, seams
-from rlhfspec_mega.rollout.sglang_engine.choice import DraftChoice, write_config
+from rlhfspec_mega.rollout.sglang_engine import pins, plugin, seams
+from rlhfspec_mega.rollout.sglang_engine.choice import METHOD, DraftChoice, write_config
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes
 from rlhfspec_mega.rollout.sglang_engine.shared_noise import DraftNoise, choose, keep_seeds, last_positions, verify
 from rlhfspec_mega.sampling.noise import gumbel
@@ -203,7 +203,7 @@ def start(registry: FakeRegistry, arguments: Any) -> list[Any]:
     check = registry.hooks[seams.SCHEDULER.target]
     scheduler = SimpleNamespace()
     check(lambda *given, **named: started.append((*given[1:], named)), scheduler, arguments, "port", gpu_id=0)
-    assert hasattr(scheduler, control.METHOD)
+    assert hasattr(scheduler, METHOD)
     return started
 
 
@@ -281,5 +281,5 @@ def test_it_does_nothing_where_it_is_not_named(registry: FakeRegistry, monkeypat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_float32_goes_past_a_kernel_that_does_not_know_it(dtype: torch.dtype) -> None:
     norm = SimpleNamespace(forward_native=lambda x, residual, addition: ("native", residual, addition))
-    found = float32.normalize(lambda norm, x, *rest: ("kernel", *rest), norm, torch.ones(1, 2, dtype=dtype), 1, 2)
+    found = plugin.normalize(lambda norm, x, *rest: ("kernel", *rest), norm, torch.ones(1, 2, dtype=dtype), 1, 2)
     assert found == ("native" if dtype == torch.float32 else "kernel", 1, 2)

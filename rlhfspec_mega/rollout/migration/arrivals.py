@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 import torch
@@ -28,7 +29,7 @@ class Arrivals:
     def __init__(self, engine: RolloutEngine, inbox: Inbox) -> None:
         self._engine, self._inbox = engine, inbox
         self.rollout = 0
-        self._memory: dict[tuple[str, int], Staging] = {}
+        self._memory: defaultdict[str, dict[int, Staging]] = defaultdict(dict)  # by source and number
         self._undecoded: list[tuple[str, Arrival]] = []
         self.arrived: list[SampleProgress] = []
         self.landings: list[Landing] = []
@@ -46,7 +47,7 @@ class Arrivals:
         """Take what dead engines have still sent, and nothing of them afterwards."""
         for source in sources:
             self._file(self._inbox.cut(source, CUT_SECONDS), dead=sources)
-            self._free(source)
+            self._memory.pop(source, None)
 
     def stepped(self, started: float, seconds: float) -> None:
         """A decode step has ended: samples that found a slot were decoded in it for the first time."""
@@ -80,19 +81,18 @@ class Arrivals:
     def _file(self, received: list[Received], dead: Collection[str] = ()) -> None:
         for source, message, payload in received:
             if message is None:
-                self._free(source)
+                self._memory.pop(source, None)
             elif isinstance(message, Piece):
-                self._write(source, message, payload)
+                self._write(self._memory[source], message, payload)
             elif isinstance(message, Dropped):
-                self._memory.pop((source, message.staging), None)
+                self._memory[source].pop(message.staging, None)
             elif message.rollout == self.rollout:
                 self._take(source, message, dead=source in dead)
 
-    def _write(self, source: str, piece: Piece, payload: bytearray) -> None:
-        key = source, piece.staging
-        if key not in self._memory:
-            self._memory[key] = Staging.private(piece.layout)
-        target = self._memory[key].parts[piece.part][:, :, :, piece.first : piece.first + piece.rows]
+    def _write(self, memory: dict[int, Staging], piece: Piece, payload: bytearray) -> None:
+        if piece.staging not in memory:
+            memory[piece.staging] = Staging.private(piece.layout)
+        target = memory[piece.staging].parts[piece.part][:, :, :, piece.first : piece.first + piece.rows]
         target.copy_(torch.frombuffer(payload, dtype=target.dtype).view(target.shape))
 
     def _take(self, source: str, arrival: Arrival, dead: bool) -> None:
@@ -114,20 +114,20 @@ class Arrivals:
     def _hold(self, source: str, arrival: Arrival) -> None:
         snapshot = arrival.snapshot
         try:
-            self._engine.import_sample(self._with_kv(source, arrival))
+            self._engine.import_sample(self._with_kv(self._memory[source], arrival))
         except (UserError, RunError):
             # Its KV does not fit this engine or cannot be had: the tokens alone are enough to go on.
             snapshot.kv = snapshot.draft = None
             self._engine.import_sample(snapshot)
 
-    def _with_kv(self, source: str, arrival: Arrival) -> SampleSnapshot:
+    def _with_kv(self, memory: dict[int, Staging], arrival: Arrival) -> SampleSnapshot:
         snapshot = arrival.snapshot
         if arrival.staging is None:
             return snapshot
-        parts = self._opened(source, arrival.staging, arrival).parts
-        del self._memory[source, arrival.staging]
+        parts = self._opened(memory, arrival.staging, arrival).parts
+        del memory[arrival.staging]
         if arrival.prompt is not None:
-            prompt = self._opened(source, arrival.prompt, arrival).parts
+            prompt = self._opened(memory, arrival.prompt, arrival).parts
             for part, rows in arrival.prompt_rows.items():
                 parts[part][:, :, :, :rows] = prompt[part][:, :, :, :rows]
         snapshot.kv = parts["target"][:, :, :, : arrival.rows["target"]]
@@ -136,14 +136,9 @@ class Arrivals:
             snapshot.draft = DraftPast(kv, snapshot.draft.features)
         return snapshot
 
-    def _opened(self, source: str, number: int, arrival: Arrival) -> Staging:
-        key = source, number
-        if key not in self._memory:
+    def _opened(self, memory: dict[int, Staging], number: int, arrival: Arrival) -> Staging:
+        if number not in memory:
             if number not in arrival.handles:
                 raise RunError(f"The KV of sample {arrival.snapshot.request.sample_id} did not come with it.")
-            self._memory[key] = Staging.opened(arrival.handles[number])
-        return self._memory[key]
-
-    def _free(self, source: str) -> None:
-        for key in [key for key in self._memory if key[0] == source]:
-            del self._memory[key]
+            memory[number] = Staging.opened(arrival.handles[number])
+        return memory[number]

@@ -8,15 +8,55 @@ import math
 import time
 from dataclasses import dataclass, field
 
+import torch
+
 from rlhfspec_mega.errors import RunError, SilentEngineError
-from rlhfspec_mega.rollout.migration.messages import Arrival, Dropped, MigrationOrder
-from rlhfspec_mega.rollout.migration.shipment import SharedShipment, Shipment, StreamedShipment
-from rlhfspec_mega.rollout.migration.staging import Layout
+from rlhfspec_mega.rollout.migration.messages import Arrival, Dropped, MigrationOrder, Piece
+from rlhfspec_mega.rollout.migration.staging import Handle, Layout, Staging
 from rlhfspec_mega.rollout.migration.wire import Address, Outlet, this_machine
 from rlhfspec_mega.rollout.protocol import RolloutEngine, SampleSnapshot
 
 COPY_SHARE = 0.05  # of the time of decoding may go into copying
 FIRST_RATE = 1e9  # bytes per second of copying, until it is measured
+
+
+class _Copy:
+    """KV on its way to one destination, written in pieces between decode steps.
+
+    Args:
+        outlet: where pieces go into memory of the destination; None: into shared memory, of which it learns when the
+            sample comes.
+
+    Attributes:
+        copied: positions so far, by part.
+    """
+
+    def __init__(self, number: int, layout: Layout, outlet: Outlet | None) -> None:
+        self.number, self._layout, self._outlet = number, layout, outlet
+        self._shared = None if outlet else Staging.shared(layout)
+        self.copied = dict.fromkeys(layout.parts, 0)
+
+    @property
+    def handle(self) -> Handle | None:
+        return self._shared.handle if self._shared else None
+
+    def covers(self, wanted: dict[str, int]) -> bool:
+        return all(self.copied[part] >= count for part, count in wanted.items())
+
+    def write(self, part: str, piece: torch.Tensor) -> None:
+        """The next positions: [layers, 2, kv_heads, rows, head_dim]. Raises OSError when the destination is gone."""
+        first, rows = self.copied[part], piece.shape[3]
+        if self._shared:
+            self._shared.parts[part][:, :, :, first : first + rows] = piece
+        elif self._outlet:
+            payload = piece.contiguous().cpu().view(torch.uint8).numpy().reshape(-1).data
+            self._outlet.send(Piece(self.number, self._layout, part, first, rows), payload)
+        self.copied[part] += rows
+
+    def close(self) -> None:
+        """Give shared memory back: the destination has opened it, or never will."""
+        if self._shared:
+            self._shared.close()
 
 
 @dataclass
@@ -26,14 +66,6 @@ class _Link:
     address: Address
     outlet: Outlet
     prompts: dict[str, _Copy] = field(default_factory=dict)
-
-
-@dataclass
-class _Copy:
-    """Positions copied so far, by part."""
-
-    shipment: Shipment
-    copied: dict[str, int]
 
 
 @dataclass
@@ -87,12 +119,10 @@ class Departures:
 
     @property
     def copy_seconds(self) -> float:
-        """To copy one token's KV."""
         return self._engine.kv_layout(1).bytes / self._rate
 
     @property
     def undecided(self) -> int:
-        """Samples sent and not acknowledged."""
         return len(self._unacknowledged)
 
     def order(self, order: MigrationOrder) -> None:
@@ -105,7 +135,7 @@ class Departures:
         settled = self._engine.settled(order.sample_id)
         if link is None:
             self.kept.append(order.sample_id)
-        elif settled is None or not self._copying_pays(order):
+        elif settled is None or 2 * self.copy_seconds >= order.prefill_seconds:  # written and read, or computed anew
             self._hand_over(link, order, None)
         else:
             self._engine.read_ahead([order.sample_id])
@@ -119,8 +149,13 @@ class Departures:
         self._boundary = time.time()
         self.collect()
         for sample_id, one in list(self._leaving.items()):
-            if self._leaving.get(sample_id) is one:  # not given up with another that went to the same destination
-                self._look_at(sample_id, one)
+            if self._leaving.get(sample_id) is not one:
+                continue  # given up with another that went to the same destination
+            if not self._engine.holds(sample_id) or time.monotonic() > one.deadline:
+                self._give_up(sample_id)
+            elif one.caught_up:
+                del self._leaving[sample_id]
+                self._hand_over(one.link, one.order, one)
         budget = max(self._engine.least_copy, int(COPY_SHARE * step_seconds * self._rate))
         for sample_id, one in list(self._leaving.items()):
             if budget <= 0:
@@ -132,7 +167,7 @@ class Departures:
         """The rollout is over or was given up: nothing is copied any more."""
         for _, _, own in self._unacknowledged.values():
             if own is not None:
-                own.shipment.close()
+                own.close()
         self._unacknowledged.clear()
         self.collect()
         for sample_id in list(self._leaving):
@@ -145,7 +180,6 @@ class Departures:
         self.departed, self.kept = [], []
 
     def close(self) -> None:
-        """End all connections."""
         self.forget()
         for link in self._links.values():
             link.outlet.close()
@@ -164,10 +198,6 @@ class Departures:
                 return None
         return self._links[address.name]
 
-    def _copying_pays(self, order: MigrationOrder) -> bool:
-        """Whether a token's KV is written and read in less time than it takes to compute it anew."""
-        return 2 * self.copy_seconds < order.prefill_seconds
-
     def _begin(self, order: MigrationOrder, link: _Link) -> _Leaving:
         request, settled = self._engine.request(order.sample_id), self._engine.settled(order.sample_id) or {}
         prompt_tokens = len(request.prompt_tokens)
@@ -181,25 +211,14 @@ class Departures:
                 if request.group_id not in link.prompts:
                     link.prompts[request.group_id] = self._copy(link, self._engine.kv_layout(prompt_tokens - 2))
             except OSError:
-                own.shipment.close()
+                own.close()
                 raise
             prompt = link.prompts[request.group_id]
             own.copied |= prompt_rows
         return _Leaving(order, link, own, prompt, prompt_rows)
 
     def _copy(self, link: _Link, layout: Layout) -> _Copy:
-        number = next(self._numbers)
-        shared = link.address.machine == self._machine
-        shipment = SharedShipment(number, layout) if shared else StreamedShipment(number, layout, link.outlet)
-        return _Copy(shipment, dict.fromkeys(layout.parts, 0))
-
-    def _look_at(self, sample_id: str, one: _Leaving) -> None:
-        """Hand a sample over if it is ready; give up on one that ended or takes too long."""
-        if not self._engine.holds(sample_id) or time.monotonic() > one.deadline:
-            self._give_up(sample_id)
-        elif one.caught_up:
-            del self._leaving[sample_id]
-            self._hand_over(one.link, one.order, one)
+        return _Copy(next(self._numbers), layout, None if link.address.machine == self._machine else link.outlet)
 
     def _guarded(self, sample_id: str, one: _Leaving, budget: int) -> int:
         """Bytes copied; a destination that is gone gets no more samples."""
@@ -224,8 +243,7 @@ class Departures:
             copied += self._advance(sample_id, one.prompt, one.prompt_rows, budget)
         copied += self._advance(sample_id, one.own, settled, budget - copied)
         one.settled_bytes += copied
-        whole = one.prompt is None or _covers(one.prompt.copied, one.prompt_rows)
-        one.caught_up = whole and _covers(one.own.copied, settled)
+        one.caught_up = one.own.covers(settled) and (one.prompt is None or one.prompt.covers(one.prompt_rows))
         return copied
 
     def _advance(self, sample_id: str, copy: _Copy, until: dict[str, int], budget: int) -> int:
@@ -238,18 +256,16 @@ class Departures:
             rows = min(last - first, max(1, (budget - total) // one.bytes_of(part)))
             kv = self._engine.settled_kv(sample_id, part, first, first + rows)
             if kv.shape[3]:
-                copy.shipment.write(part, first, kv)
-                copy.copied[part] = first + kv.shape[3]
+                copy.write(part, kv)
                 total += kv.nbytes
         return total
 
     # Stage two
 
     def _hand_over(self, link: _Link, order: MigrationOrder, one: _Leaving | None) -> None:
-        sample_id, departed = order.sample_id, self._boundary
+        sample_id, delta = order.sample_id, 0
         settled = self._engine.settled(sample_id) if one else None
         try:
-            delta = 0
             if one and settled:
                 delta = self._advance(sample_id, one.own, settled, 1 << 62)
             snapshot = self._engine.export_sample(sample_id, with_kv=False)
@@ -257,7 +273,7 @@ class Departures:
             raise
         except (OSError, RunError) as error:
             if one:
-                one.own.shipment.close()
+                one.own.close()
             self.kept.append(sample_id)
             if isinstance(error, OSError):  # else it ended just now, in an engine that decodes all the time
                 self._lose(link)
@@ -269,31 +285,24 @@ class Departures:
         elif snapshot.draft is not None:
             delta += snapshot.draft.features.nbytes
         try:
-            link.outlet.send(self._arrival(transfer, order, snapshot, one, departed, delta))
+            link.outlet.send(self._arrival(transfer, order, snapshot, one, delta))
         except OSError:
             self._lose(link)
 
     def _arrival(
-        self,
-        transfer: int,
-        order: MigrationOrder,
-        snapshot: SampleSnapshot,
-        one: _Leaving | None,
-        departed: float,
-        delta: int,
+        self, transfer: int, order: MigrationOrder, snapshot: SampleSnapshot, one: _Leaving | None, delta: int
     ) -> Arrival:
         copies = [copy for copy in (one.own, one.prompt) if copy] if one else []
-        handles = {copy.shipment.number: handle for copy in copies if (handle := copy.shipment.handle)}
         return Arrival(
             transfer=transfer,
             rollout=order.destination.rollout,
             snapshot=snapshot,
-            staging=one.own.shipment.number if one else None,
-            rows=dict(one.own.copied) if one else {},
-            prompt=one.prompt.shipment.number if one and one.prompt else None,
+            staging=one.own.number if one else None,
+            rows=one.own.copied if one else {},
+            prompt=one.prompt.number if one and one.prompt else None,
             prompt_rows=one.prompt_rows if one and one.prompt else {},
-            handles=handles,
-            departed=departed,
+            handles={copy.number: copy.handle for copy in copies if copy.handle},
+            departed=self._boundary,
             settled_bytes=one.settled_bytes if one else 0,
             delta_bytes=delta,
         )
@@ -313,7 +322,7 @@ class Departures:
             _, snapshot, own = self._unacknowledged.pop(transfer)
             self.departed.append(snapshot.request.sample_id)
             if own is not None:
-                own.shipment.close()
+                own.close()
 
     def _lose(self, link: _Link) -> None:
         """A destination is gone: its samples stay, those not acknowledged come back and are prefilled again."""
@@ -328,13 +337,13 @@ class Departures:
             if other is link:
                 del self._unacknowledged[transfer]
                 if own is not None:
-                    own.shipment.close()
+                    own.close()
                 snapshot.draft = None
                 if not self._engine.holds(snapshot.request.sample_id):
                     self._engine.import_sample(snapshot)
                 self.kept.append(snapshot.request.sample_id)
         for copy in link.prompts.values():
-            copy.shipment.close()
+            copy.close()
 
     def _give_up(self, sample_id: str) -> None:
         one = self._leaving.pop(sample_id)
@@ -343,10 +352,6 @@ class Departures:
 
     def _discard(self, link: _Link, copy: _Copy) -> None:
         """Free memory here and there."""
-        copy.shipment.close()
+        copy.close()
         with contextlib.suppress(OSError):  # a destination that is gone has no memory either
-            link.outlet.send(Dropped(copy.shipment.number))
-
-
-def _covers(copied: dict[str, int], wanted: dict[str, int]) -> bool:
-    return all(copied[part] >= count for part, count in wanted.items())
+            link.outlet.send(Dropped(copy.number))

@@ -77,15 +77,14 @@ class Inbox:
         """What has come, in order; waits up to `seconds` for the first."""
         found: list[Received] = []
         with contextlib.suppress(queue.Empty):
-            found.append(self._received.get(timeout=seconds) if seconds > 0 else self._received.get_nowait())
+            found.append(self._received.get(seconds > 0, seconds))
             while True:
                 found.append(self._received.get_nowait())
         return [one for one in found if one.source not in self._refused or one.message is None]
 
     def acknowledge(self, source: str, transfer: int) -> bool:
         """Tell a source that its sample is held here now; whether the source could still be told."""
-        with self._lock:
-            connection = self._connections.get(source)
+        connection = self._connections.get(source)
         if connection is None:
             return False
         try:
@@ -100,7 +99,7 @@ class Inbox:
         Waits for the end of its connection, which the kernel delivers after its last message, up to `seconds`.
         """
         found, end = [], time.monotonic() + seconds
-        while self._is_open(source) and time.monotonic() < end:
+        while source in self._connections and time.monotonic() < end:
             found += self.take(0.01)
         found += self.take()
         self._refused.add(source)
@@ -117,10 +116,6 @@ class Inbox:
         for connection in accepted:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-
-    def _is_open(self, source: str) -> bool:
-        with self._lock:
-            return source in self._connections
 
     def _accept(self) -> None:
         while True:

@@ -20,6 +20,7 @@ from rlhfspec_mega.types import TALLY_EDGES, DraftingTally
 
 SECTION = "rlhfspec_mega"  # of SGLang's adaptive config; it skips keys that are no batch size
 FREE = -1  # in place of a number of draft tokens
+METHOD = "rlhfspec_mega"  # of schedulers, from `attach` on
 MOST_UNDER_WAY = 8  # steps whose results have not come; SGLang has two
 
 
@@ -66,7 +67,7 @@ class DraftChoice:
     """Chooses the number of draft tokens of every step.
 
     All tensor-parallel ranks decide alike: they are shown the same acceptance and scores, in the order of steps, and
-    tables and orders reach them in the same iteration (`control`). Until a table comes, SGLang's first state is used.
+    tables and orders reach them in the same iteration. Until a table comes, SGLang's first state is used.
 
     Args:
         path: of a file from `write_config`.
@@ -179,3 +180,55 @@ class DraftChoice:
             survival, depths = step.nodes.read()
             self._sharpness.observe(promised(survival, step.count), sum(accepted) / batch)
             self._rule.look(survival, depths, self.shapes.depth_of(step.count))
+
+
+class DraftingControl:
+    """The engine's side of all its ranks' DraftChoice, over `collective_rpc`; the schedulers' is `attach`.
+
+    SGLang calls a method in the same iteration on every rank. Arguments are flat and answers are dropped on the way:
+    tables and tallies go through files. All ranks count the same.
+
+    Args:
+        engine: a started `sglang.Engine` that drafts.
+        directory: an empty one, for these files.
+    """
+
+    def __init__(self, engine: Any, directory: Path) -> None:
+        self._engine, self._directory = engine, directory
+
+    def force(self, count: int) -> None:
+        self._engine.collective_rpc(METHOD, action="force", count=count)
+
+    def learn_costs(self, table: StepTable) -> None:
+        path = self._directory / "table.json"
+        path.write_text(json.dumps(table.as_json()) + "\n", encoding="utf-8")
+        self._engine.collective_rpc(METHOD, action="learn_costs", path=str(path))
+
+    def weights_changed(self) -> None:
+        self._engine.collective_rpc(METHOD, action="weights_changed")
+
+    def take_tally(self) -> DraftingTally:
+        path = self._directory / "tally.json"
+        self._engine.collective_rpc(METHOD, action="take_tally", path=str(path))
+        return DraftingTally(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def attach(scheduler: Any) -> None:
+    """Give a scheduler the method that DraftingControl calls; its rank 0 writes the answers."""
+
+    def act(action: str, count: int = 0, path: str = "") -> None:
+        current = DraftChoice.current
+        if current is None:
+            raise RunError("SGLang was started without adaptive speculation: there is no number of draft tokens.")
+        if action == "force":
+            current.force(count)
+        elif action == "learn_costs":
+            current.learn_costs(StepTable.from_json(json.loads(Path(path).read_text(encoding="utf-8"))))
+        elif action == "weights_changed":
+            current.weights_changed()
+        else:
+            tally = current.take_tally()
+            if scheduler.ps.tp_rank == 0:
+                Path(path).write_text(json.dumps(asdict(tally)) + "\n", encoding="utf-8")
+
+    setattr(scheduler, METHOD, act)

@@ -82,14 +82,13 @@ class SGLangEngine(UpdatedEngine):
         self.spans = SpanRecorder()
 
     @property
-    def idle(self) -> bool:
-        """Whether the engine holds no sample, and none has ended since the last poll."""
+    def idle(self) -> bool:  # and none has ended since the last poll
         return not self._held and not self._finished
 
     # Samples
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue samples. Raises UserError for a bad one or one whose length is forced; then none is queued."""
+        """As RolloutEngine says; UserError for a forced length, too."""
         taken = set(self._held)
         for request in requests:
             self._check(request, taken)
@@ -99,11 +98,9 @@ class SGLangEngine(UpdatedEngine):
 
     def import_sample(self, snapshot: SampleSnapshot) -> None:
         """Go on with a sample from its tokens. Raises UserError as `submit` does."""
-        request = snapshot.request
-        self._check(request, self._held.keys())
+        self._check(snapshot.request, self._held.keys())
         self._take_kv(snapshot)
-        self._attempts += 1
-        held = self._held[request.sample_id] = Held.of(snapshot, self._attempts)
+        held = self._held[snapshot.request.sample_id] = Held.of(snapshot)
         if self._update is None and self._version >= 0:
             self._start(held)
 
@@ -164,18 +161,16 @@ class SGLangEngine(UpdatedEngine):
         return [held.progress() for held in going_on if len(held.tokens) > held.reported]
 
     def abort(self, sample_ids: Sequence[str]) -> list[GenerationResult]:
-        """Stop these samples and return what they have; unknown ids and those that end just then are skipped."""
+        """As RolloutEngine says; samples that end just then are skipped, too."""
         self._stop(sample_ids)
         withdrawn = [self._held.pop(name, None) for name in sample_ids]
         return [held.result(FinishReason.ABORTED) for held in withdrawn if held is not None]
 
     def clear(self) -> None:
-        """Forget every sample."""
         self.abort(list(self._held))
         self._finished.clear()
 
     def holds(self, sample_id: str) -> bool:
-        """Whether this engine has the sample."""
         return sample_id in self._held
 
     def waits(self, sample_id: str) -> bool:
@@ -183,23 +178,18 @@ class SGLangEngine(UpdatedEngine):
         return sample_id in self._held and not self._held[sample_id].started
 
     def request(self, sample_id: str) -> GenerationRequest:
-        """The request of a sample that this engine has."""
         return self._held[sample_id].request
 
     def export_sample(self, sample_id: str, with_kv: bool = True) -> SampleSnapshot:
-        """State of an unfinished sample, which is removed; its KV stays behind, whatever `with_kv` says.
-
-        Raises RunError for a sample that is not here, or that ends in this moment and is returned by the next poll.
-        """
+        """As RolloutEngine says; KV stays behind in any case. Raises RunError for one that ends just then, too."""
         self._stop([sample_id])
         held = self._held.pop(sample_id, None)
         if held is None:
             raise RunError(f"Sample {sample_id} is not on this engine any more and cannot leave it.")
-        snapshot = held.snapshot()
+        draft = None
         if self._kv and DRAFT in self._kv.parts:  # its KV may have been copied; the rest of its past is prefilled
-            layers, _, heads, _, size = self._kv.layout(0).parts[DRAFT]
-            snapshot.draft = DraftPast(torch.empty(layers, 2, heads, 0, size), torch.empty(0, 0))
-        return snapshot
+            draft = DraftPast(torch.empty(self._kv.layout(0).parts[DRAFT]), torch.empty(0, 0))
+        return held.snapshot(draft=draft)
 
     # KV
 
@@ -214,7 +204,7 @@ class SGLangEngine(UpdatedEngine):
         """Nothing to do: SGLang's draft reads in every step."""
 
     def kv_layout(self, positions: int) -> Layout:
-        """Of the KV of a sample of so many tokens; without parts where there is no access to it."""
+        """Without parts where there is no access to KV."""
         return self._kv.layout(positions) if self._kv else Layout("float32", {})
 
     def settled_kv(self, sample_id: str, part: str, first: int, last: int) -> torch.Tensor:
@@ -319,19 +309,19 @@ class SGLangEngine(UpdatedEngine):
         """Ask for samples that were stopped and not taken away: by an update, or by a stop that was heard too late."""
         for name, held in self._held.items():
             if name not in self._tasks:
-                self._attempts += 1
-                held.ask_anew(self._attempts)
                 self._start(held)
 
     def _start(self, held: Held) -> None:
         self._wake(ALL_MEMORY)
+        self._attempts += 1
+        held.ask_anew(self._attempts)
         self._tasks[held.request.sample_id] = self._engine.loop.create_task(self._follow(held))
 
     async def _follow(self, held: Held) -> None:
         """Read a request's outputs to their end, or until it is stopped."""
         held.asked = True
         outputs = await self._engine.async_generate(
-            input_ids=[*held.request.prompt_tokens, *held.tokens],
+            input_ids=list(held.sequence),
             sampling_params=sampling_params(held.request, held.given),
             return_logprob=True,
             stream=True,

@@ -21,8 +21,8 @@ import psutil
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.rollout.sglang_engine import cpu_kernels, pins, plugin
 from rlhfspec_mega.rollout.sglang_engine.choice import write_config
-from rlhfspec_mega.rollout.sglang_engine.loaders import INTO_DRAFT
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes
+from rlhfspec_mega.rollout.sglang_engine.weights import INTO_DRAFT
 
 logger = logging.getLogger(__name__)
 

@@ -11,15 +11,18 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
+
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.rollout.sglang_engine import control, cpu_kernels, float32, kv, pins, seams, shared_noise
-from rlhfspec_mega.rollout.sglang_engine.choice import DraftChoice, read_shapes
-from rlhfspec_mega.rollout.sglang_engine.loaders import DRAFTS
+from rlhfspec_mega.rollout.sglang_engine import cpu_kernels, kv, pins, seams, shared_noise
+from rlhfspec_mega.rollout.sglang_engine.choice import DraftChoice, attach, read_shapes
 from rlhfspec_mega.rollout.sglang_engine.shared_noise import MOST_ROWS, DraftNoise, last_positions
 from rlhfspec_mega.rollout.sglang_engine.states import StateSwitch, allow_trees, start_with_most, width_of_state
 from rlhfspec_mega.rollout.sglang_engine.survival import NodeScores
+from rlhfspec_mega.rollout.sglang_engine.weights import DRAFTS
 
 NAME = "rlhfspec_mega"  # of the entry point
 # Settings under which something else samples, and the value that does not.
@@ -83,6 +86,17 @@ class DraftHooks:
         return self._noise
 
 
+def normalize(
+    original: Callable[..., Any], norm: Any, x: Any, residual: Any = None, post_residual_addition: Any = None
+) -> Any:
+    """Around RMSNorm.forward_cuda: its kernel knows half precision only, and PyTorch's operations any. Not run yet.
+
+    Tokens of engines in float32 can be held against those of other engines.
+    """
+    forward = norm.forward_native if x.dtype == torch.float32 else partial(original, norm)
+    return forward(x, residual, post_residual_addition)
+
+
 def hooks() -> list[tuple[str, Any, str]]:
     """(target, hook, kind) of all, `kind` a name of HookType."""
     draft = DraftHooks()
@@ -98,7 +112,7 @@ def hooks() -> list[tuple[str, Any, str]]:
         (seams.FIRST_STATE.target, start_with_most, "AROUND"),
         (seams.WIDTHS.target, width_of_state, "AROUND"),
         (seams.CONTROLLER.target, StateSwitch, "REPLACE"),
-        (seams.NORM.target, float32.normalize, "AROUND"),
+        (seams.NORM.target, normalize, "AROUND"),
         *cpu_kernels.hooks(),
     ]
 
@@ -116,7 +130,7 @@ def install() -> None:
         refuse(server_args, [target for target, _, _ in registered if target not in HookRegistry._patched])
         tqdm.set_lock(threading.RLock())  # its own lock stays in /dev/shm when this process is killed
         original(scheduler, server_args, *given, **named)
-        control.attach(scheduler)
+        attach(scheduler)
         kv.attach(scheduler)
 
     HookRegistry.register(seams.SCHEDULER.target, check, HookType.AROUND)  # first: what follows may fail
@@ -138,9 +152,12 @@ def apply_here() -> None:
     if seams.FIRST_STATE.target not in HookRegistry._patched:
         install()
         HookRegistry.apply_hooks()
-    if lost := [
-        seam.target for seam in (seams.UNSUPPORTED, seams.FIRST_STATE) if seam.target not in HookRegistry._patched
-    ]:
+    needed = seams.UNSUPPORTED.target, seams.FIRST_STATE.target
+    _refuse_lost([target for target in needed if target not in HookRegistry._patched])
+
+
+def _refuse_lost(lost: Sequence[str]) -> None:
+    if lost:
         raise RunError(f"SGLang has not applied the hooks of {', '.join(lost)}; its log says why.")
 
 
@@ -157,8 +174,7 @@ def refuse(server_args: Any, lost: Sequence[str]) -> None:
     for name, fine in BYPASSES.items():
         if getattr(server_args, name) != fine:
             raise UserError(f"{name}={getattr(server_args, name)} samples past the plug-in {NAME}: set it to {fine}.")
-    if lost:
-        raise RunError(f"SGLang has not applied the hooks of {', '.join(lost)}; its log says why.")
+    _refuse_lost(lost)
     if (config := server_args.speculative_adaptive_config) is not None:
         first, wanted = server_args.speculative_num_draft_tokens, read_shapes(config).counts[-1] + 1
         if not server_args.speculative_adaptive or first != wanted:

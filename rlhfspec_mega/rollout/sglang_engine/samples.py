@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.rollout.protocol import SampleSnapshot
-from rlhfspec_mega.types import FinishReason, GenerationRequest, GenerationResult, SampleProgress
+from rlhfspec_mega.rollout.protocol import LiveSample
+from rlhfspec_mega.types import FinishReason, GenerationRequest
 
 
 def sampling_params(request: GenerationRequest, generated: int) -> dict[str, Any]:
@@ -35,39 +35,25 @@ def aborted(output: Mapping[str, Any]) -> bool:
 
 
 @dataclass
-class Held:
+class Held(LiveSample):
     """A sample that this engine has.
 
     Attributes:
         attempt: told apart in the request's id: a sample that left and came back is another request.
-        given: response tokens it came with; `tokens`, `logprobs` and `versions` begin with theirs.
-        reported: tokens that the driver knows of.
+        given: response tokens that this request began with.
         started: whether SGLang has answered with a token.
         outputs: that the request has put out since somebody set it to 0; each is a decode step.
         asked: whether the request was sent to SGLang.
         stopped: whether SGLang was asked to give it up.
     """
 
-    request: GenerationRequest
-    attempt: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    attempt: int = 0
     given: int = 0
-    reported: int = 0
     started: bool = False
     outputs: int = 0
     asked: bool = False
     stopped: bool = False
     reason: FinishReason | None = None
-
-    @classmethod
-    def of(cls, snapshot: SampleSnapshot, attempt: int) -> Held:
-        """One that began elsewhere; `snapshot.reported` None means that the driver knows all its tokens."""
-        given = len(snapshot.tokens)
-        reported = given if snapshot.reported is None else snapshot.reported
-        lists = list(snapshot.tokens), list(snapshot.logprobs), list(snapshot.versions)
-        return cls(snapshot.request, attempt, *lists, given=given, reported=reported)
 
     def ask_anew(self, attempt: int) -> None:
         """Make another request of it, which goes on from its tokens."""
@@ -79,11 +65,6 @@ class Held:
         """Id of the request."""
         return f"{self.request.sample_id}/{self.attempt}/"  # SGLang aborts by prefix
 
-    @property
-    def length(self) -> int:
-        """Tokens of prompt and response."""
-        return len(self.request.prompt_tokens) + len(self.tokens)
-
     def take(self, output: Mapping[str, Any], version: int) -> None:
         """File an output of the stream: all tokens of this request so far, with their log-probs.
 
@@ -94,8 +75,8 @@ class Held:
         found, reason = meta["output_token_logprobs"], meta.get("finish_reason")
         if aborted(output):
             raise RunError(f"SGLang gave sample {self.request.sample_id} up: {reason.get('message')}")
-        new = len(tokens) - (len(self.tokens) - self.given)
-        fresh = list(zip(tokens[len(tokens) - new :], found[len(tokens) - new :], strict=False))
+        known = len(self.tokens) - self.given
+        fresh = list(zip(tokens[known:], found[known:], strict=False))
         if len(found) != len(tokens) or any(token != pair[1] for token, pair in fresh):
             raise RunError(
                 f"SGLang returned {len(found)} log-probs for the {len(tokens)} tokens of sample "
@@ -115,29 +96,10 @@ class Held:
         Raises RunError unless that is what was asked for.
         """
         stopped = self.tokens[-1] in self.request.stop_tokens
-        if not stopped and (reason["type"] == "stop" or not self._full):
+        if not stopped and (reason["type"] == "stop" or len(self.tokens) < self.request.max_new_tokens):
             raise RunError(
                 f"SGLang ended sample {self.request.sample_id} after {len(self.tokens)} of "
                 f"{self.request.max_new_tokens} tokens by {dict(reason)}: its model's own end-of-text tokens, or a "
                 "shorter context than this engine was told, are not those of the run."
             )
         self.reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-
-    @property
-    def _full(self) -> bool:
-        return len(self.tokens) == self.request.max_new_tokens
-
-    def progress(self) -> SampleProgress:
-        """What it has gained since the last call."""
-        first, self.reported = self.reported, len(self.tokens)
-        return SampleProgress(self.request.sample_id, self.tokens[first:], self.logprobs[first:], self.versions[first:])
-
-    def result(self, reason: FinishReason) -> GenerationResult:
-        """All of it."""
-        return GenerationResult(self.request.sample_id, self.tokens, self.logprobs, self.versions, reason)
-
-    def snapshot(self) -> SampleSnapshot:
-        """What to go on with elsewhere; KV stays behind."""
-        return SampleSnapshot(
-            self.request, self.tokens, self.logprobs, self.versions, reported=min(self.reported, len(self.tokens))
-        )

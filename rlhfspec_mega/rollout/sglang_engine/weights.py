@@ -1,21 +1,33 @@
-"""A weight update on its way into SGLang: pieces become full tensors, full tensors go in buckets."""
+"""A weight update on its way into SGLang's target or draft: pieces become full tensors, which go in buckets."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhfspec_mega.errors import RunError
-from rlhfspec_mega.rollout.sglang_engine.loaders import INTO_DRAFT
 from rlhfspec_mega.rollout.update import Piece, WeightUpdate
 from rlhfspec_mega.types import TensorInfo, WeightTarget
 
 BUCKET_BYTES = 512 * 2**20
+DRAFTS = ("LlamaForCausalLMEagle3",)  # classes of models whose logits are perturbed and whose weights are updated
 Send = Callable[[list[tuple[str, Tensor]]], None]
+
+
+def into_draft(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """A custom weight loader: SGLang's draft worker calls it for its draft, then for the target, which is passed over.
+
+    `tensors` are named as in the draft's directory.
+    """
+    if type(model).__name__ in DRAFTS:
+        model.load_weights(tensors)
+
+
+INTO_DRAFT = f"{__name__}.{into_draft.__name__}"  # as --custom-weight-loader and load_format name it
 
 
 def sender(engine: Any, target: WeightTarget) -> Send:

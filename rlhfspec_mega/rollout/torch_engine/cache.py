@@ -1,29 +1,45 @@
-"""Slot KV cache: one preallocated tensor whose first slots are the active ones, so that decoding gathers nothing."""
+"""Slot KV cache, whose first slots are the active ones, so that decoding gathers nothing; and attention over it."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rlhfspec_mega.rollout.torch_engine.inputs import Inputs
+from rlhfspec_mega.draft.shape import DraftShape
+from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.planning.tree import Ints
 
 
-class AttentionShape(Protocol):
-    """What a cache must know of a model; ModelShape and DraftShape are such."""
+class Inputs(NamedTuple):
+    """N tokens of the first `batch` slots, ordered by row, then column.
 
-    @property
-    def num_layers(self) -> int: ...
+    Attributes:
+        tokens: int64 [N].
+        positions: int64 [N], in the sequence: what rotates.
+        rows: int64 [N], the slot.
+        columns: int64 [N], number among the inputs of the row, from 0.
+        places: int64 [N], where in the slot's cache the key and value are written.
+        visible: bool [N, L], which of the first L places an input attends to.
+        batch: rows, with or without inputs.
+        queries: most inputs of a row.
+    """
 
-    @property
-    def num_heads(self) -> int: ...
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    rows: torch.Tensor
+    columns: torch.Tensor
+    places: torch.Tensor
+    visible: torch.Tensor
+    batch: int
+    queries: int
 
-    @property
-    def num_kv_heads(self) -> int: ...
 
-    @property
-    def head_dim(self) -> int: ...
+def number_in_row(rows: Ints) -> Ints:
+    """How many entries of the same row precede each one; `rows` is sorted."""
+    return np.arange(len(rows)) - np.searchsorted(rows, rows)
 
 
 class KVCache:
@@ -33,7 +49,13 @@ class KVCache:
     """
 
     def __init__(
-        self, shape: AttentionShape, *, slots: int, places: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        shape: ModelShape | DraftShape,
+        *,
+        slots: int,
+        places: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ):
         size = (shape.num_layers, 2, slots, shape.num_kv_heads, places, shape.head_dim)
         self.kv = torch.zeros(size, dtype=dtype, device=device)

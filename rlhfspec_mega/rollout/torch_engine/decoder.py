@@ -13,8 +13,7 @@ from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.planning.memory import LOGITS_AT_ONCE
 from rlhfspec_mega.planning.tree import ROOT, Batch, Bools, DraftingPolicy, DraftTree, Ints, StepRecord
 from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, KVCache
-from rlhfspec_mega.rollout.torch_engine.drafter import Drafter
-from rlhfspec_mega.rollout.torch_engine.features import Features
+from rlhfspec_mega.rollout.torch_engine.drafter import Drafter, Features, Grown
 from rlhfspec_mega.rollout.torch_engine.scheduler import Admission
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState, StepNoise
 from rlhfspec_mega.rollout.torch_engine.verification import Verification, plain, with_drafts
@@ -113,21 +112,27 @@ class Decoder:
 
     def _speculate(self, drafter: Drafter, batch: int) -> Decoded:
         started, slots = time.perf_counter(), self.slots
-        state = self._batch(drafter, batch)
+        state = Batch(
+            lengths=slots.lengths[:batch].copy(),
+            generated=slots.generated[:batch].copy(),
+            remaining=slots.remaining[:batch].copy(),
+            temperatures=slots.host_temperatures[:batch].copy(),
+            backlog=int(drafter.unread[:batch].sum()),
+            samples=slots.numbers[:batch].copy(),
+        )
         depth = drafter.policy.depth(state)
         noise = StepNoise(slots, batch, depth + 1)
-        tree, drafted, chosen = DraftTree(), 0, np.zeros(0, np.int64)
-        tokens, verification = slots.tokens[:0], None
+        grown, chosen = Grown(slots.tokens.device), np.zeros(0, np.int64)
         if depth > 0:
             grown = drafter.grow(state, slots, noise, depth)
-            tree, tokens, drafted = grown.tree, grown.tokens, grown.drafted
-            if tree.size:
-                chosen = drafter.policy.choose(state, tree)
-                verification = with_drafts(slots.tokens[:batch], slots.lengths[:batch], tree, chosen, tokens)
         else:
             drafter.make_room(batch)
-        if verification is None:
-            verification = plain(slots.tokens[:batch], slots.lengths[:batch])
+        tree, last, lengths = grown.tree, slots.tokens[:batch], slots.lengths[:batch]
+        if tree.size:
+            chosen = drafter.policy.choose(state, tree)
+            verification = with_drafts(last, lengths, tree, chosen, grown.tokens)
+        else:
+            verification = plain(last, lengths)
         features = Features(drafter.model.shape.taps)
         proposed = time.perf_counter()
         decoded, accepted = self._accept(verification, self._select(verification, noise, features), features)
@@ -136,24 +141,13 @@ class Decoder:
             tree=tree,
             chosen=chosen,
             accepted=accepted,
-            drafted=drafted,
+            drafted=grown.drafted,
             draft_seconds=proposed - started,
             verify_seconds=time.perf_counter() - proposed,
-            root_hits=_root_hits(tree, tokens, decoded),
+            root_hits=_root_hits(tree, grown.tokens, decoded),
         )
         drafter.policy.observe(record)
         return decoded._replace(record=record)
-
-    def _batch(self, drafter: Drafter, batch: int) -> Batch:
-        slots = self.slots
-        return Batch(
-            lengths=slots.lengths[:batch].copy(),
-            generated=slots.generated[:batch].copy(),
-            remaining=slots.remaining[:batch].copy(),
-            temperatures=slots.host_temperatures[:batch].copy(),
-            backlog=int(drafter.unread[:batch].sum()),
-            samples=slots.numbers[:batch].copy(),
-        )
 
     def _select(self, verification: Verification, noise: StepNoise, features: Features | None) -> Selection:
         """The target's choice after every input and its log-prob."""
@@ -190,8 +184,8 @@ class Decoder:
         self.slots.grow(choices[last], counts)
         accepted = np.zeros(0, np.bool_)
         if taken is not None:
-            accepted = taken.cpu().numpy()[verification.nodes != ROOT]
-            accepted = accepted[np.argsort(verification.nodes[verification.nodes != ROOT])]
+            drafted = verification.nodes != ROOT
+            accepted = taken.cpu().numpy()[drafted][np.argsort(verification.nodes[drafted])]
         return Decoded(choices.tolist(), logprobs.tolist(), counts, None), accepted
 
     def _settle(self, places: torch.Tensor, rows: torch.Tensor, depths: torch.Tensor) -> None:

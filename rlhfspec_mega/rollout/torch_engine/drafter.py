@@ -13,9 +13,28 @@ from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.planning.memory import LOGITS_AT_ONCE
 from rlhfspec_mega.planning.tree import BACKLOG, ROOT, Batch, Bools, DraftingPolicy, DraftTree, Ints, most_drafted
 from rlhfspec_mega.rollout.protocol import DraftPast
-from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, KVCache
-from rlhfspec_mega.rollout.torch_engine.inputs import Inputs, number_in_row, ragged
+from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, Inputs, KVCache, number_in_row
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState, StepNoise
+
+
+class Features:
+    """A tap (`models.transformer.Tap`) that keeps what a draft reads of its target's forward.
+
+    Args:
+        layers: whose outputs; a layer may be named twice.
+    """
+
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        self._layers = layers
+        self._outputs: dict[int, torch.Tensor] = {}
+
+    def __call__(self, layer: int, output: torch.Tensor) -> None:
+        if layer in self._layers:
+            self._outputs[layer] = output
+
+    def concatenated(self) -> torch.Tensor:
+        """[tokens, layers * hidden] of the last forward, in the order in which the layers were named."""
+        return torch.cat([self._outputs[layer] for layer in self._layers], dim=-1)
 
 
 class Grown:
@@ -145,8 +164,8 @@ class Drafter:
 
     def grow(self, batch: Batch, slots: SlotState, noise: StepNoise, depth: int) -> Grown:
         """A tree of up to `depth` layers, as deep and as wide as the policy wants it."""
-        grown, tree, able = Grown(self._tokens.device), DraftTree(), np.flatnonzero(self.can_draft(batch))
-        grown.tree = tree
+        grown, able = Grown(self._tokens.device), np.flatnonzero(self.can_draft(batch))
+        tree = grown.tree
         if not len(able):
             self.make_room(batch.size)
             return grown
@@ -227,7 +246,8 @@ class Drafter:
         The state of a slot of which nothing was read means nothing.
         """
         batch, device = len(counts), self._tokens.device
-        rows, columns = ragged(counts)
+        rows = np.repeat(np.arange(batch), counts)
+        columns = number_in_row(rows)
         places = self._read[rows] + columns
         end = int((self._read[:batch] + counts).max())
         device_rows, device_columns, device_places = (torch.from_numpy(a).to(device) for a in (rows, columns, places))

@@ -16,10 +16,10 @@ from rlhfspec_mega.observe.spans import SpanRecorder
 from rlhfspec_mega.planning.tree import DraftingPolicy
 from rlhfspec_mega.rollout.checks import check_draft_past, check_request, check_snapshot
 from rlhfspec_mega.rollout.migration.staging import Layout
-from rlhfspec_mega.rollout.protocol import DraftPast, SampleSnapshot
+from rlhfspec_mega.rollout.protocol import DraftPast, LiveSample, SampleSnapshot
 from rlhfspec_mega.rollout.torch_engine.decoder import Decoded, Decoder
 from rlhfspec_mega.rollout.torch_engine.prefill import Prefill
-from rlhfspec_mega.rollout.torch_engine.scheduler import LiveSample, Scheduler
+from rlhfspec_mega.rollout.torch_engine.scheduler import Scheduler
 from rlhfspec_mega.rollout.update import UpdatedEngine, WeightUpdate
 from rlhfspec_mega.types import (
     EngineLoad,
@@ -76,8 +76,8 @@ class TorchEngine(UpdatedEngine):
         self._scheduler = Scheduler(slots)
         self._prefill: Prefill | None = None
         self._finished: list[GenerationResult] = []
-        self._ids: set[str] = set()  # unfinished samples
-        self._counts = {"decode_steps": 0, "generated_tokens": 0, "prefill_tokens": 0, "finished_samples": 0}
+        self._held: dict[str, LiveSample] = {}  # the unfinished ones by id
+        self._counts = dict.fromkeys(("decode_steps", "generated_tokens", "prefill_tokens", "finished_samples"), 0)
         self._seconds = {"decode_seconds": 0.0, "prefill_seconds": 0.0}
         self.last_decode = 0.0, 0.0  # when the last step began to decode, since the epoch, and its seconds
         self.spans = SpanRecorder()
@@ -103,19 +103,17 @@ class TorchEngine(UpdatedEngine):
 
     @property
     def idle(self) -> bool:
-        """Whether the engine holds no sample."""
-        return not self._ids
+        return not self._held
 
     # Samples
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue samples. Raises UserError for one that is malformed or can never fit; then none is queued."""
-        ids = set(self._ids)
+        held = dict(self._held)
         for request in requests:
-            check_request(request, self._model.shape.vocab_size, self.max_positions, ids)
-            ids.add(request.sample_id)
-        self._ids = ids
-        self._scheduler.enqueue(requests)
+            check_request(request, self.vocab_size, self.max_positions, held.keys())
+            held[request.sample_id] = LiveSample(request)
+        self._held = held
+        self._scheduler.enqueue(held[request.sample_id] for request in requests)
 
     def poll(self, seconds: float) -> list[GenerationResult]:
         """Decode for about `seconds` (one step at least) or until idle; samples finished since the last poll.
@@ -131,39 +129,26 @@ class TorchEngine(UpdatedEngine):
         return finished
 
     def progress(self) -> list[SampleProgress]:
-        """What decoding samples have gained since the last call."""
         return [sample.progress() for sample in self._scheduler.active if len(sample.tokens) > sample.reported]
 
     def clear(self) -> None:
-        """Forget every sample, finished or not."""
-        self.abort(list(self._ids))
+        self.abort(list(self._held))
         self._finished.clear()
 
     def abort(self, sample_ids: Sequence[str]) -> list[GenerationResult]:
-        """Stop these samples and return what they have; unknown and finished ids are skipped."""
-        known = [sample_id for sample_id in dict.fromkeys(sample_ids) if sample_id in self._ids]
+        known = [sample_id for sample_id in dict.fromkeys(sample_ids) if sample_id in self._held]
         return [self._remove(sample_id).result(FinishReason.ABORTED) for sample_id in known]
 
     def holds(self, sample_id: str) -> bool:
-        """Whether this engine has the sample, decoding or waiting."""
-        return sample_id in self._ids
+        return sample_id in self._held
 
     def waits(self, sample_id: str) -> bool:
-        """Whether the sample is here and not being decoded yet."""
-        return sample_id in self._ids and self._scheduler.find(sample_id) is None
+        return sample_id in self._held and self._scheduler.find(sample_id) is None
 
     def request(self, sample_id: str) -> GenerationRequest:
-        """The request of a sample that this engine has. Raises RunError for another one."""
-        sample = self._scheduler.sample(sample_id)
-        if sample is None:
-            raise RunError(f"Sample {sample_id} is not in this engine.")
-        return sample.request
+        return self._held[sample_id].request
 
     def settled(self, sample_id: str) -> dict[str, int] | None:
-        """Positions whose KV no longer changes, of the "target" and, where one follows the sample, the "draft".
-
-        None unless the sample is being decoded here.
-        """
         slot, drafter = self._scheduler.find(sample_id), self._decoder.drafter
         if slot is None:
             return None
@@ -172,20 +157,18 @@ class TorchEngine(UpdatedEngine):
 
     @torch.inference_mode()
     def read_ahead(self, sample_ids: Sequence[str]) -> None:
-        """Let the draft read what it has not read of decoding samples, so that little but settled KV is to be moved."""
         slots = [slot for name in sample_ids if (slot := self._scheduler.find(name)) is not None]
         if slots and self._decoder.drafter and self._decoder.drafting:
             self._decoder.drafter.read_ahead(slots, len(self._scheduler.active))
 
     def kv_layout(self, positions: int) -> Layout:
-        """Of the KV of a sample of so many tokens."""
         caches, drafter = {"target": self._decoder.cache.kv}, self._decoder.drafter
         caches |= {"draft": drafter.cache.kv} if drafter else {}
         parts = {name: (kv.shape[0], 2, kv.shape[3], positions, kv.shape[5]) for name, kv in caches.items()}
         return Layout(str(caches["target"].dtype).removeprefix("torch."), parts)
 
     def settled_kv(self, sample_id: str, part: str, first: int, last: int) -> torch.Tensor:
-        """View [layers, 2, kv_heads, last - first, head_dim] of a decoding sample's KV, valid until the next step."""
+        """A view, as RolloutEngine says. Raises RunError for a sample that is not being decoded."""
         slot, drafter = self._scheduler.find(sample_id), self._decoder.drafter
         if slot is None:
             raise RunError(f"Sample {sample_id} has no KV in this engine: it is not being decoded here.")
@@ -193,14 +176,7 @@ class TorchEngine(UpdatedEngine):
         return cache.prefix(slot, last)[:, :, :, first:]
 
     def export_sample(self, sample_id: str, with_kv: bool = True) -> SampleSnapshot:
-        """State of an unfinished sample, with its KV if it holds a slot; it leaves this engine.
-
-        Args:
-            with_kv: false if the settled KV was copied before; `draft.kv` is then empty.
-
-        Raises RunError for an unknown or finished sample.
-        """
-        if sample_id not in self._ids:
+        if sample_id not in self._held:
             raise RunError(f"Sample {sample_id} cannot be exported: this engine does not hold it, or it has finished.")
         slot, drafter = self._scheduler.find(sample_id), self._decoder.drafter
         kv = draft = None
@@ -208,20 +184,15 @@ class TorchEngine(UpdatedEngine):
             draft = drafter.past(slot, with_kv) if drafter else None
             if with_kv:
                 kv = self._decoder.cache.prefix(slot, self._scheduler.active[slot].length - 1).clone()
-        sample = self._remove(sample_id)
-        known = sample.request, sample.tokens, sample.logprobs, sample.versions
-        return SampleSnapshot(*known, kv, draft, sample.reported)
+        return self._remove(sample_id).snapshot(kv, draft)
 
     def import_sample(self, snapshot: SampleSnapshot) -> None:
-        """Go on with a sample exported elsewhere, ahead of the waiting ones. Raises UserError if it does not fit."""
-        check_request(snapshot.request, self._model.shape.vocab_size, self.max_positions, self._ids)
+        """As RolloutEngine says; it goes ahead of the waiting ones."""
+        check_request(snapshot.request, self.vocab_size, self.max_positions, self._held.keys())
         check_snapshot(snapshot, self._decoder.cache.kv)
         if drafter := self._decoder.drafter:
             check_draft_past(snapshot, drafter.no_past(), drafter.room)
-        sample = LiveSample(snapshot.request, list(snapshot.tokens), list(snapshot.logprobs), list(snapshot.versions))
-        if snapshot.reported is not None:
-            sample.reported = snapshot.reported
-        self._ids.add(snapshot.request.sample_id)
+        sample = self._held[snapshot.request.sample_id] = LiveSample.of(snapshot)
         kv, draft, device = snapshot.kv, snapshot.draft, self._decoder.cache.kv.device
         if kv is None or (self._decoder.drafting and draft is None):
             self._scheduler.enqueue_first(sample, None, None)
@@ -230,7 +201,7 @@ class TorchEngine(UpdatedEngine):
             self._scheduler.enqueue_first(sample, kv.to(device), draft)
 
     def load(self) -> EngineLoad:
-        """Load figures now; the policy version is -1 before the first weights."""
+        """As RolloutEngine says; the policy version is -1 before the first weights."""
         return EngineLoad(
             running=len(self._scheduler.active),
             waiting=self._scheduler.waiting,
@@ -275,7 +246,7 @@ class TorchEngine(UpdatedEngine):
         self._scheduler.forget_prefills()
 
     def _lose_draft(self) -> None:
-        self._decoder.draft_lost()  # steps are plain
+        self._decoder.draft_lost()
 
     # The step
 
@@ -335,7 +306,7 @@ class TorchEngine(UpdatedEngine):
             if reason is not None:
                 ended.append(slot)
                 self._finished.append(sample.result(reason))
-                self._ids.discard(sample.request.sample_id)
+                del self._held[sample.request.sample_id]
         self._counts["decode_steps"] += 1
         self._counts["finished_samples"] += len(ended)
         self._retire(ended)
@@ -346,12 +317,9 @@ class TorchEngine(UpdatedEngine):
 
     def _remove(self, sample_id: str) -> LiveSample:
         """Take an unfinished sample out, from its slot or from the queue."""
-        self._ids.remove(sample_id)
-        slot = self._scheduler.find(sample_id)
-        if slot is not None:
-            sample = self._scheduler.active[slot]
+        sample, slot = self._held.pop(sample_id), self._scheduler.find(sample_id)
+        if slot is None:
+            self._scheduler.withdraw(sample)
+        else:
             self._retire([slot])
-            return sample
-        waiting = self._scheduler.withdraw(sample_id)
-        assert waiting is not None, f"sample {sample_id} is neither active nor waiting"
-        return waiting
+        return sample

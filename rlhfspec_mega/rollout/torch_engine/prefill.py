@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from rlhfspec_mega.draft.model import DraftModel
 from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.rollout.protocol import DraftPast
-from rlhfspec_mega.rollout.torch_engine.cache import AttentionShape, CachedAttention, KVCache
-from rlhfspec_mega.rollout.torch_engine.features import Features
-from rlhfspec_mega.rollout.torch_engine.inputs import Inputs
+from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, Inputs, KVCache
+from rlhfspec_mega.rollout.torch_engine.drafter import Features
 from rlhfspec_mega.rollout.torch_engine.scheduler import PrefixGroup
 
 
@@ -28,10 +28,7 @@ class Prefill:
         self._model, self._draft, self._groups = model, draft, groups
         padded = [group.prefix + (0,) * (longest + 1 - len(group.prefix)) for group in groups]
         self._tokens = torch.tensor(padded, device=weights.device)
-
-        def cache(shape: AttentionShape) -> KVCache:
-            return KVCache(shape, slots=len(groups), places=longest, dtype=weights.dtype, device=weights.device)
-
+        cache = partial(KVCache, slots=len(groups), places=longest, dtype=weights.dtype, device=weights.device)
         self._cache = cache(model.shape)
         self._draft_cache = cache(draft.shape) if draft else None
         self._last_features: dict[int, torch.Tensor] = {}  # by group: the target's states at its last position

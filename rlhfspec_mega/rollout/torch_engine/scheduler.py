@@ -9,64 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from rlhfspec_mega.rollout.protocol import DraftPast
-from rlhfspec_mega.types import FinishReason, GenerationRequest, GenerationResult, SampleProgress
-
-
-@dataclass
-class LiveSample:
-    """An unfinished sample and its response so far; `reported`: response tokens that the driver knows of."""
-
-    request: GenerationRequest
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.reported = len(self.tokens)
-        self._stop = frozenset() if self.request.ignore_stop else frozenset(self.request.stop_tokens)
-
-    @property
-    def length(self) -> int:
-        """Tokens of prompt and response."""
-        return len(self.request.prompt_tokens) + len(self.tokens)
-
-    @property
-    def last_token(self) -> int:
-        return self.tokens[-1] if self.tokens else self.request.prompt_tokens[-1]
-
-    @property
-    def sequence(self) -> tuple[int, ...]:
-        return (*self.request.prompt_tokens, *self.tokens)
-
-    @property
-    def prefix(self) -> tuple[int, ...]:
-        return self.sequence[:-1]
-
-    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> FinishReason | None:
-        """Add tokens up to the one that ends the sample; the reason if there is one."""
-        for token, logprob in zip(tokens, logprobs, strict=True):
-            self.tokens.append(token)
-            self.logprobs.append(logprob)
-            self.versions.append(version)
-            if token in self._stop:
-                return FinishReason.STOP
-            if len(self.tokens) >= self.request.max_new_tokens:
-                return FinishReason.LENGTH
-        return None
-
-    def progress(self) -> SampleProgress:
-        """What came since the last call."""
-        new, self.reported = slice(self.reported, None), len(self.tokens)
-        return SampleProgress(self.request.sample_id, self.tokens[new], self.logprobs[new], self.versions[new])
-
-    def result(self, reason: FinishReason) -> GenerationResult:
-        return GenerationResult(self.request.sample_id, self.tokens, self.logprobs, self.versions, reason)
+from rlhfspec_mega.rollout.protocol import DraftPast, LiveSample
 
 
 @dataclass
@@ -123,12 +71,11 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.active or self._waiting)
 
-    def enqueue(self, requests: Iterable[GenerationRequest]) -> None:
+    def enqueue(self, samples: Iterable[LiveSample]) -> None:
         """Queue new samples at the end; those whose prompt is still waiting join its group."""
         groups = {group.prefix: group for group in self._waiting}
-        for request in requests:
-            sample = LiveSample(request)
-            prefix = sample.prefix
+        for sample in samples:
+            prefix = sample.sequence[:-1]
             if prefix in groups:
                 groups[prefix].members.append(sample)
             else:
@@ -137,7 +84,7 @@ class Scheduler:
 
     def enqueue_first(self, sample: LiveSample, kv: torch.Tensor | None, draft: DraftPast | None) -> None:
         """Queue a sample that has waited elsewhere ahead of all others."""
-        self._waiting.appendleft(PrefixGroup(sample.prefix, [sample], kv, draft))
+        self._waiting.appendleft(PrefixGroup(sample.sequence[:-1], [sample], kv, draft))
 
     def next_prefill(self, max_tokens: int) -> list[PrefixGroup]:
         """Groups to prefill together: of slots' worth of members, in queue order, at most `max_tokens` once padded.
@@ -185,20 +132,11 @@ class Scheduler:
         """The slot of a decoding sample."""
         return next((i for i, sample in enumerate(self.active) if sample.request.sample_id == sample_id), None)
 
-    def sample(self, sample_id: str) -> LiveSample | None:
-        """A decoding or waiting sample."""
-        members = (sample for group in self._waiting for sample in group.members)
-        return next((s for s in (*self.active, *members) if s.request.sample_id == sample_id), None)
-
-    def withdraw(self, sample_id: str) -> LiveSample | None:
+    def withdraw(self, sample: LiveSample) -> None:
         """Take a waiting sample out of the queue."""
         for group in self._waiting:
-            for sample in group.members:
-                if sample.request.sample_id == sample_id:
-                    group.members.remove(sample)
-                    self._drop_empty()
-                    return sample
-        return None
+            group.members = [one for one in group.members if one is not sample]
+        self._drop_empty()
 
     def forget_prefills(self) -> None:
         """Drop the KV of waiting groups: the weights that made it are gone."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rlhfspec_mega.rollout.torch_engine.scheduler import LiveSample
+from rlhfspec_mega.rollout.protocol import LiveSample
 from rlhfspec_mega.sampling.noise import gumbel_from_states, seed_states
 from rlhfspec_mega.sampling.select import perturbed_scores, scaled_logits
 
@@ -47,7 +47,7 @@ class SlotState:
         rows = slice(first, first + len(samples))
         device = self.tokens.device
         requests = [sample.request for sample in samples]
-        self.tokens[rows] = torch.tensor([sample.last_token for sample in samples], device=device)
+        self.tokens[rows] = torch.tensor([sample.sequence[-1] for sample in samples], device=device)
         self.noise[rows] = seed_states(torch.tensor([request.seed for request in requests], device=device))
         self.temperatures[rows] = torch.tensor([request.temperature for request in requests], device=device)
         self.forced[rows] = torch.tensor([request.ignore_stop for request in requests], device=device)

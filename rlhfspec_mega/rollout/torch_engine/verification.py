@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from rlhfspec_mega.planning.tree import ROOT, Bools, DraftTree, Ints
-from rlhfspec_mega.rollout.torch_engine.inputs import Inputs, number_in_row
+from rlhfspec_mega.rollout.torch_engine.cache import Inputs, number_in_row
 
 
 class Verification(NamedTuple):

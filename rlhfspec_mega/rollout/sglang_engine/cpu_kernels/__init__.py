@@ -66,9 +66,9 @@ def hooks() -> list[tuple[str, Callable[..., Any], str]]:
     if device() == "cuda":
         return []
     from rlhfspec_mega.rollout.sglang_engine import seams
-    from rlhfspec_mega.rollout.sglang_engine.cpu_kernels import attention_backend
+    from rlhfspec_mega.rollout.sglang_engine.cpu_kernels import attention
 
     return [
-        (seams.AMX_DECODE.target, attention_backend.decode_prepared_lengths, "AROUND"),
-        (seams.AMX_EXTEND.target, attention_backend.extend_prepared_lengths, "AROUND"),
+        (seams.AMX_DECODE.target, attention.decode_prepared_lengths, "AROUND"),
+        (seams.AMX_EXTEND.target, attention.extend_prepared_lengths, "AROUND"),
     ]

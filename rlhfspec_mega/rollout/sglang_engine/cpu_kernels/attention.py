@@ -1,10 +1,11 @@
-"""Attention over the KV slots of requests, in place of SGLang's csrc/cpu/decode.cpp and extend.cpp.
+"""Attention over the KV slots of requests, in place of SGLang's csrc/cpu/decode.cpp and extend.cpp; hooks around it.
 
 Arguments have the order of the operators torch.ops.sgl_kernel.*; those not mentioned are not used here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -124,3 +125,29 @@ def _refuse(logit_cap: float, is_cross: bool, window: int, sinks: Any) -> None:
             "These stand-ins for SGLang's CPU kernels have no soft cap, cross attention, sliding window or sinks: no "
             "model of this project has them."
         )
+
+
+def decode_prepared_lengths(original: Callable[..., Tensor], backend: Any, *given: Any, **named: Any) -> Tensor:
+    """Around IntelAMXAttnBackend.forward_decode, which prepares each draft layer's lengths and reads others."""
+    if backend.draft_decode_metadata is not None:
+        given = _with_lengths(backend.draft_decode_metadata[1], *given)
+    return original(backend, *given, **named)
+
+
+def extend_prepared_lengths(original: Callable[..., Tensor], backend: Any, *given: Any, **named: Any) -> Tensor:
+    """Around IntelAMXAttnBackend.forward_extend, which does the same in verification."""
+    return original(backend, *_with_lengths(backend.extend_metadata[0], *given), **named)
+
+
+def _with_lengths(lengths: Tensor, q: Any, k: Any, v: Any, layer: Any, batch: Any, *rest: Any) -> tuple[Any, ...]:
+    return (q, k, v, layer, _WithLengths(batch, lengths), *rest)
+
+
+class _WithLengths:
+    """A batch with other sequence lengths."""
+
+    def __init__(self, batch: Any, lengths: Tensor) -> None:
+        self._batch, self.seq_lens = batch, lengths
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batch, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -11,19 +12,23 @@ def assign_req_to_token_pool_cpu(
     requests: Tensor, req_to_token: Tensor, starts: Tensor, ends: Tensor, slots: Tensor, width: int
 ) -> None:
     """Note new slots of requests at positions `starts` to `ends` (kernels/ops/kvcache, assign_req_to_token_pool)."""
-    done = 0
-    for row, first, last in zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True):
-        req_to_token[row, first:last] = slots[done : done + last - first].to(req_to_token.dtype)
-        done += last - first
+    for own, row, first, last in _spans(requests, starts, ends):
+        req_to_token[row, first:last] = slots[own].to(req_to_token.dtype)
 
 
 def assign_extend_cache_locs_cpu(
     requests: Tensor, req_to_token: Tensor, starts: Tensor, ends: Tensor, slots: Tensor, width: int
 ) -> None:
     """Fill `slots` with those at positions `starts` to `ends` (kernels/ops/speculative, assign_extend_cache_locs)."""
+    for own, row, first, last in _spans(requests, starts, ends):
+        slots[own] = req_to_token[row, first:last].to(slots.dtype)
+
+
+def _spans(requests: Tensor, starts: Tensor, ends: Tensor) -> Iterator[tuple[slice, int, int, int]]:
+    """Of each request its part of what lies one behind the other, its row, and its first position and its end."""
     done = 0
     for row, first, last in zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True):
-        slots[done : done + last - first] = req_to_token[row, first:last].to(slots.dtype)
+        yield slice(done, done + last - first), row, first, last
         done += last - first
 
 
