@@ -158,4 +158,4 @@ class PolicyGradient(ABC):
                 for sample, part in zip(samples, experience.by_sample(experience.columns[name]), strict=True):
                     setattr(sample, name, part.tolist())
         for sample, part in zip(samples, experience.by_sample(experience.columns["advantages"]), strict=True):
-            sample.advantage = float(part.mean()) if len(part) else 0.0
+            sample.advantage = float(part.mean(dtype=np.float64)) if len(part) else 0.0
