@@ -3,7 +3,7 @@
     python -m benchmarks.freshness [--steps 60] [--seeds 1]
 
 The policy moves away from what the draft imitates, and a refresh follows it. Every variant is a whole run of train.py
-(the demo's configuration, `trainer.eval_every=0`), one after the other, under drafting=fixed: the same number of draft
+(the demo's configuration, `trainer.eval_every=0`), one after the other, under speculation=fixed: the same number of draft
 tokens in every step, so that nothing but the draft changes what a step yields. The samples of both are the same, as no
 draft changes a token. Prints tokens per step of each fifth of the run; the last line is one JSON object: last fifth
 over first fifth, with the refresh and without, and in the last fifth the one over the other.
@@ -28,8 +28,8 @@ from rlhfspec_mega.observe.figures import drafting_figures
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
 PARTS = 5
-FIXED = "drafting=fixed"
-VARIANTS: Mapping[str, tuple[str, ...]] = {"refreshed": (FIXED,), "left alone": (FIXED, "drafting.refresh_every=0")}
+FIXED = "speculation=fixed"
+VARIANTS: Mapping[str, tuple[str, ...]] = {"refreshed": (FIXED,), "left alone": (FIXED, "speculation.refresh_every=0")}
 
 
 def run(output: Path, name: str, steps: int, seed: int, options: Sequence[str]) -> list[dict[str, Any]]:

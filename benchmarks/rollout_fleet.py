@@ -15,7 +15,8 @@ from benchmarks.samples import Target
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.cluster.meeting_point import MeetingPoint
-from rlhfspec_mega.config.schema import ActorConfig, ReallocationConfig, RolloutConfig
+from rlhfspec_mega.config.schema.generation import ReallocationConfig, RolloutConfig
+from rlhfspec_mega.config.schema.training import ActorConfig
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.ledger.entry import Purpose
 from rlhfspec_mega.ledger.ledger import Ledger
@@ -101,12 +102,12 @@ class Fleet:
         self._rollouts = 0
 
     def __enter__(self) -> Fleet:
-        limits: dict[str, Any] = {"deadline_seconds": 300.0, "start_seconds": 120.0, "silence_seconds": 120.0}
+        limits: dict[str, Any] = {"call_timeout": 300.0, "start_timeout": 120.0, "heartbeat_timeout": 120.0}
         self.cluster = LocalCluster(
             Path(self._directory.name) / "logs", threads=1, use_gpus=False, max_restarts=0, **limits
         )
         config = RolloutConfig(
-            slots=SLOTS, max_prompt_tokens=self._prompt, max_new_tokens=self._longest, prefill_chunk=512
+            max_running_requests=SLOTS, max_prompt_tokens=self._prompt, max_new_tokens=self._longest, chunked_prefill_size=512
         )
         arguments = {"shape": self._target.shape, "config": config, "dtype": "float32", "device": "cpu"}
         specs = [WorkerSpec("benchmarks.migration_cost.CopyingEngine", arguments, (rank,)) for rank in range(ENGINES)]

@@ -12,7 +12,7 @@ import torch
 
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.model_shape import model_shape
-from rlhfspec_mega.config.schema import DataConfig
+from rlhfspec_mega.config.schema.generation import DataConfig
 from rlhfspec_mega.data.chain_sums import TERM, ChainSums
 from rlhfspec_mega.data.prompts import encode_prompts
 from rlhfspec_mega.data.tokenizer import load_tokenizer

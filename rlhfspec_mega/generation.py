@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhfspec_mega.config.schema import RolloutConfig
+from rlhfspec_mega.config.schema.generation import RolloutConfig
 from rlhfspec_mega.ledger.entry import Purpose
 from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.rollout.manager import Progress, RolloutManager

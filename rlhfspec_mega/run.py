@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec_mega.algorithms.policy_gradient import PolicyGradient
-from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.data.prompts import PromptStream
 from rlhfspec_mega.generation import SampleGenerator
 from rlhfspec_mega.ledger.ledger import Ledger

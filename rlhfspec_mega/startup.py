@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from rlhfspec_mega.algorithms.choice import make_algorithm
 from rlhfspec_mega.config.notes import notes
 from rlhfspec_mega.config.output_dir import output_dir
-from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sizes import shape_and_sizes, size_rows
 from rlhfspec_mega.data.prompts import make_prompts
 from rlhfspec_mega.generation import SampleGenerator, stop_tokens

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from rlhfspec_mega import checkpoints
 from rlhfspec_mega.checkpoints.recovery import driver_state, recover, resume
-from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.draft.refresh import RefreshReport
 from rlhfspec_mega.errors import CheckpointError, Stopped, WorkerDied
 from rlhfspec_mega.ledger.entry import Purpose
@@ -65,7 +65,7 @@ def train(run: Run, reporter: Reporter, first: int, signals: StopSignals) -> Non
 def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
     """One step of RL: every sample generated is trained on exactly once."""
     system, algorithm, phases = run.system, run.algorithm, run.phases
-    refreshes = system.training.draft is not None and is_due(step + 1, run.config.drafting.refresh_every)
+    refreshes = system.training.draft is not None and is_due(step + 1, run.config.speculation.refresh_every)
     samples, scored, metrics = rollout(run, step, refreshes)
     experience = algorithm.experience(samples)
     with phases.measure("draft"):
@@ -122,13 +122,13 @@ def refresh_draft(run: Run, done: RefreshReport | None) -> dict[str, float]:
     Args:
         done: of a refresh while samples were generated, in time that was free: then there is none now.
     """
-    drafting = run.config.drafting
+    speculation = run.config.speculation
     if done is not None:
         report = done
     elif run.config.trainer.deterministic:
-        report = run.system.draft.now(steps=drafting.refresh_steps)
+        report = run.system.draft.now(steps=speculation.refresh_steps)
     else:
-        report = run.system.draft.now(seconds=drafting.refresh_seconds)
+        report = run.system.draft.now(seconds=speculation.refresh_seconds)
     lengths = {"draft_expected_length_before": report.before, "draft_expected_length_after": report.after}
     measured = {name: length for name, length in lengths.items() if length is not None}
     fused_seconds = 0.0 if done is None else report.seconds

@@ -2,7 +2,7 @@
 
     python -m tools.train_draft --model DIR --out DRAFT --prompts prompts.jsonl --samples 4096 --draft-vocab 32000
 
-DRAFT is a directory that SGLang loads, too; a run takes it with drafting.path=DRAFT. Without --prompts the built-in
+DRAFT is a directory that SGLang loads, too; a run takes it with speculation.draft_model_path=DRAFT. Without --prompts the built-in
 task's are used. All samples are held in memory with their hidden states: 4 * hidden size numbers per token.
 """
 
@@ -58,7 +58,7 @@ def train_draft(arguments: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} must be above 0.")
     if arguments.draft_vocab is not None and arguments.draft_vocab < 2:
         raise UserError("--draft-vocab must be at least 2.")
-    from rlhfspec_mega.config.schema import DataConfig
+    from rlhfspec_mega.config.schema.generation import DataConfig
     from rlhfspec_mega.data.prompts import make_prompts
     from rlhfspec_mega.data.tokenizer import load_tokenizer
     from rlhfspec_mega.generation import stop_tokens
@@ -90,7 +90,7 @@ def train_draft(arguments: argparse.Namespace) -> None:
     with Console(recipe.steps) as console:
         stops = stop_tokens(tokenizer, arguments.model)
         make_draft(arguments.model, arguments.out, prompts, stops, recipe, console, arguments.device)
-        console.note(f"The draft is in {arguments.out}: use it with drafting.path={arguments.out}.")
+        console.note(f"The draft is in {arguments.out}: use it with speculation.draft_model_path={arguments.out}.")
 
 
 def _check_device(name: str) -> None:

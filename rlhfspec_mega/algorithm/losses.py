@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhfspec_mega.config.schema import AlgorithmConfig
+from rlhfspec_mega.config.schema.training import AlgorithmConfig
 from rlhfspec_mega.errors import UserError
 
 
@@ -39,17 +39,17 @@ def token_losses(inputs: TokenInputs, config: AlgorithmConfig) -> tuple[Tensor, 
     and entropy where their inputs are given.
     """
     log_ratio = inputs.logprobs - inputs.old_logprobs
-    loss, clipped = clipped_policy_loss(log_ratio, inputs.advantages, config.clip_low, config.clip_high)
+    loss, clipped = clipped_policy_loss(log_ratio, inputs.advantages, config.clip_ratio_low, config.clip_ratio_high)
     ratio = log_ratio.detach().exp()
     metrics = {"ratio": ratio, "clip_fraction": clipped, "approx_kl": ratio - 1 - log_ratio.detach()}
-    if config.importance_cap is not None and inputs.engine_logprobs is not None:
-        weight = truncated_importance_weight(inputs.old_logprobs, inputs.engine_logprobs, config.importance_cap)
+    if config.tis_clip is not None and inputs.engine_logprobs is not None:
+        weight = truncated_importance_weight(inputs.old_logprobs, inputs.engine_logprobs, config.tis_clip)
         loss = loss * weight
         metrics["importance_weight"] = weight
     if inputs.reference_logprobs is not None:
-        metrics["kl"] = kl_estimate(inputs.logprobs.detach(), inputs.reference_logprobs, config.kl_estimator)
+        metrics["kl"] = kl_estimate(inputs.logprobs.detach(), inputs.reference_logprobs, config.kl_loss_type)
         if config.kl_in == "loss" and config.kl_coef:
-            kl = kl_loss(inputs.logprobs, inputs.old_logprobs, inputs.reference_logprobs, config.kl_estimator)
+            kl = kl_loss(inputs.logprobs, inputs.old_logprobs, inputs.reference_logprobs, config.kl_loss_type)
             loss = loss + config.kl_coef * kl
     if inputs.entropy is not None:
         metrics["entropy"] = inputs.entropy.detach()
@@ -82,7 +82,7 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) ->
         return x.square() / 2
     if estimator == "k3":
         return torch.expm1(-x) + x
-    raise UserError(f"algorithm.kl_estimator={estimator} is unknown: use k1, k2 or k3.")
+    raise UserError(f"algorithm.kl_loss_type={estimator} is unknown: use k1, k2 or k3.")
 
 
 def kl_loss(logprobs: Tensor, old_logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:

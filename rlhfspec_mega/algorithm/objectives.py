@@ -6,7 +6,7 @@ import torch
 
 from rlhfspec_mega.algorithm.losses import TokenInputs, token_losses
 from rlhfspec_mega.algorithm.microbatch import MicroBatch
-from rlhfspec_mega.config.schema import AlgorithmConfig
+from rlhfspec_mega.config.schema.training import AlgorithmConfig
 
 
 def supervised_objective(
@@ -42,4 +42,4 @@ def policy_metrics(config: AlgorithmConfig) -> list[str]:
     """Names of the metrics that `policy_objective` gives under this configuration."""
     names = ["ratio", "clip_fraction", "approx_kl", "entropy"]
     names += ["kl"] if config.kl_coef > 0 else []
-    return names + (["importance_weight"] if config.importance_cap is not None else [])
+    return names + (["importance_weight"] if config.tis_clip is not None else [])

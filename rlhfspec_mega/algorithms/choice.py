@@ -11,7 +11,7 @@ from rlhfspec_mega.algorithms.grpo import GRPO
 from rlhfspec_mega.algorithms.policy_gradient import PolicyGradient
 from rlhfspec_mega.algorithms.rloo import RLOO
 from rlhfspec_mega.config.import_path import BadImportPath, load_function
-from rlhfspec_mega.config.schema import AlgorithmConfig
+from rlhfspec_mega.config.schema.training import AlgorithmConfig
 from rlhfspec_mega.errors import UserError
 
 OURS: dict[str, type[PolicyGradient]] = {"grpo": GRPO, "rloo": RLOO}
@@ -38,9 +38,9 @@ def make_algorithm(config: AlgorithmConfig, members: int, samples_per_update: in
     Raises UserError for an import path that leads to no function.
     """
     arguments = (config, members, samples_per_update, _own(config.loss, "algorithm.loss") if config.loss else None)
-    if config.advantage in OURS:
-        return OURS[config.advantage](*arguments)
-    return OwnAdvantage(_own(config.advantage, "algorithm.advantage"), *arguments)
+    if config.adv_estimator in OURS:
+        return OURS[config.adv_estimator](*arguments)
+    return OwnAdvantage(_own(config.adv_estimator, "algorithm.adv_estimator"), *arguments)
 
 
 def _own(path: str, option: str) -> Callable[..., Any]:

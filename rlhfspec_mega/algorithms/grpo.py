@@ -13,4 +13,4 @@ class GRPO(PolicyGradient):
 
     def advantages(self, rewards: Tensor) -> Tensor:
         """See advantages.grpo."""
-        return grpo(rewards, self._config.normalize_by_std)
+        return grpo(rewards, self._config.norm_adv_by_std)

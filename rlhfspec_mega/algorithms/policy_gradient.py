@@ -16,7 +16,7 @@ from rlhfspec_mega.algorithm.losses import kl_estimate
 from rlhfspec_mega.algorithm.microbatch import WEIGHTS, TokenLoss
 from rlhfspec_mega.algorithm.objectives import policy_metrics, policy_objective
 from rlhfspec_mega.algorithm.token_weights import token_weights
-from rlhfspec_mega.config.schema import AlgorithmConfig
+from rlhfspec_mega.config.schema.training import AlgorithmConfig
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.types import Sample
 from rlhfspec_mega.workers.model_group import ModelGroup
@@ -119,7 +119,7 @@ class PolicyGradient(ABC):
             policy, reference = (
                 torch.from_numpy(columns[name]).double() for name in ("old_logprobs", "reference_logprobs")
             )
-            summed = experience.summed(kl_estimate(policy, reference, config.kl_estimator).numpy())
+            summed = experience.summed(kl_estimate(policy, reference, config.kl_loss_type).numpy())
             kl = torch.from_numpy(summed).view(-1, self._members)
         found = self.advantages(shaped_rewards(rewards, truncated, kl, config))
         if config.shuffle_advantages:
@@ -128,7 +128,7 @@ class PolicyGradient(ABC):
         tokens = int(experience.response_offsets[-1])
         if len(flat) not in (len(experience), tokens):
             raise RunError(
-                f"algorithm.advantage={config.advantage} gave {len(flat)} advantages for {len(experience)} samples "
+                f"algorithm.adv_estimator={config.adv_estimator} gave {len(flat)} advantages for {len(experience)} samples "
                 f"with {tokens} response tokens: give one for each sample or one for each token."
             )
         columns["advantages"] = experience.spread(flat) if len(flat) == len(experience) else flat.astype(np.float32)
@@ -144,7 +144,7 @@ class PolicyGradient(ABC):
             batch = experience.select(np.arange(len(experience))[first : first + self._samples_per_update])
             learns = learning_samples(torch.from_numpy(batch.per_sample["truncated"]), self._config)
             lengths = torch.from_numpy(batch.response_lengths)
-            weights, _ = token_weights(lengths, learns, self._config.loss_average)
+            weights, _ = token_weights(lengths, learns, self._config.loss_agg_mode)
             batch.columns[WEIGHTS] = batch.spread(weights.numpy())
             results.append(actor.accumulate(batch, self._loss, self._metrics) | actor.step())
         metrics = {name: sum(result[name] for result in results) / len(results) for name in results[0]}

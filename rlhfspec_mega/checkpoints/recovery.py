@@ -48,8 +48,8 @@ def recover(run: Run, reporter: Reporter, death: WorkerDied) -> int:
         while True:
             run.console.note(f"{death} The actor is started anew from the last checkpoint.")
             if not run.system.may_restart_actor():
-                most = run.config.cluster.max_restarts
-                raise RunError(f"{death} It was restarted cluster.max_restarts={most} times without a step between.")
+                most = run.config.launcher.max_restarts
+                raise RunError(f"{death} It was restarted launcher.max_restarts={most} times without a step between.")
             try:
                 run.system.restart_actor()
                 run.system.actor.load_weights(run.model)

@@ -1,4 +1,4 @@
-"""cluster.launcher=local: workers are processes of this machine, started at once, no daemon, no port."""
+"""launcher=local: workers are processes of this machine, started at once, no daemon, no port."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ class MeetingPoint:
         address: "store://host:port/prefix", what `actor.rendezvous.Rendezvous` takes as init_method.
     """
 
-    def __init__(self, host: str, deadline_seconds: float) -> None:
+    def __init__(self, host: str, call_timeout: float) -> None:
         """Listen on a free port of `host`, an address of this machine that every rank can reach."""
-        self._store: dist.TCPStore | None = listening_store(host, deadline_seconds)
+        self._store: dist.TCPStore | None = listening_store(host, call_timeout)
         self.address = f"store://{host}:{self._store.port}/{uuid4().hex}"
 
     def close(self) -> None:

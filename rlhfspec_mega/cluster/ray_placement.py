@@ -115,7 +115,7 @@ class Reservation:
                 raise UserError(
                     f"The Ray cluster at {where} had no room for this run within {seconds:g} s: it asks for "
                     f"{_in_words(bundles)}, and {_amounts(ray.available_resources())} are free. Wait for other jobs, "
-                    "add nodes, or raise cluster.start_seconds."
+                    "add nodes, or raise launcher.start_timeout."
                 )
         nodes = _node_of_bundle(group)
         return sorted(range(len(bundles)), key=lambda bundle: (nodes[bundle], bundle))

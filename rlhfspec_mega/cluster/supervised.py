@@ -74,9 +74,9 @@ class SupervisedCluster(ABC):
 
     Args:
         log_dir: one log file per worker, and the reports of stacks.
-        deadline_seconds: longest wait for any answer.
-        start_seconds: longest wait for workers to start.
-        silence_seconds: a worker without a sign of life for so long is taken for dead.
+        call_timeout: longest wait for any answer.
+        start_timeout: longest wait for workers to start.
+        heartbeat_timeout: a worker without a sign of life for so long is taken for dead.
         max_restarts: restarts of one worker, or of one role as a whole, between two finished steps.
 
     Attributes:
@@ -88,11 +88,11 @@ class SupervisedCluster(ABC):
     grace_seconds = 2.0  # after a failure: how long the death that may have caused it takes to be seen
 
     def __init__(
-        self, log_dir: Path, *, deadline_seconds: float, start_seconds: float, silence_seconds: float, max_restarts: int
+        self, log_dir: Path, *, call_timeout: float, start_timeout: float, heartbeat_timeout: float, max_restarts: int
     ) -> None:
         self.log_dir = log_dir
-        self._deadline, self._start_seconds = deadline_seconds, start_seconds
-        self.liveness = Liveness(silence_seconds / 3, silence_seconds)
+        self._deadline, self._start_seconds = call_timeout, start_timeout
+        self.liveness = Liveness(heartbeat_timeout / 3, heartbeat_timeout)
         self._restarts = Restarts(max_restarts)
         self._processes: dict[tuple[str, int], WorkerProcess] = {}
         self.launches: Counter[tuple[str, int]] = Counter()
@@ -275,7 +275,7 @@ class SupervisedCluster(ABC):
             return
         raise RunError(
             f"In phase '{phase}', no answer within {limit:g} s from {who}. The Python stacks of all workers are in "
-            f"{report}. Raise cluster.deadline_seconds if the work is just slow."
+            f"{report}. Raise launcher.call_timeout if the work is just slow."
         )
 
     # Watching
@@ -337,7 +337,7 @@ class SupervisedCluster(ABC):
         if vital:
             raise RunError(
                 f"In phase '{phase}', no sign of life from {who}. The Python stacks of all workers are in {report}. "
-                "Raise cluster.silence_seconds if it was only busy."
+                "Raise launcher.heartbeat_timeout if it was only busy."
             )
         for process in filter(self._is_current, silent):
             why = self.liveness.health(process.role, process.rank).why

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from rlhfspec_mega.config.schema import ClusterConfig
+from rlhfspec_mega.config.schema.system import ClusterConfig
 
 
 @cache
@@ -30,6 +30,13 @@ def host_memory() -> int:
         text = Path(file).read_text().strip() if Path(file).is_file() else ""
         limits += [int(text)] if text.isdigit() else []
     return min(limits)
+
+
+def device_memory(cluster: ClusterConfig) -> int:
+    """Bytes of a GPU: of this machine's smallest, or as its data sheet says where there is none; 0 on a CPU."""
+    if device_type(cluster) == "cpu":
+        return 0
+    return min(gpu_memory(), default=int(cluster.gpu.memory_gib * 2**30))
 
 
 def device_type(cluster: ClusterConfig) -> str:

@@ -10,13 +10,13 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
 
-from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.describe import plain
+from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.errors import UserError
 
 CONFIG_FILE, OVERRIDES_FILE = "config.yaml", "overrides.yaml"
@@ -74,7 +74,7 @@ def claimed_output_dir(config: RunConfig, overrides: Sequence[str] = ()) -> Iter
         try:
             with _writing(directory):
                 _replace(directory / OVERRIDES_FILE, yaml.safe_dump(list(overrides)))
-                _replace(directory / CONFIG_FILE, yaml.safe_dump(_plain(config), sort_keys=False))
+                _replace(directory / CONFIG_FILE, yaml.safe_dump(plain(config), sort_keys=False))
             yield directory
         finally:
             _remove_unused(directory)
@@ -155,13 +155,6 @@ def _taken(directory: Path) -> UserError:
     return UserError(f"{directory} exists already and holds no run: {other}, or remove it.")
 
 
-def _plain(config: RunConfig) -> dict[str, Any]:
-    """The configuration as YAML knows it: mappings, lists and scalars."""
-    values = asdict(config)
-    values["actor"]["optimizer"]["betas"] = list(config.actor.optimizer.betas)
-    return values
-
-
 def _check_same(directory: Path, config: RunConfig) -> None:
     file = directory / CONFIG_FILE
     try:
@@ -170,7 +163,7 @@ def _check_same(directory: Path, config: RunConfig) -> None:
         saved = None
     if not isinstance(saved, dict):
         raise UserError(f"{file} cannot be read, so the run cannot be resumed: start another with another name=.")
-    for key, (before, now) in _differences(saved, _plain(config)).items():
+    for key, (before, now) in _differences(saved, plain(config)).items():
         raise UserError(
             f"{directory} was started with {key}={before}, not {now}: resume with {key}={before}, or start another run "
             "with another name=."

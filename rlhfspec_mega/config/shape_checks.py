@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.model_shape import BYTE_VOCABULARY
-from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sglang import check_positions
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhfspec_mega.config.drafting import shape_of_draft
 from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.model_shape import model_shape
-from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.reference import reference_home
+from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sglang import engine_gpus
+from rlhfspec_mega.config.speculation import shape_of_draft
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
@@ -83,7 +84,7 @@ def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
     actor_ranks = len(placement.devices(ACTOR))
     data_parallel = actor_ranks // (actor.tensor_parallel * actor.pipeline_parallel)
     samples = trainer.prompts_per_step * trainer.samples_per_prompt
-    update = trainer.samples_per_update or samples
+    update = trainer.mini_batch_size or samples
     _check_divides(update, samples)
     max_sequence = rollout.max_prompt_tokens + rollout.max_new_tokens
     return Sizes(
@@ -102,7 +103,7 @@ def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
         weights_per_rank=weights_per_rank(shape, actor.tensor_parallel, actor.pipeline_parallel),
         actor_memory=actor_memory(shape, _actor_plan(config, data_parallel)),
         engine_memory=engine_memory(
-            shape, rollout.slots, max_sequence, rollout.dtype or actor.dtype, device_type(config.cluster)
+            shape, rollout.max_running_requests, max_sequence, rollout.dtype or actor.dtype, device_type(config.cluster)
         ),
         draft_memory=_draft_memory(config, shape, max_sequence),
         reference_memory=_reference_memory(config, shape),
@@ -131,20 +132,11 @@ def _placement(config: RunConfig, devices: int) -> Placement:
     return PLACEMENTS[config.placement.mode](wishes)
 
 
-def reference_home(config: RunConfig) -> str | None:
-    """Where the frozen reference lies: on GENERATION devices or the ACTOR's ranks; None: there is none."""
-    if config.algorithm.kl_coef == 0:
-        return None
-    if config.placement.reference != "auto":
-        return config.placement.reference
-    return ACTOR if config.trainer.deterministic else GENERATION
-
-
 def _check_divides(update: int, samples: int) -> None:
     if samples % update:
         near = min((n for n in range(1, samples + 1) if samples % n == 0), key=lambda n: abs(n - update))
         raise UserError(
-            f"trainer.samples_per_update={update} does not divide the {samples} samples of a step "
+            f"trainer.mini_batch_size={update} does not divide the {samples} samples of a step "
             f"(prompts_per_step x samples_per_prompt): use e.g. {near}."
         )
 
@@ -164,14 +156,14 @@ def _actor_plan(config: RunConfig, data_parallel: int) -> ActorPlan:
 
 
 def _draft_memory(config: RunConfig, shape: ModelShape, max_sequence: int) -> DraftMemory:
-    draft, drafting, rollout = shape_of_draft(config, shape), config.drafting, config.rollout
-    policy = make_policy(drafting, AcceptanceModel(), CostModel())
+    draft, speculation, rollout = shape_of_draft(config, shape), config.speculation, config.rollout
+    policy = make_policy(speculation, AcceptanceModel(), CostModel())
     if draft is None or policy is None:
         return DraftMemory(0, 0)
     plan = DraftPlan(
-        buffer_tokens=drafting.buffer_tokens if drafting.refresh_every else 0,
+        buffer_tokens=speculation.buffer_tokens if speculation.refresh_every else 0,
         actor_dtype=config.actor.dtype,
-        slots=rollout.slots,
+        slots=rollout.max_running_requests,
         positions=max_sequence,
         nodes=policy.max_nodes,
         drafted=most_drafted(policy),
@@ -201,7 +193,7 @@ def size_rows(config: RunConfig, sizes: Sizes) -> list[tuple[str, str, str]]:
     if actor.virtual_pipeline > 1:
         parallel += f", {actor.virtual_pipeline} chunks a stage"
     where = "beside the actor" if sizes.placement.shares(ACTOR, ENGINE) else "on devices of their own"
-    seats = sizes.engines * rollout.slots
+    seats = sizes.engines * rollout.max_running_requests
     return [
         ("parameters", f"{sizes.parameters:,}", f"model {config.model.path or config.model.name}"),
         ("devices", f"{sizes.devices}", f"{config.cluster.nodes} node x {config.cluster.devices_per_node}"),
@@ -210,7 +202,7 @@ def size_rows(config: RunConfig, sizes: Sizes) -> list[tuple[str, str, str]]:
         (
             "engines",
             f"{sizes.engines}",
-            f"{rollout.engine}, {where}, {rollout.slots} slots each",
+            f"{rollout.engine}, {where}, {rollout.max_running_requests} slots each",
         ),
         ("samples per step", f"{sizes.samples_per_step}", f"{trainer.prompts_per_step} x {trainer.samples_per_prompt}"),
         ("waves per step", f"{-(-sizes.samples_per_step // seats)}", f"{seats} decode at once"),

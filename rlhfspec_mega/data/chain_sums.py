@@ -12,7 +12,7 @@ import re
 import zlib
 from dataclasses import dataclass
 
-from rlhfspec_mega.config.schema import DataConfig
+from rlhfspec_mega.config.schema.generation import DataConfig
 from rlhfspec_mega.errors import UserError
 
 TERM = re.compile(r"[+-]?\d+")

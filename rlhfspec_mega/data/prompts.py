@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from rlhfspec_mega.config.schema import DataConfig
+from rlhfspec_mega.config.schema.generation import DataConfig
 from rlhfspec_mega.data.chain_sums import ChainSums, answer_text
 from rlhfspec_mega.data.files import read_files
 from rlhfspec_mega.errors import UserError

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from rlhfspec_mega.config.schema import RolloutConfig
+from rlhfspec_mega.config.schema.generation import RolloutConfig
 from rlhfspec_mega.draft.buffer import Buffer, endless_batches
 from rlhfspec_mega.draft.directory import write_draft
 from rlhfspec_mega.draft.distillation import STEPS, Learner, Target, accepted_by_depth, initial_draft

@@ -8,8 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlhfspec_mega.config.drafting import drafts
-from rlhfspec_mega.config.schema import DataConfig, RolloutConfig, RunConfig
+from rlhfspec_mega.config.speculation import drafts
+from rlhfspec_mega.config.schema.generation import DataConfig, RolloutConfig
+from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.data.prompts import make_prompts
 from rlhfspec_mega.data.tokenizer import load_tokenizer, make_byte_tokenizer
 from rlhfspec_mega.errors import UserError
@@ -39,7 +40,7 @@ def start_model(config: RunConfig, shape: ModelShape, run_dir: Path, console: Co
 
 def start_draft(config: RunConfig, model: Path, console: Console) -> Path | None:
     """The directory of the draft to start from, made now if the model was made here; None without drafting."""
-    return Path(config.drafting.path or first_draft(config, model, console)) if drafts(config) else None
+    return Path(config.speculation.draft_model_path or first_draft(config, model, console)) if drafts(config) else None
 
 
 def tokenizer_directory(config: RunConfig) -> Path:
@@ -69,7 +70,7 @@ def warm_model(config: RunConfig, shape: ModelShape, run_dir: Path, console: Con
             WarmUp(config, shape, start, run_dir, console).run(directory)
 
     name = config.model.name
-    recipe = (_MODEL_VERSION, asdict(shape), asdict(config.warmup), asdict(DataConfig()))
+    recipe = (_MODEL_VERSION, asdict(shape), asdict(config.sft_warmup), asdict(DataConfig()))
     return cached(config, name, recipe, make, console.note, f"Model {name}")
 
 

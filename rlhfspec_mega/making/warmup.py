@@ -8,7 +8,9 @@ from pathlib import Path
 
 from rlhfspec_mega.algorithm.experience import Experience
 from rlhfspec_mega.algorithm.objectives import supervised_objective
-from rlhfspec_mega.config.schema import ActorConfig, DataConfig, RolloutConfig, RunConfig, TrainerConfig
+from rlhfspec_mega.config.schema.generation import DataConfig, RolloutConfig
+from rlhfspec_mega.config.schema.run import RunConfig
+from rlhfspec_mega.config.schema.training import ActorConfig, TrainerConfig
 from rlhfspec_mega.config.sizes import derive_sizes
 from rlhfspec_mega.data.chain_sums import demonstration
 from rlhfspec_mega.data.prompts import make_prompts
@@ -33,7 +35,7 @@ class WarmUp:
     """
 
     def __init__(self, config: RunConfig, shape: ModelShape, start: Path, run_dir: Path, console: Console) -> None:
-        self._recipe = config.warmup
+        self._recipe = config.sft_warmup
         self._config = copy.deepcopy(config)
         self._config.seed = WARMUP_SEED
         # Every model made here fits one device many times over: pure data parallelism is the quickest layout.

@@ -46,7 +46,7 @@ class MegatronModel:
 
     Args:
         ranks: global ranks that hold the model, ascending; this process is one of them.
-        deadline_seconds: longest wait within a collective.
+        call_timeout: longest wait within a collective.
 
     Attributes:
         groups, position: process groups of the model, and where this rank stands in them.
@@ -55,11 +55,11 @@ class MegatronModel:
 
     @on_megatron
     def __init__(
-        self, description: ModelDescription, ranks: Sequence[int], device: torch.device, deadline_seconds: float
+        self, description: ModelDescription, ranks: Sequence[int], device: torch.device, call_timeout: float
     ) -> None:
         logging.getLogger("megatron").setLevel(logging.ERROR)
         self.description, self.shape, self.device = description, description.shape, device
-        self.groups = make_groups(description.parallel, ranks, timedelta(seconds=deadline_seconds))
+        self.groups = make_groups(description.parallel, ranks, timedelta(seconds=call_timeout))
         self.position = ranks_in(self.groups)
         self.chunks = build_chunks(description, self.groups, device)
         self._unread = description.checkpoint

@@ -10,7 +10,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from rlhfspec_mega.config.schema import OptimizerConfig
+from rlhfspec_mega.config.schema.training import OptimizerConfig
 from rlhfspec_mega.megatron import adamw_fixes
 
 

@@ -26,14 +26,14 @@ def join(rendezvous: Rendezvous, device: torch.device) -> None:
             "nccl" if device.type == "cuda" else "gloo",
             rank=rendezvous.rank,
             world_size=rendezvous.world_size,
-            timeout=timedelta(seconds=rendezvous.deadline_seconds),
+            timeout=timedelta(seconds=rendezvous.call_timeout),
             **rendezvous.arguments(),
         )
     except RuntimeError as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise RunError(
             f"Rank {rendezvous.rank} did not meet the other {rendezvous.world_size - 1} ranks at "
-            f"{rendezvous.init_method} within {rendezvous.deadline_seconds:g} s ({reason}): "
+            f"{rendezvous.init_method} within {rendezvous.call_timeout:g} s ({reason}): "
             "look into their logs, and whether every node reaches that address."
         ) from None
 

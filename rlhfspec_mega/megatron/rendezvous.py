@@ -23,7 +23,7 @@ class Rendezvous:
     init_method: str
     rank: int
     world_size: int
-    deadline_seconds: float
+    call_timeout: float
 
     def again(self, launch: int) -> Rendezvous:
         """Where the processes of this launch meet: a store still holds what those before have left."""
@@ -39,6 +39,6 @@ class Rendezvous:
         if url.scheme != STORE:
             return {"init_method": self.init_method}
         assert url.hostname and url.port
-        timeout = timedelta(seconds=self.deadline_seconds)
+        timeout = timedelta(seconds=self.call_timeout)
         store = dist.TCPStore(url.hostname, url.port, is_master=False, timeout=timeout)
         return {"store": dist.PrefixStore(url.path.strip("/"), store)}

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.observe.console import Console
 from rlhfspec_mega.observe.json_lines import keep_steps_before, read_lines
 from rlhfspec_mega.observe.plot import LiveSamples, plot_curves, plot_live_samples

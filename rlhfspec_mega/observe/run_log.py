@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlhfspec_mega.config.schema import LoggerConfig
+from rlhfspec_mega.config.schema.system import LoggerConfig
 from rlhfspec_mega.observe.json_lines import keep_steps_before
 
 METRICS_FILE, TENSORBOARD_DIR = "metrics.jsonl", "tensorboard"

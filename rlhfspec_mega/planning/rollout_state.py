@@ -109,4 +109,4 @@ class RolloutPolicy(Protocol):
         """A new rollout begins."""
 
     def plan(self, state: RolloutState) -> Plan:
-        """Called again and again: after `rollout.poll_seconds` or more, sooner if an engine has run out of samples."""
+        """Called again and again: after `rollout.poll_interval` or more, sooner if an engine has run out of samples."""

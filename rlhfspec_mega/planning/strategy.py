@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
-from rlhfspec_mega.config.schema import DraftingConfig
+from rlhfspec_mega.config.schema.generation import SpeculationConfig
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, step_cost
 from rlhfspec_mega.planning.payoff import Payoff, StepView
@@ -234,17 +237,29 @@ class Uniform(Fixed):
         return np.sort(order[place < best])
 
 
-def make_policy(config: DraftingConfig, acceptance: AcceptanceModel, cost: CostModel) -> DraftingPolicy | None:
+def make_policy(config: SpeculationConfig, acceptance: AcceptanceModel, cost: CostModel) -> DraftingPolicy | None:
     """The policy of one engine; None for plain decoding without a draft."""
-    models = acceptance, cost
-    if config.policy == "off":
-        return None
-    if config.policy == "adaptive":
-        return Adaptive(*models, config.width, config.max_depth, config.max_tokens, config.tail_weight)
-    if config.policy == "uniform":
-        return Uniform(*models, config.width, config.depth, config.max_tokens)
-    assert config.policy == "fixed", config.policy
-    return Fixed(*models, config.width, config.depth, config.tokens)
+    return None if config.policy == "off" else POLICIES[config.policy](config, acceptance, cost)
+
+
+def _adaptive(config: SpeculationConfig, *models: Any) -> DraftingPolicy:
+    return Adaptive(*models, config.topk, config.max_num_steps, config.max_num_draft_tokens, config.tail_weight)
+
+
+def _uniform(config: SpeculationConfig, *models: Any) -> DraftingPolicy:
+    return Uniform(*models, config.topk, config.num_steps, config.max_num_draft_tokens)
+
+
+def _fixed(config: SpeculationConfig, *models: Any) -> DraftingPolicy:
+    return Fixed(*models, config.topk, config.num_steps, config.num_draft_tokens)
+
+
+# Choices of speculation.policy beside "off": of the options, the model of acceptance and the model of cost.
+POLICIES: dict[str, Callable[[SpeculationConfig, AcceptanceModel, CostModel], DraftingPolicy]] = {
+    "adaptive": _adaptive,
+    "uniform": _uniform,
+    "fixed": _fixed,
+}
 
 
 def drafted_nodes(tree: DraftTree) -> int:

@@ -29,10 +29,10 @@ class DraftRefresh:
     ) -> None:
         self._wait, self._draft, self._changed = cluster.wait, draft, changed
         self.freed: FreedRefresh | None = None
-        drafting, now = setup.config.drafting, draft()
-        if now and drafting.refresh_every and reallocates(setup.config, "adaptive"):
+        speculation, now = setup.config.speculation, draft()
+        if now and speculation.refresh_every and reallocates(setup.config, "adaptive"):
             (device,) = setup.placement.devices(ACTOR)[now.rank]
-            self.freed = FreedRefresh(self._begin, device, setup.placement.devices(ENGINE), drafting.refresh_seconds)
+            self.freed = FreedRefresh(self._begin, device, setup.placement.devices(ENGINE), speculation.refresh_seconds)
 
     def _begin(self, seconds: float) -> list[Any]:
         draft = self._draft()

@@ -16,7 +16,7 @@ def export_model(training: Training, path: Path, source: Path) -> None:
 
 
 def export_draft(training: Training, path: Path) -> None:
-    """Write the draft, as it is now, as a directory that drafting.path takes."""
+    """Write the draft, as it is now, as a directory that speculation.draft_model_path takes."""
     start, target = training.setup.draft, training.setup.shape
     assert start is not None
     shape = read_draft_shape(start, target)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhfspec_mega.cluster.interface import WorkerSpec
-from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sglang import memory_share, uses_sglang
 from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.placement import ENGINE
@@ -36,7 +36,7 @@ def engine_specs(setup: Setup, drafting_state: Any) -> list[WorkerSpec]:
         "deterministic": config.trainer.deterministic,
     }
     if setup.draft is not None:
-        arguments |= {"draft": setup.draft, "drafting": config.drafting}
+        arguments |= {"draft": setup.draft, "drafting": config.speculation}
     if uses_sglang(config):
         kind = "rlhfspec_mega.workers.sglang.SGLangEngineWorker"
         memory = memory_share(config, setup.placement)
@@ -67,9 +67,9 @@ def make_manager(
         engines,
         wait,
         revive=revive,
-        poll_seconds=config.rollout.poll_seconds,
+        poll_seconds=config.rollout.poll_interval,
         deterministic=config.trainer.deterministic,
-        at_once=held_at_once(config.rollout.slots) if reallocates(config, "queue") else None,
+        at_once=held_at_once(config.rollout.max_running_requests) if reallocates(config, "queue") else None,
         reallocation=_reallocation(setup, lengths) if reallocates(config, "adaptive") else None,
         timeline=timeline,
         freed_work=freed_work,
@@ -83,7 +83,7 @@ def _reallocation(setup: Setup, lengths: LengthPredictor) -> Reallocation:
         Consolidator(cost, tolerance=options.tolerance) if setup.fuses_scoring else None,
         scoring.seconds,
     )
-    return Reallocation(policy, lengths, setup.config.rollout.poll_seconds, scoring, policy.learn_cost)
+    return Reallocation(policy, lengths, setup.config.rollout.poll_interval, scoring, policy.learn_cost)
 
 
 def length_predictor(config: RunConfig, known: Any) -> LengthPredictor:

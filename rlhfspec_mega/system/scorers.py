@@ -24,7 +24,7 @@ class Scorers:
         self._config = setup.config
         config, devices = setup.config, setup.placement.devices(REFERENCE)
         tensor = config.placement.reference_tensor_parallel
-        self._meeting_point = MeetingPoint(cluster.host_address, config.cluster.deadline_seconds)
+        self._meeting_point = MeetingPoint(cluster.host_address, config.launcher.call_timeout)
         description = describe(
             REFERENCE,
             setup.shape,
@@ -39,7 +39,7 @@ class Scorers:
         for rank, of_rank in enumerate(devices):
             replica, peer = divmod(rank, tensor)
             address = f"{self._meeting_point.address}.{replica}"
-            rendezvous = Rendezvous(address, peer, tensor, config.cluster.deadline_seconds)
+            rendezvous = Rendezvous(address, peer, tensor, config.launcher.call_timeout)
             arguments = {**shared, "rendezvous": rendezvous}
             specs.append(WorkerSpec("rlhfspec_mega.workers.megatron.MegatronWorker", arguments, of_rank, numbered=True))
         workers = cluster.launch(REFERENCE, specs, replaceable=True, needs_weights=False, together=tensor)

@@ -44,6 +44,7 @@ class System:
         self._setup, self._timeline, config = setup, timeline, setup.config
         self._cluster = make_cluster(
             config.cluster,
+            config.launcher,
             setup.run_dir / "logs",
             setup.placement.processes(),
             use_gpus=setup.device == "cuda",
@@ -70,7 +71,7 @@ class System:
         setup, config = self._setup, self._setup.config
         specs = engine_specs(setup, self._learnt.load("drafting")) if setup.with_engines else []
         self._engines = self._cluster.launch(ENGINE, specs, replaceable=True)
-        self._weights = WeightSync(self._cluster, self._engines, config.cluster.max_restarts)
+        self._weights = WeightSync(self._cluster, self._engines, config.launcher.max_restarts)
         self.scorers = Scorers(setup, self._cluster) if setup.fuses_scoring else None
         self._start_training()
         self.draft = DraftRefresh(setup, self._cluster, lambda: self.training.draft, self._weights.draft_changed)
@@ -87,7 +88,7 @@ class System:
 
     def _start_training(self) -> None:
         config, cluster = self._setup.config, self._cluster
-        open_host = transport(weight_transport(config), cluster, config.cluster.deadline_seconds)
+        open_host = transport(weight_transport(config), cluster, config.launcher.call_timeout)
         self._training = Training(self._setup, cluster, cluster.host_address, open_host)
         if self._training.draft is not None:
             self._weights.draft_changed()

@@ -37,7 +37,7 @@ class Training:
 
     def __init__(self, setup: Setup, cluster: Cluster, host: str, open_host: OpenHost) -> None:
         self.setup, config = setup, setup.config
-        self._meeting_point = MeetingPoint(host, config.cluster.deadline_seconds)
+        self._meeting_point = MeetingPoint(host, config.launcher.call_timeout)
         descriptions = self._descriptions()
         workers = cluster.launch(ACTOR, self._specs(descriptions))
         cluster.wait_started()
@@ -53,7 +53,7 @@ class Training:
         )
         self.draft: DraftGroup | None = None
         if setup.draft is not None:
-            learning = self._draft_learning() if config.drafting.refresh_every else None
+            learning = self._draft_learning() if config.speculation.refresh_every else None
             self.draft = DraftGroup(workers, self.actor, setup.draft, learning)
             tensors = read_draft_tensors(setup.draft, setup.shape)
             self.resharder.plan(WeightTarget.DRAFT, [replace(tensor, dtype=setup.engine_dtype) for tensor in tensors])
@@ -96,7 +96,7 @@ class Training:
         return [
             WorkerSpec(
                 "rlhfspec_mega.workers.megatron.MegatronWorker",
-                {**shared, "rendezvous": meet(rank, ranks, config.cluster.deadline_seconds)},
+                {**shared, "rendezvous": meet(rank, ranks, config.launcher.call_timeout)},
                 devices,
             )
             for rank, devices in enumerate(self.setup.placement.devices(ACTOR))
@@ -105,8 +105,8 @@ class Training:
     def _draft_learning(self) -> DraftLearning:
         config = self.setup.config
         return DraftLearning(
-            buffer_tokens=config.drafting.buffer_tokens,
-            learning_rate=config.drafting.learning_rate,
+            buffer_tokens=config.speculation.buffer_tokens,
+            learning_rate=config.speculation.refresh_lr,
             temperature=config.rollout.temperature,
             seed=config.seed,
             recent_only=config.trainer.deterministic,

@@ -59,7 +59,7 @@ class WeightSync:
         while not (ranks := self._engines.ranks(*ready)):
             if not self._engines.ranks(WorkerState.STARTING, WorkerState.SUSPECT):
                 raise RunError(
-                    f"No engine is left: each died more than cluster.max_restarts={self._max_restarts} "
+                    f"No engine is left: each died more than launcher.max_restarts={self._max_restarts} "
                     f"times in one step; see {self._cluster.log_dir}."
                 )
             self._cluster.wait_started()

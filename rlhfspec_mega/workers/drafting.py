@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlhfspec_mega.config.schema import DraftingConfig
+from rlhfspec_mega.config.schema.generation import SpeculationConfig
 from rlhfspec_mega.draft.shape import DraftShape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
@@ -37,7 +37,7 @@ class DraftingBrain:
 
     def __init__(
         self,
-        config: DraftingConfig,
+        config: SpeculationConfig,
         shape: ModelShape,
         draft: DraftShape,
         temperature: float,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig
+from rlhfspec_mega.config.schema.generation import SpeculationConfig, RolloutConfig
 from rlhfspec_mega.draft.directory import load_target_ids, read_draft_shape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.rollout_state import Throughput
@@ -42,7 +42,7 @@ class TorchEngineWorker(EngineWorker):
         device: str,
         deterministic: bool = False,
         draft: Path | None = None,
-        drafting: DraftingConfig | None = None,
+        drafting: SpeculationConfig | None = None,
         drafting_state: Any = None,
     ) -> None:
         torch.use_deterministic_algorithms(deterministic)
@@ -50,7 +50,7 @@ class TorchEngineWorker(EngineWorker):
         given: dict[str, Any] = {}
         if draft is not None and drafting is not None:
             draft_shape = read_draft_shape(draft, shape)
-            machine = f"{_name(device)}, {dtype}, {config.slots} slots, {torch.get_num_threads()} threads"
+            machine = f"{_name(device)}, {dtype}, {config.max_running_requests} slots, {torch.get_num_threads()} threads"
             self._brain = DraftingBrain(
                 drafting, shape, draft_shape, config.temperature, deterministic, machine, drafting_state
             )
@@ -58,9 +58,9 @@ class TorchEngineWorker(EngineWorker):
             given = {"draft": draft_shape, "draft_vocabulary": vocabulary, "policy": self._brain.policy}
         engine = TorchEngine(
             shape,
-            slots=config.slots,
+            slots=config.max_running_requests,
             max_positions=config.max_prompt_tokens + config.max_new_tokens,
-            prefill_chunk=config.prefill_chunk,
+            prefill_chunk=config.chunked_prefill_size,
             dtype=getattr(torch, dtype),
             device=device,
             **given,

@@ -49,7 +49,7 @@ class MegatronWorker:
         position = positions(models[0].parallel)[rendezvous.rank]
         seed_megatron(seed, position)
         ranks = range(rendezvous.world_size)
-        self._models = {one.name: MegatronModel(one, ranks, place, rendezvous.deadline_seconds) for one in models}
+        self._models = {one.name: MegatronModel(one, ranks, place, rendezvous.call_timeout) for one in models}
         seed_generators(seed, position)  # after initial weights were drawn, which no run uses
         self._exporters: dict[str, WeightExporter] = {}
         self._senders = Senders()

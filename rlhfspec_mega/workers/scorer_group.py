@@ -76,7 +76,7 @@ class ScorerGroup:
             if not self._workers.ranks(WorkerState.STARTING, WorkerState.SUSPECT):
                 raise RunError(
                     f"No replica of the {self._description.name} is left to score samples: each died more than "
-                    "cluster.max_restarts times in one step; look into its log."
+                    "launcher.max_restarts times in one step; look into its log."
                 )
             self._cluster.wait_started()
             time.sleep(_PAUSE_SECONDS)  # a suspect one comes back or is given up

@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 
 from rlhfspec_mega.cluster.sweeper import Sweeper
-from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig
+from rlhfspec_mega.config.schema.generation import SpeculationConfig, RolloutConfig
 from rlhfspec_mega.draft.directory import read_draft_shape
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
@@ -59,7 +59,7 @@ class SGLangEngineWorker(EngineWorker):
         device: str,
         deterministic: bool = False,
         draft: Path | None = None,
-        drafting: DraftingConfig | None = None,
+        drafting: SpeculationConfig | None = None,
     ) -> None:
         directory, positions = files_of_engine(), config.max_prompt_tokens + config.max_new_tokens
         shapes, fixed = shapes_of(drafting, config.sglang.trees) if draft and drafting else (DraftShapes(), None)
@@ -70,29 +70,29 @@ class SGLangEngineWorker(EngineWorker):
             draft=draft,
             shapes=shapes,
             fixed=fixed,
-            collapse_ratio=drafting.collapse_ratio if drafting else 0.0,
-            slots=config.slots,
+            collapse_ratio=speculation.collapse_ratio if drafting else 0.0,
+            slots=config.max_running_requests,
             max_positions=positions,
-            prefill_chunk=config.prefill_chunk,
+            prefill_chunk=config.chunked_prefill_size,
             dtype=dtype,
             tensor_parallel=config.sglang.tensor_parallel,
             memory=memory,
             sleeps=sleeps,
             device=device,
-            options=config.sglang.options,
+            options=config.sglang.engine_kwargs,
         )
         sglang = start(settings, directory)
         of_kv, ranks = kv_shapes(shape, read_draft_shape(draft, shape) if draft else None), settings.tensor_parallel
         kv = KvAccess(sglang, directory, of_kv, dtype, ranks) if divides(ranks, of_kv) else None
-        engine = SGLangEngine(sglang, config.slots, positions, kv, silent=_end_process)
+        engine = SGLangEngine(sglang, config.max_running_requests, positions, kv, silent=_end_process)
         if (room := engine.kv_room) is not None and room < settings.longest:
             raise UserError(
                 f"SGLang has room for {room} tokens of KV and a sample may take {settings.longest}: raise "
-                "rollout.sglang.memory (or options.max_total_tokens), or lower rollout.max_new_tokens."
+                "rollout.sglang.mem_fraction_static (or options.max_total_tokens), or lower rollout.max_new_tokens."
             )
         self.brain = SGLangBrain(sglang, directory, shapes, drafts=draft is not None)
         if not deterministic:
-            self.brain.measure(config.slots, positions // 2, shape.vocab_size)
+            self.brain.measure(config.max_running_requests, positions // 2, shape.vocab_size)
         self._on_gpu = device == "cuda"
         if self._on_gpu:  # SGLang's processes then read a bucket where it lies (CUDA IPC)
             torch.cuda.init()

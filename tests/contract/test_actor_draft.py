@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from rlhfspec_mega.algorithm.microbatch import MicroBatch
 from rlhfspec_mega.cluster.interface import WorkerSpec
-from rlhfspec_mega.config.schema import ActorConfig
+from rlhfspec_mega.config.schema.training import ActorConfig
 from rlhfspec_mega.draft.directory import write_draft
 from rlhfspec_mega.draft.distillation import initial_draft
 from rlhfspec_mega.draft.refresh import DraftLearning, RefreshReport

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from rlhfspec_mega.algorithm.experience import Experience
 from rlhfspec_mega.algorithm.microbatch import Shard
 from rlhfspec_mega.algorithm.packing import micro_batches
-from rlhfspec_mega.config.schema import ActorConfig
+from rlhfspec_mega.config.schema.training import ActorConfig
 from rlhfspec_mega.megatron.description import ParallelSizes, describe
 from rlhfspec_mega.models.hf_directory import write_directory
 from rlhfspec_mega.models.initialize import initial_tensors

@@ -12,7 +12,7 @@ import transformers
 
 from rlhfspec_mega.algorithm.microbatch import MicroBatch
 from rlhfspec_mega.cluster.interface import WorkerSpec
-from rlhfspec_mega.config.schema import ActorConfig
+from rlhfspec_mega.config.schema.training import ActorConfig
 from rlhfspec_mega.draft.examples import Example
 from rlhfspec_mega.megatron.features import choose, recorded_features
 from rlhfspec_mega.megatron.model import on_megatron

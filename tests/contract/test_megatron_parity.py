@@ -12,7 +12,7 @@ import transformers
 
 from rlhfspec_mega.algorithm.experience import Experience
 from rlhfspec_mega.algorithm.microbatch import MicroBatch, Shard
-from rlhfspec_mega.config.schema import ActorConfig
+from rlhfspec_mega.config.schema.training import ActorConfig
 from tests.megatron_probe import start_probes
 
 LAYOUTS = {

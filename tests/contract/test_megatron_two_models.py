@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 
 from rlhfspec_mega.algorithm.experience import Experience
-from rlhfspec_mega.config.schema import ActorConfig, OptimizerConfig
+from rlhfspec_mega.config.schema.training import ActorConfig, OptimizerConfig
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.megatron.description import ParallelSizes
 from rlhfspec_mega.megatron.model import on_megatron

@@ -65,7 +65,7 @@ def learnt_from(samples: Sequence[Sample], results: dict[str, GenerationResult])
 
 def test_engines_decode_inside_an_update_and_every_sample_is_accounted_for(model: Path, tmp_path: Path) -> None:
     """The second step's samples begin before the first step's update and outlive it and its weights."""
-    limits = (f"rollout.max_new_tokens={LONG}", "algorithm.kl_coef=0", "drafting=off")
+    limits = (f"rollout.max_new_tokens={LONG}", "algorithm.kl_coef=0", "speculation=off")
     config = load_config(small_run(model, tmp_path, "session", *limits))
     shape, ledger, recorder = read_shape(model), Ledger(), Recorder(tmp_path / "timeline.json")
     setup = Setup(config, derive_sizes(config, shape), shape, tmp_path, 10, model)

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.samples import load_target, word_prompts
 from benchmarks.sglang_engines import DEVICE, PORTABLE, finish, ours, send, settings
-from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig, SGLangConfig
+from rlhfspec_mega.config.schema.generation import SpeculationConfig, RolloutConfig, SGLangConfig
 from rlhfspec_mega.draft.directory import load_target_ids, read_draft_shape
 from rlhfspec_mega.draft.shape import DraftShape
 from rlhfspec_mega.models.hf_directory import read_shape
@@ -92,7 +92,7 @@ def worker(made: tuple[Path, Path], drafts: bool = True, **sglang: Any) -> SGLan
     memory, draft = (0.1 if DEVICE == "cuda" else None), made[1] if drafts else None
     shape = read_shape(made[0])
     found = SGLangEngineWorker(
-        shape, config, "float32", made[0], memory, True, DEVICE, draft=draft, drafting=DraftingConfig()
+        shape, config, "float32", made[0], memory, True, DEVICE, draft=draft, drafting=SpeculationConfig()
     )
     send(found.engine, made[0], 0)
     return found

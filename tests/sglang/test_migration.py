@@ -19,7 +19,7 @@ from benchmarks.sglang_engines import DEVICE, PORTABLE, send
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.cluster.supervised import Group
-from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig, SGLangConfig
+from rlhfspec_mega.config.schema.generation import SpeculationConfig, RolloutConfig, SGLangConfig
 from rlhfspec_mega.models.hf_directory import read_shape
 from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.rollout import reallocation
@@ -71,7 +71,7 @@ class MortalWorker(SGLangEngineWorker):
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
-    cluster = local_cluster(tmp_path, use_gpus=DEVICE == "cuda", start_seconds=240.0)
+    cluster = local_cluster(tmp_path, use_gpus=DEVICE == "cuda", start_timeout=240.0)
     yield cluster
     cluster.close()
 
@@ -88,7 +88,7 @@ def test_no_sample_is_lost(
     """None is lost, none comes twice (the ledger sees to it), and all tokens are the torch engine's."""
     monkeypatch.setattr(reallocation, "PLAN_SHARE", 1.0)  # many moves
     config = RolloutConfig(
-        engine="sglang", slots=8, max_prompt_tokens=150, max_new_tokens=150, sglang=SGLangConfig(options=PORTABLE)
+        engine="sglang", max_running_requests=8, max_prompt_tokens=150, max_new_tokens=150, sglang=SGLangConfig(options=PORTABLE)
     )
     memory = 0.1 if DEVICE == "cuda" else None
     arguments = {
@@ -100,7 +100,7 @@ def test_no_sample_is_lost(
         "sleeps": False,
         "device": DEVICE,
         "draft": made[1],
-        "drafting": DraftingConfig(),
+        "drafting": SpeculationConfig(),
     }
     spec = WorkerSpec("tests.sglang.test_migration.MortalWorker", arguments, (0,))
     engines = cluster.launch("engine", [spec, spec], replaceable=True)

@@ -29,14 +29,14 @@ STEPS = 3
 def options(made: tuple[Path, Path], output: Path, name: str, *more: str) -> list[str]:
     """A small run with a trained model and its draft, which is refreshed after every step."""
     place = ("cluster=1n1g", "actor.tensor_parallel=1") if DEVICE == "cuda" else ()
-    portable = [f"+rollout.sglang.options.{key}={value}" for key, value in PORTABLE.items()]
+    portable = [f"+rollout.sglang.engine_kwargs.{key}={value}" for key, value in PORTABLE.items()]
     return small_run(
         made[0],
         output,
         name,
         *place,
-        f"drafting.path={made[1]}",
-        "drafting.refresh_every=1",
+        f"speculation.draft_model_path={made[1]}",
+        "speculation.refresh_every=1",
         "trainer.prompts_per_step=6",
         f"trainer.steps={STEPS}",
         "trainer.checkpoint_every=1",
@@ -132,5 +132,5 @@ def test_the_torch_engine_gives_the_same_run(
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="one GPU has room for one engine's run")
 def test_under_ray(made: tuple[Path, Path], tmp_path: Path) -> None:
-    finished(*options(made, tmp_path, "ray", "rollout=sglang", "cluster=ray"))
+    finished(*options(made, tmp_path, "ray", "rollout=sglang", "launcher=ray"))
     assert len(samples_of(tmp_path / "ray")) == STEPS * 12

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from benchmarks.sglang_engines import DEVICE, PORTABLE, finish, send, started
-from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig, SGLangConfig
+from rlhfspec_mega.config.schema.generation import SpeculationConfig, RolloutConfig, SGLangConfig
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.hf_directory import read_shape
 from rlhfspec_mega.planning.draft_tokens import StepTable
@@ -41,13 +41,13 @@ def make(made: tuple[Path, Path], **options: Any) -> SGLangEngineWorker:
     """A worker without weights; `options`: of SGLang."""
     config = RolloutConfig(
         engine="sglang",
-        slots=SLOTS,
+        max_running_requests=SLOTS,
         max_prompt_tokens=PROMPT,
         max_new_tokens=NEW,
-        prefill_chunk=CHUNK,
+        chunked_prefill_size=CHUNK,
         sglang=SGLangConfig(options=PORTABLE | options),
     )
-    drafting, shape = DraftingConfig(policy="adaptive", max_depth=3), read_shape(made[0])
+    drafting, shape = SpeculationConfig(policy="adaptive", max_num_steps=3), read_shape(made[0])
     memory = 0.1 if DEVICE == "cuda" else None
     return SGLangEngineWorker(shape, config, "float32", made[0], memory, True, DEVICE, draft=made[1], drafting=drafting)
 

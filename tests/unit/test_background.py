@@ -16,7 +16,7 @@ from rlhfspec_mega.algorithm.experience import Floats
 from rlhfspec_mega.algorithm.microbatch import Shard
 from rlhfspec_mega.cluster.interface import Call, WorkerSpec
 from rlhfspec_mega.cluster.local import LocalCluster
-from rlhfspec_mega.config.schema import ActorConfig
+from rlhfspec_mega.config.schema.training import ActorConfig
 from rlhfspec_mega.megatron.description import ParallelSizes, describe
 from rlhfspec_mega.rollout.scoring import Scoring
 from rlhfspec_mega.types import FinishReason, GenerationRequest, GenerationResult, Span

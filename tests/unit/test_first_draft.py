@@ -58,8 +58,8 @@ def test_a_model_from_elsewhere_decodes_plainly_until_a_draft_is_made_for_it(tmp
     config = load_config([f"model.path={tmp_path}"])
     assert start_draft(config, tmp_path, Console(1, stream=io.StringIO())) is None
     note = next(note for note in notes(config) if "decodes plainly" in note)
-    assert f"python -m tools.train_draft --model {tmp_path} --out DIR, and add drafting.path=DIR" in note
-    given = load_config([f"model.path={tmp_path}", "drafting.path=there"])
+    assert f"python -m tools.train_draft --model {tmp_path} --out DIR, and add speculation.draft_model_path=DIR" in note
+    given = load_config([f"model.path={tmp_path}", "speculation.draft_model_path=there"])
     assert start_draft(given, tmp_path, Console(1, stream=io.StringIO())) == Path("there")
     assert not any("decodes plainly" in note for note in notes(given))
 

@@ -17,7 +17,7 @@ from rlhfspec_mega.algorithm.losses import (
     token_losses,
     truncated_importance_weight,
 )
-from rlhfspec_mega.config.schema import AlgorithmConfig
+from rlhfspec_mega.config.schema.training import AlgorithmConfig
 from rlhfspec_mega.errors import UserError
 
 
@@ -50,7 +50,7 @@ def test_gradients_against_finite_differences():
     old, reference, engine = (torch.randn(6, dtype=torch.float64) * 0.3 - 1 for _ in range(3))
     advantages = torch.randn(6, dtype=torch.float64)
     new = (old + 0.4 * torch.randn(6, dtype=torch.float64)).requires_grad_()
-    config = AlgorithmConfig(kl_coef=0.0, importance_cap=1.1)
+    config = AlgorithmConfig(kl_coef=0.0, tis_clip=1.1)
 
     def total(logprobs: torch.Tensor) -> torch.Tensor:
         inputs = TokenInputs(logprobs, old, advantages, engine, reference)
@@ -104,7 +104,7 @@ def test_terms_add_up_and_metrics_carry_no_gradient():
         reference_logprobs=vector(-1.3, -0.9, -1.0),
         entropy=vector(0.3, 0.2, 0.1),
     )
-    config = AlgorithmConfig(kl_coef=0.1, kl_estimator="k1", importance_cap=1.5, clip_low=0.2, clip_high=0.3)
+    config = AlgorithmConfig(kl_coef=0.1, kl_loss_type="k1", tis_clip=1.5, clip_ratio_low=0.2, clip_ratio_high=0.3)
     loss, metrics = token_losses(inputs, config)
     ratio = [1.0, math.exp(0.5), math.exp(-0.8)]
     weight, kl = [1.0, 1.5, math.exp(-0.1)], [0.3, -0.1, 0.0]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfspec_mega.config.schema import LoggerConfig
+from rlhfspec_mega.config.schema.system import LoggerConfig
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.observe.console import Console
 from rlhfspec_mega.observe.figures import drafting_metrics

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlhfspec_mega.config.schema import DraftingConfig
+from rlhfspec_mega.config.schema.generation import SpeculationConfig
 from rlhfspec_mega.observe.figures import BY_VERIFIED, collapse_notes, drafting_figures, drafting_metrics
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
@@ -114,7 +114,7 @@ def test_drafting_is_off_while_the_draft_is_broken_and_back_after_the_update_tha
 ) -> None:
     """300 steps between updates; verification that costs little, so that the watch alone stops drafting."""
     rng, cost = np.random.default_rng(0), CostModel.nominal(10**6, 10**4, flops_per_second=1e13)
-    inner = make_policy(DraftingConfig(policy=name, max_depth=2, depth=2, width=1), AcceptanceModel(), cost)
+    inner = make_policy(SpeculationConfig(policy=name, max_num_steps=2, num_steps=2, topk=1), AcceptanceModel(), cost)
     assert inner is not None
     policy, shares = OverseenPolicy(inner, collapse_ratio=0.5), []
     for chance in (0.8, 0.8, 0.1, 0.1, 0.1, 0.8, 0.8):

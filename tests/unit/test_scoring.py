@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rlhfspec_mega.algorithm.experience import Experience, Floats
 from rlhfspec_mega.algorithms.choice import make_algorithm
-from rlhfspec_mega.config.schema import AlgorithmConfig
+from rlhfspec_mega.config.schema.training import AlgorithmConfig
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.rollout.scoring import ScoreReport, Scoring, ScoringTask

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfspec_mega.config.schema import DraftingConfig
+from rlhfspec_mega.config.schema.generation import SpeculationConfig
 from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.planning.draft_tokens import START, StepTable
 from rlhfspec_mega.rollout.sglang_engine.choice import FREE, DraftChoice, _Step, write_config
@@ -45,7 +45,7 @@ def test_numbers_of_draft_tokens() -> None:
     ],
 )
 def test_what_a_policy_chooses_from(policy: str, as_trees: bool, wanted: Any) -> None:
-    drafting = DraftingConfig(policy=policy, depth=5, tokens=8, width=4, max_depth=8, max_tokens=32)
+    drafting = SpeculationConfig(policy=policy, num_steps=5, num_draft_tokens=8, topk=4, max_num_steps=8, max_num_draft_tokens=32)
     assert shapes_of(drafting, as_trees) == wanted
 
 

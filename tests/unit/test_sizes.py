@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfspec_mega.config.model_shape import model_shape
-from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sizes import derive_sizes, size_rows
 from rlhfspec_mega.errors import UserError
 
@@ -56,7 +56,7 @@ def test_sizes_add_up_or_are_refused(
 ) -> None:
     config = RunConfig()
     config.trainer.prompts_per_step, config.trainer.samples_per_prompt = prompts, members
-    config.trainer.samples_per_update = update
+    config.trainer.mini_batch_size = update
     config.actor.tensor_parallel, config.actor.pipeline_parallel = tensor, pipeline
     config.cluster.devices_per_node = devices
     copies = devices // (tensor * pipeline)
@@ -128,13 +128,16 @@ def test_a_replica_that_finds_no_room_is_refused() -> None:
 def test_a_draft_is_counted_where_there_is_one() -> None:
     config = RunConfig()
     learning = sizes_of(config).draft_memory
-    config.drafting.refresh_every = 0
+    config.speculation.refresh_every = 0
     still = sizes_of(config).draft_memory
     assert learning.actor > still.actor > 0 and learning.engine == still.engine > 0
-    config.drafting.policy, config.drafting.tokens = "fixed", 2  # instead of 32: less room behind the longest sample
+    config.speculation.policy, config.speculation.num_draft_tokens = (
+        "fixed",
+        2,
+    )  # instead of 32: less room behind the longest sample
     assert 0 < sizes_of(config).draft_memory.engine < still.engine
     assert "memory of the draft" in {row[0] for row in size_rows(config, sizes_of(config))}
-    config.drafting.policy = "off"
+    config.speculation.policy = "off"
     plain = sizes_of(config)
     assert (plain.draft_memory.actor, plain.draft_memory.engine) == (0, 0)
     assert "memory of the draft" not in {row[0] for row in size_rows(config, plain)}
@@ -142,7 +145,7 @@ def test_a_draft_is_counted_where_there_is_one() -> None:
 
 def test_table_shows_every_figure() -> None:
     config = RunConfig()
-    config.trainer.samples_per_update = 32
+    config.trainer.mini_batch_size = 32
     rows = {name: (value, why) for name, value, why in size_rows(config, sizes_of(config))}
     assert rows["samples per step"] == ("128", "16 x 8")
     assert rows["updates per step"] == ("4", "32 samples each")

@@ -149,7 +149,9 @@ def start(settings: EngineSettings, directory: Path) -> Any:
     plugin.apply_here()
     given = arguments(settings, directory)
     if unknown := sorted(given.keys() - {field.name for field in fields(ServerArgs)}):
-        raise UserError(f"rollout.sglang.options has {', '.join(unknown)}, which sglang {pins.VERSION} does not know.")
+        raise UserError(
+            f"rollout.sglang.engine_kwargs has {', '.join(unknown)}, which sglang {pins.VERSION} does not know."
+        )
     with _temporary_files_in(directory):
         engine = sglang.Engine(**given)
     _unlink_shared_memory(engine)

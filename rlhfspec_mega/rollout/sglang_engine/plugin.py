@@ -180,5 +180,5 @@ def refuse(server_args: Any, lost: Sequence[str]) -> None:
         if not server_args.speculative_adaptive or first != wanted:
             raise RunError(
                 f"SGLang starts with {first} draft tokens, adaptive={server_args.speculative_adaptive}, and "
-                f"{config} asks for {wanted} and adaptive speculation: leave rollout.sglang.options of speculation out."
+                f"{config} asks for {wanted} and adaptive speculation: leave rollout.sglang.engine_kwargs of speculation out."
             )

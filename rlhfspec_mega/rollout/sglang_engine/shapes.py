@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhfspec_mega.config.schema import DraftingConfig
+from rlhfspec_mega.config.schema.generation import SpeculationConfig
 
 COUNTS = (0, 1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)  # numbers of draft tokens to choose from, up to the largest asked
 # Positions that SGLang keeps free of a request's tokens, whatever it drafts: tp_worker takes 5 of the longest prompt.
@@ -61,18 +61,22 @@ def trees(most: int, depth: int, branches: int) -> DraftShapes:
     return DraftShapes(_up_to(most), min(depth, most), branches)
 
 
-def shapes_of(drafting: DraftingConfig, as_trees: bool) -> tuple[DraftShapes, int | None]:
+def shapes_of(speculation: SpeculationConfig, as_trees: bool) -> tuple[DraftShapes, int | None]:
     """What a policy lets SGLang choose from, and the number that it fixes; plain decoding is for a collapse.
 
     Args:
         as_trees: rather than chains.
     """
-    if drafting.policy == "fixed":
-        found = trees(drafting.tokens, drafting.depth, drafting.width) if as_trees else chains(drafting.depth)
+    if speculation.policy == "fixed":
+        found = (
+            trees(speculation.num_draft_tokens, speculation.num_steps, speculation.topk)
+            if as_trees
+            else chains(speculation.num_steps)
+        )
         most = found.counts[-1]
         return DraftShapes((0, most), found.depth, found.branches), most
-    depth = drafting.max_depth
-    return trees(drafting.max_tokens, depth, drafting.width) if as_trees else chains(depth), None
+    depth = speculation.max_num_steps
+    return trees(speculation.max_num_draft_tokens, depth, speculation.topk) if as_trees else chains(depth), None
 
 
 def _up_to(most: int) -> tuple[int, ...]:

@@ -230,7 +230,7 @@ class TorchEngine(UpdatedEngine):
         elif drafter is not None:
             own, first = drafter.model.tensors(), not self._decoder.drafting
         else:
-            raise RunError("Weights of a draft came to an engine without one; set drafting.policy.")
+            raise RunError("Weights of a draft came to an engine without one; set speculation.policy.")
         if first and (missing := sorted(own.keys() - {info.name for info in tensors})):
             raise RunError(
                 f"The first update must bring all weights; it lacks {len(missing)}, among them {missing[0]}."

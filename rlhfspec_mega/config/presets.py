@@ -1,0 +1,83 @@
+"""Options that follow from the model's size and the hardware, by the table conf/presets.yaml."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
+from typing import Any
+
+import yaml
+
+from rlhfspec_mega.config.hardware import device_memory
+from rlhfspec_mega.config.names import CONF_DIR
+from rlhfspec_mega.config.schema.run import RunConfig
+from rlhfspec_mega.config.schema.system import ClusterConfig
+from rlhfspec_mega.planning.memory import GIB
+
+FILE = "presets.yaml"
+# Which list of the file sets which options.
+LISTS = {
+    "parallel": {
+        "actor.tensor_parallel": "tensor_parallel",
+        "actor.pipeline_parallel": "pipeline_parallel",
+        "actor.sequence_parallel": "sequence_parallel",
+        "actor.recompute": "recompute",
+        "actor.dtype": "dtype",
+        "actor.optimizer.lr": "lr",
+    },
+    "sft_warmup": {"sft_warmup.lr": "lr"},
+}
+
+
+
+
+def from_presets() -> list[str]:
+    """Options that the table sets where nobody else does."""
+    return [key for names in LISTS.values() for key in names]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the table: whom it fits, and the values that it gives."""
+
+    billions: float
+    use: dict[str, Any]
+    nodes: int = 1
+    devices: int = 1
+    gpu_gib: float = 0.0
+
+    def fits(self, weights: int, cluster: ClusterConfig) -> bool:
+        return (
+            weights <= self.billions * 1e9
+            and cluster.nodes >= self.nodes
+            and cluster.devices_per_node >= self.devices
+            and device_memory(cluster) >= self.gpu_gib * GIB
+        )
+
+    def __str__(self) -> str:
+        hardware = [f"{self.nodes} nodes"] if self.nodes > 1 else []
+        hardware += [f"{self.devices} devices a node"] if self.devices > 1 else []
+        hardware += [f"{self.gpu_gib:g} GiB a GPU"] if self.gpu_gib else []
+        return f"up to {self.billions:g} billion weights" + (f", at least {', '.join(hardware)}" if hardware else "")
+
+
+@cache
+def _table() -> dict[str, list[Line]]:
+    content = yaml.safe_load((CONF_DIR / FILE).read_text(encoding="utf-8"))
+    return {name: [Line(**line) for line in lines] for name, lines in content.items()}
+
+
+def presets(weights: int, cluster: ClusterConfig) -> dict[str, tuple[Any, Line]]:
+    """Option -> its value and the line that gives it, for a model of so many weights; without those of no line."""
+    found = {}
+    for name, names in LISTS.items():
+        line = next((line for line in _table()[name] if line.fits(weights, cluster)), None)
+        found.update({key: (line.use[short], line) for key, short in names.items()} if line else {})
+    return found
+
+
+def origins(config: RunConfig, weights: int) -> dict[str, str]:
+    """For each option whose value is the table's, the line it comes from, in words."""
+    found = presets(weights, config.cluster).items()
+    return {key: f"conf/{FILE}: {line}" for key, (value, line) in found if attrgetter(key)(config) == value}
