@@ -38,7 +38,7 @@ def run(output: Path, name: str, steps: int, seed: int, options: Sequence[str]) 
     command += [f"seed={seed}", "trainer.eval_every=0", "trainer.export=false", "logger.tensorboard=false", *options]
     subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
     lines = (output / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [row for row in map(json.loads, lines) if "loss" in row]
+    return [row for row in map(json.loads, lines) if "actor/loss" in row]
 
 
 def by_fifth(rows: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -56,7 +56,7 @@ def measure(steps: int, seeds: int) -> list[dict[str, Any]]:
                 started = time.monotonic()
                 rows = run(Path(directory), f"{variant.split()[0]}-{seed}", steps, seed, options)
                 fifths = by_fifth(rows)
-                kept = [row["draft_refresh_kept"] for row in rows if "draft_refresh_kept" in row]
+                kept = [row["draft/refresh_kept"] for row in rows if "draft/refresh_kept" in row]
                 seconds = time.monotonic() - started
                 found.append({"variant": variant, "seed": seed, "tokens_per_step": fifths, "kept": kept})
                 figures = "  ".join(f"{value:.3f}" for value in fifths)

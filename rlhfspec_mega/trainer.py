@@ -12,6 +12,7 @@ from rlhfspec_mega.draft.refresh import RefreshReport
 from rlhfspec_mega.errors import CheckpointError, Stopped, WorkerDied
 from rlhfspec_mega.ledger.entry import Purpose
 from rlhfspec_mega.observe.figures import collapse_notes, drafting_metrics, tail_metrics
+from rlhfspec_mega.observe.metrics import VAL
 from rlhfspec_mega.observe.reporter import Reporter, sample_metrics
 from rlhfspec_mega.run import Run
 from rlhfspec_mega.startup import started
@@ -129,10 +130,10 @@ def refresh_draft(run: Run, done: RefreshReport | None) -> dict[str, float]:
         report = run.system.draft.now(steps=speculation.refresh_steps)
     else:
         report = run.system.draft.now(seconds=speculation.refresh_seconds)
-    lengths = {"draft_expected_length_before": report.before, "draft_expected_length_after": report.after}
+    lengths = {"draft/expected_length_before": report.before, "draft/expected_length_after": report.after}
     measured = {name: length for name, length in lengths.items() if length is not None}
     fused_seconds = 0.0 if done is None else report.seconds
-    return measured | {"draft_refresh_kept": float(report.kept), "fused_refresh_seconds": fused_seconds}
+    return measured | {"draft/refresh_kept": float(report.kept), "draft/fused_refresh_seconds": fused_seconds}
 
 
 def score(run: Run, samples: list[Sample]) -> None:
@@ -143,7 +144,7 @@ def score(run: Run, samples: list[Sample]) -> None:
 
 
 def evaluate(run: Run, step: int) -> dict[str, float]:
-    """Greedy answers to the held-out prompts with the weights of now."""
+    """Greedy answers to the held-out prompts with the current weights."""
     with run.phases.measure("evaluate"):
         samples = run.generator.greedy(run.held_out, step)
         run.system.rollout.take_tallies("evaluate")  # a step's figures are those of its own samples
@@ -151,7 +152,7 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
         run.timeline.take_live()
         score(run, samples)
         run.ledger.settle(step, Purpose.EVALUATE)
-    return {f"eval_{name}": value for name, value in sample_metrics(samples).items()}
+    return sample_metrics(samples, VAL)
 
 
 def finish(run: Run, reporter: Reporter) -> None:

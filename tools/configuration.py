@@ -1,17 +1,20 @@
-"""Writes docs/configuration.md from the schema of the options: python -m tools.configuration."""
+"""Writes docs/configuration.md and docs/metrics.md from the tables in the code: python -m tools.configuration."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from rlhfspec_mega.config.describe import document
+from rlhfspec_mega.config import describe
+from rlhfspec_mega.observe import metrics
 
-FILE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = {"configuration.md": describe.document, "metrics.md": metrics.document}
 
 
 def main() -> None:
-    FILE.write_text(document(), encoding="utf-8")
-    print(f"{FILE} is written.")
+    for name, text in PAGES.items():
+        (DOCS / name).write_text(text(), encoding="utf-8")
+        print(f"{DOCS / name} is written.")
 
 
 if __name__ == "__main__":

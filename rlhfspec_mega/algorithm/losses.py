@@ -35,7 +35,7 @@ class TokenInputs:
 def token_losses(inputs: TokenInputs, config: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of each token and per-token metrics without gradient, to be averaged with the caller's token weights.
 
-    Metrics: ratio, clip_fraction (0 or 1), approx_kl (k3 estimate of KL(old || now)); kl (reference), importance_weight
+    Metrics: ratio, clip_fraction (0 or 1), approx_kl (k3 estimate of KL(old || now)); kl (reference), tis_weight
     and entropy where their inputs are given.
     """
     log_ratio = inputs.logprobs - inputs.old_logprobs
@@ -45,7 +45,7 @@ def token_losses(inputs: TokenInputs, config: AlgorithmConfig) -> tuple[Tensor, 
     if config.tis_clip is not None and inputs.engine_logprobs is not None:
         weight = truncated_importance_weight(inputs.old_logprobs, inputs.engine_logprobs, config.tis_clip)
         loss = loss * weight
-        metrics["importance_weight"] = weight
+        metrics["tis_weight"] = weight
     if inputs.reference_logprobs is not None:
         metrics["kl"] = kl_estimate(inputs.logprobs.detach(), inputs.reference_logprobs, config.kl_loss_type)
         if config.kl_in == "loss" and config.kl_coef:

@@ -42,4 +42,4 @@ def policy_metrics(config: AlgorithmConfig) -> list[str]:
     """Names of the metrics that `policy_objective` gives under this configuration."""
     names = ["ratio", "clip_fraction", "approx_kl", "entropy"]
     names += ["kl"] if config.kl_coef > 0 else []
-    return names + (["importance_weight"] if config.tis_clip is not None else [])
+    return names + (["tis_weight"] if config.tis_clip is not None else [])

@@ -97,9 +97,9 @@ class PolicyGradient(ABC):
         experience.columns["old_logprobs"] = column
         differences = np.abs(column.astype(np.float64) - experience.columns["engine_logprobs"])
         return {
-            "policy_entropy": entropy,
-            "logprob_difference_mean": float(differences.mean()) if len(column) else 0.0,
-            "logprob_difference_max": float(differences.max(initial=0.0)),
+            "actor/old_entropy": entropy,
+            "rollout/logprob_diff_mean": float(differences.mean()) if len(column) else 0.0,
+            "rollout/logprob_diff_max": float(differences.max(initial=0.0)),
         }
 
     def add_advantages(self, experience: Experience, generator: torch.Generator) -> None:
@@ -137,7 +137,8 @@ class PolicyGradient(ABC):
         """Optimizer steps over all samples, each used exactly once, in mini-batches in the order given.
 
         Returns:
-            The metrics of MegatronModel.accumulate and .step, averaged over the mini-batches; "skipped" is their sum.
+            The metrics of MegatronModel.accumulate and .step as `actor/NAME`, averaged over the mini-batches; skipped
+            updates are counted.
         """
         results = []
         for first in range(0, len(experience), self._samples_per_update):
@@ -147,8 +148,9 @@ class PolicyGradient(ABC):
             weights, _ = token_weights(lengths, learns, self._config.loss_agg_mode)
             batch.columns[WEIGHTS] = batch.spread(weights.numpy())
             results.append(actor.accumulate(batch, self._loss, self._metrics) | actor.step())
-        metrics = {name: sum(result[name] for result in results) / len(results) for name in results[0]}
-        return metrics | {"skipped": sum(result["skipped"] for result in results)}
+        sums = {name: sum(result[name] for result in results) for name in results[0]}
+        metrics = {f"actor/{name}": value / len(results) for name, value in sums.items()}
+        return metrics | {"actor/skipped_updates": sums["skipped_updates"]}
 
     @staticmethod
     def note_on_samples(samples: Sequence[Sample], experience: Experience) -> None:

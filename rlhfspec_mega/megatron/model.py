@@ -104,16 +104,16 @@ class MegatronModel:
     def step(self) -> dict[str, float]:
         """Clip what was accumulated and take one optimizer step.
 
-        Returns "gradient_norm" (before clipping), "learning_rate" and "skipped" (1 when the gradient was not finite
+        Returns "grad_norm" (before clipping), "lr" and "skipped_updates" (1 when the gradient was not finite
         and the step was left out).
         """
         self.scheduler.step(1)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         succeeded, norm, _ = self.optimizer.step()
         return {
-            "gradient_norm": float(norm or 0.0),
-            "learning_rate": learning_rate,
-            "skipped": 0.0 if succeeded else 1.0,
+            "grad_norm": float(norm or 0.0),
+            "lr": learning_rate,
+            "skipped_updates": 0.0 if succeeded else 1.0,
         }
 
     @on_megatron

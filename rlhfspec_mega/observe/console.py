@@ -15,34 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rlhfspec_mega.observe.figures import shares_in_words
-from rlhfspec_mega.observe.summary import PHASE_PREFIX
+from rlhfspec_mega.observe.metrics import METRICS, TIMING
 
-# Metric, its name on the screen, its format; shown where the step has the metric.
-SHOWN = (
-    ("reward", "reward", "{:.3f}"),
-    ("exact", "exact", "{:.3f}"),
-    ("eval_exact", "held-out exact", "{:.3f}"),
-    ("response_length_mean", "length mean", "{:.0f}"),
-    ("response_length_max", "length max", "{:.0f}"),
-    ("generation_tokens_per_second", "tokens/s", "{:,.0f}"),
-    ("tokens_per_step", "tokens/step", "{:.2f}"),
-    ("accepted_length", "accepted", "{:.2f}"),
-    ("verified_per_accepted", "verified/accepted", "{:.1f}"),
-    ("speedup_vs_plain", "vs plain", "{:.2f}x"),
-    ("calibration_error", "calibration error", "{:.3f}"),
-    ("truncation_rate", "truncated", "{:.1%}"),
-    ("entropy", "entropy", "{:.3f}"),
-    ("kl", "KL", "{:.4f}"),
-    ("clip_fraction", "clipped", "{:.1%}"),
-    ("gradient_norm", "gradient norm", "{:.3f}"),
-    ("logprob_difference_mean", "log-prob difference", "{:.1e}"),
-)
+SHOWN = [metric for metric in METRICS if metric.label]
 PLAIN_SECONDS = 10.0  # between lines of a long job where there is no live panel
-BRIEF = (
-    *("reward", "exact", "eval_exact", "response_length_mean", "response_length_max"),
-    *("generation_tokens_per_second", "tokens_per_step"),
-)
-
 
 class Console:
     """Use as a context manager around the run, so that the terminal is left in order whatever happens.
@@ -134,16 +110,16 @@ class Console:
 
     def _line(self, metrics: Mapping[str, float]) -> str:
         parts = [
-            f"{label} {form.format(metrics[name])}" for name, label, form in SHOWN if name in BRIEF and name in metrics
+            f"{one.label} {one.form.format(metrics[one.name])}" for one in SHOWN if one.brief and one.name in metrics
         ]
         return "  ".join(parts + _phase_parts(metrics))
 
     def _panel(self) -> Group:
         table = Table.grid(padding=(0, 2))
         cells = [
-            f"{label} [bold]{form.format(self._metrics[name])}[/bold]"
-            for name, label, form in SHOWN
-            if name in self._metrics
+            f"{one.label} [bold]{one.form.format(self._metrics[one.name])}[/bold]"
+            for one in SHOWN
+            if one.name in self._metrics
         ]
         for first in range(0, len(cells), 4):
             table.add_row(*cells[first : first + 4])
@@ -153,7 +129,7 @@ class Console:
 
 def _phase_parts(metrics: Mapping[str, float]) -> list[str]:
     return [
-        f"{name.removeprefix(PHASE_PREFIX)} {value:.1f}s"
+        f"{name.removeprefix(TIMING)} {value:.1f}s"
         for name, value in metrics.items()
-        if name.startswith(PHASE_PREFIX)
+        if name.startswith(TIMING)
     ]

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from rlhfspec_mega.observe.metrics import DRAFT, REALLOCATION, SPECULATION
 from rlhfspec_mega.types import TALLY_EDGES, DraftingTally, TailTally
 
-PREFIX = "drafting/"  # sums, from which a summary is made
 BY_VERIFIED = [
     *("0", "1", "2"),
     *(f"{low + 1}-{high}" for low, high in pairwise(TALLY_EDGES[2:])),
@@ -17,30 +17,30 @@ BY_VERIFIED = [
 ]
 _SUMS = ("sample_steps", "drafted_sample_steps", "verified", "accepted", "paired_seconds", "paired_plain_seconds")
 
-REFRESH = "fused_refresh_seconds"  # of the draft, in freed time
+REFRESH = "fused_refresh_seconds"  # of the draft, in freed time; its metric is in the group DRAFT
 _TAIL_SUMS = ("migrations", "fused_tasks", "fused_seconds", "freed_device_seconds")
+_DOWNTIME = "migration_downtime"
+_NAMES = {"accepted_length": "accept_length"}  # metrics that a summary calls otherwise
 
 
 def drafting_metrics(tallies: Sequence[DraftingTally]) -> dict[str, float]:
     """Metrics of the engines' tallies of one rollout; none without drafts.
 
-    The sums carry the prefix; beside them the ratios of `drafting_figures`, collapsed_drafts (engines where drafting
-    stopped), and of predictions how good they were: calibration_error (mean over engines) and predicted_over_realised
-    accepted draft tokens.
+    Sums, the ratios of `drafting_figures`, and how good predictions were: see observe.metrics.
     """
     if not tallies:
         return {}
-    metrics = {PREFIX + name: float(sum(getattr(tally, name) for tally in tallies)) for name in _SUMS}
+    metrics = {SPECULATION + name: float(sum(getattr(tally, name) for tally in tallies)) for name in _SUMS}
     for place, label in enumerate(BY_VERIFIED):
-        metrics[f"{PREFIX}n {label}"] = float(sum(tally.sample_steps_by_verified[place] for tally in tallies))
-    metrics |= {name: value for name, value in drafting_figures([metrics]).items() if isinstance(value, float)}
-    metrics["collapsed_drafts"] = float(sum(tally.collapsed_rate is not None for tally in tallies))
+        metrics[f"{SPECULATION}n {label}"] = float(sum(tally.sample_steps_by_verified[place] for tally in tallies))
+    metrics |= {SPECULATION + _NAMES.get(name, name): value for name, value in drafting_figures([metrics]).items() if isinstance(value, float)}
+    metrics[SPECULATION + "collapsed_drafts"] = float(sum(tally.collapsed_rate is not None for tally in tallies))
     errors = [tally.calibration_error for tally in tallies if tally.calibration_error is not None]
     if errors:
-        metrics["calibration_error"] = sum(errors) / len(errors)
+        metrics[SPECULATION + "calibration_error"] = sum(errors) / len(errors)
     realised = sum(tally.realised_accepted for tally in tallies)
     if realised > 0:
-        metrics["predicted_over_realised"] = sum(tally.predicted_accepted for tally in tallies) / realised
+        metrics[SPECULATION + "predicted_over_realised"] = sum(tally.predicted_accepted for tally in tallies) / realised
     return metrics
 
 
@@ -52,7 +52,7 @@ def drafting_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         verified_per_accepted (draft tokens), speedup_vs_plain (against the control steps), share_by_verified.
     """
     names = (*_SUMS, *(f"n {label}" for label in BY_VERIFIED))
-    sums = {name: sum(row.get(PREFIX + name, 0.0) for row in rows) for name in names}
+    sums = {name: sum(row.get(SPECULATION + name, 0.0) for row in rows) for name in names}
     steps = sums["sample_steps"]
     if not steps:
         return {}
@@ -86,24 +86,26 @@ def collapse_notes(tallies: Sequence[DraftingTally]) -> list[str]:
 
 def tail_metrics(tally: TailTally) -> dict[str, float]:
     """Metrics of one rollout; `migration_downtime` is the median in seconds, missing where nothing moved."""
-    metrics = {name: float(getattr(tally, name)) for name in _TAIL_SUMS}
-    return metrics | ({"migration_downtime": statistics.median(tally.downtimes)} if tally.downtimes else {})
+    metrics = {REALLOCATION + name: float(getattr(tally, name)) for name in _TAIL_SUMS}
+    return metrics | ({REALLOCATION + _DOWNTIME: statistics.median(tally.downtimes)} if tally.downtimes else {})
 
 
 def tail_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The sums over some steps, and the median of their downtimes; empty where none were recorded."""
-    if not any(name in row for row in rows for name in _TAIL_SUMS):
+    names = {name: REALLOCATION + name for name in _TAIL_SUMS}
+    if not any(metric in row for row in rows for metric in names.values()):
         return {}
-    figures = {name: float(sum(row.get(name, 0.0) for row in rows)) for name in (*_TAIL_SUMS, REFRESH)}
-    downtimes = [row["migration_downtime"] for row in rows if row.get("migration_downtime") is not None]
-    return figures | ({"migration_downtime": statistics.median(downtimes)} if downtimes else {})
+    names[REFRESH] = DRAFT + REFRESH
+    figures = {name: float(sum(row.get(metric, 0.0) for row in rows)) for name, metric in names.items()}
+    downtimes = [time for row in rows if (time := row.get(REALLOCATION + _DOWNTIME)) is not None]
+    return figures | ({_DOWNTIME: statistics.median(downtimes)} if downtimes else {})
 
 
 def tail_in_words(figures: Mapping[str, Any]) -> str:
     """One sentence for the summary."""
     words = f"{figures['migrations']:.0f} samples moved between engines"
-    if "migration_downtime" in figures:
-        words += f" (each was decoded nowhere for {1000 * figures['migration_downtime']:.0f} ms)"
+    if _DOWNTIME in figures:
+        words += f" (each was decoded nowhere for {1000 * figures[_DOWNTIME]:.0f} ms)"
     words += f"; engines without samples had {figures['freed_device_seconds']:.1f} s to spare"
     if figures["fused_tasks"]:
         words += f" and scored {figures['fused_tasks']:.0f} finished samples in {figures['fused_seconds']:.1f} s of it"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhfspec_mega.observe.summary import PHASE_PREFIX
+from rlhfspec_mega.observe.metrics import TIMING
 
 PLOT_FILE = "curves.png"
 LIVE_FILE = "live_samples.png"
@@ -32,11 +32,11 @@ def drawing(path: Path, *grid: int, **options: Any) -> Iterator[Any]:
 
 def plot_curves(directory: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     """Draw curves.png from the lines of metrics.jsonl; returns its path. Metrics that were not logged stay empty."""
-    phases = sorted({name for row in rows for name in row if name.startswith(PHASE_PREFIX)})
+    phases = sorted({name for row in rows for name in row if name.startswith(TIMING)})
     panels = {
-        "reward": ["reward", "exact"],
-        "held-out exact": ["eval_exact"],
-        "response length (tokens)": ["response_length_mean", "response_length_max"],
+        "reward": ["rollout/reward_mean", "rollout/exact_mean"],
+        "held-out exact": ["val/exact_mean"],
+        "response length (tokens)": ["rollout/response_length_mean", "rollout/response_length_max"],
         "seconds per phase": phases,
     }
     path = directory / PLOT_FILE
@@ -45,7 +45,7 @@ def plot_curves(directory: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
             for name in names:
                 points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
                 if points:
-                    axis.plot(*zip(*points, strict=True), marker=".", label=name.removeprefix(PHASE_PREFIX))
+                    axis.plot(*zip(*points, strict=True), marker=".", label=name.partition("/")[2])
             axis.set_title(title)
             axis.set_xlabel("step")
             if axis.get_lines():

@@ -71,7 +71,7 @@ def test_layouts_train_alike(layout: str, probes: dict, model: Path, undisturbed
     group = probes[layout]
     group.call("build", LAYOUTS[layout], model, phase="build")
     metrics = train(group, layout, 6)
-    for name in ("loss", "gradient_norm", "entropy", "learning_rate", "loss_tokens"):
+    for name in ("loss", "grad_norm", "entropy", "lr", "loss_tokens"):
         assert metrics[name] == pytest.approx(undisturbed[0][name], rel=1e-4), name
     assert largest_difference(full_weights(group), undisturbed[1]) < 1e-4
 
@@ -98,7 +98,7 @@ def test_checkpoint_reshards(middle: str, probes: dict, model: Path, undisturbed
         previous = tmp_path / layout
         previous.mkdir()
         group.call("call", "save", previous, phase="save")
-    assert metrics["learning_rate"] == pytest.approx(undisturbed[0]["learning_rate"])
+    assert metrics["lr"] == pytest.approx(undisturbed[0]["lr"])
     assert largest_difference(full_weights(probes["dp2"]), undisturbed[1]) < 1e-4
 
 
@@ -126,5 +126,5 @@ def test_a_resumed_run_follows_its_own_configuration(probes: dict, model: Path, 
     now = ActorConfig(tensor_parallel=1, optimizer=OptimizerConfig(lr=3e-4, betas=(0.5, 0.6), warmup_steps=0))
     group.call("build", now, model, phase="build")
     group.call("call", "load", tmp_path, phase="load")
-    assert train(group, "one", 1)["learning_rate"] == pytest.approx(3e-4)
+    assert train(group, "one", 1)["lr"] == pytest.approx(3e-4)
     assert group.call("betas", phase="test")[0] == [(0.5, 0.6)]

@@ -16,7 +16,7 @@ STEPS = ("trainer.steps=2", "trainer.deterministic=true", "trainer.export=false"
 def numbers(directory: Path) -> list[dict]:
     """Metrics of every step but times, and what is reckoned from them."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name != "time" and "second" not in name} for row in rows]
+    return [{name: value for name, value in row.items() if name != "time" and not any(word in name for word in ("second", "timing_s"))} for row in rows]
 
 
 def samples(directory: Path) -> list[dict]:

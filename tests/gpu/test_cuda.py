@@ -70,7 +70,7 @@ def test_one_update_is_that_of_the_cpu(models: dict, probe: Any, tmp_path: Path)
     finally:
         cluster.close()
     (gpu_metrics, gpu_weights), (cpu_metrics, cpu_weights) = results
-    assert gpu_metrics["gradient_norm"] == pytest.approx(cpu_metrics["gradient_norm"], rel=1e-3)
+    assert gpu_metrics["grad_norm"] == pytest.approx(cpu_metrics["grad_norm"], rel=1e-3)
     for name, want in cpu_weights.items():
         assert torch.allclose(gpu_weights[name].cpu(), want, atol=1e-4), name
 

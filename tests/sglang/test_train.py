@@ -98,8 +98,8 @@ def test_a_run_resumes_where_a_scheduler_was_killed_in_between(made: tuple[Path,
     rows = metrics(run)
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     assert len(samples_of(run)) == STEPS * 12
-    assert all(row["logprob_difference_max"] < 1e-3 for row in rows if "logprob_difference_max" in row)
-    assert any(row.get("draft_refresh_kept") is not None for row in rows)
+    assert all(row["rollout/logprob_diff_max"] < 1e-3 for row in rows if "rollout/logprob_diff_max" in row)
+    assert any(row.get("draft/refresh_kept") is not None for row in rows)
     more = options(made, tmp_path, "run", "rollout=sglang", f"trainer.steps={STEPS + 1}", "trainer.resume=true")
     finished(*[option for option in more if option != f"trainer.steps={STEPS}"])
     assert [row["step"] for row in metrics(run)] == list(range(STEPS + 2))
@@ -126,7 +126,7 @@ def test_the_torch_engine_gives_the_same_run(
         )
         best = perturbed_scores(judge(before), request, len(before) - 1).topk(2).values
         assert best[0] - best[1] < MAX_GAP
-    drafted = [row["tokens_per_step"] for row in metrics(tmp_path / "sglang") if "tokens_per_step" in row]
+    drafted = [row["speculation/tokens_per_step"] for row in metrics(tmp_path / "sglang") if "speculation/tokens_per_step" in row]
     assert len(drafted) == STEPS and min(drafted) > 1.2, "hardly anything was drafted"
 
 

@@ -122,7 +122,7 @@ class Recorder:
         return {"loss": float(len(samples))}
 
     def step(self):
-        return {"skipped": 1.0}
+        return {"skipped_updates": 1.0}
 
 
 def two_tokens_each(count):
@@ -142,7 +142,7 @@ def test_an_advantage_and_a_loss_of_ones_own():
     assert experience.columns["advantages"].tolist() == spread
     actor = Recorder()
     metrics = algorithm.update(experience, actor)
-    assert metrics == {"loss": 2.0, "skipped": 2.0}
+    assert metrics == {"actor/loss": 2.0, "actor/skipped_updates": 2.0}
     batches = [samples for samples, *_ in actor.asked]
     assert [len(batch) for batch in batches] == [3, 1], "each sample once, in their order"
     assert np.concatenate([batch.columns["advantages"] for batch in batches]).tolist() == spread

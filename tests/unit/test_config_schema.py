@@ -24,6 +24,7 @@ from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.planning.placement import PLACEMENTS
 from rlhfspec_mega.planning.strategy import POLICIES
+from tools.configuration import PAGES
 
 NUMBERS = [one for one in options() if any(word in str(one.kind) for word in ("int", "float")) and "dict" not in str(one.kind)]
 
@@ -196,9 +197,10 @@ def test_texts_name_every_option() -> None:
     assert all(one.key in help_text() for one in options() if one.option.common)
 
 
-def test_the_page_of_options_is_not_stale() -> None:
-    page = CONF_DIR.parent / "docs" / "configuration.md"
-    assert page.read_text(encoding="utf-8") == document(), "run python -m tools.configuration"
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_made_from_a_table_is_not_stale(name: str) -> None:
+    page = CONF_DIR.parent / "docs" / name
+    assert page.read_text(encoding="utf-8") == PAGES[name](), "run python -m tools.configuration"
 
 
 VALUES = (

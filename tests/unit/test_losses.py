@@ -115,7 +115,7 @@ def test_terms_add_up_and_metrics_carry_no_gradient():
     assert metrics["clip_fraction"].tolist() == [0.0, 1.0, 1.0]
     assert metrics["approx_kl"].tolist() == pytest.approx([r - 1 - math.log(r) for r in ratio])
     assert metrics["kl"].tolist() == pytest.approx(kl)
-    assert metrics["importance_weight"].tolist() == pytest.approx(weight)
+    assert metrics["tis_weight"].tolist() == pytest.approx(weight)
     assert metrics["entropy"].tolist() == [0.3, 0.2, 0.1]
     assert not any(metric.requires_grad for metric in metrics.values())
 
@@ -124,4 +124,4 @@ def test_kl_in_the_reward_leaves_the_loss_alone():
     inputs = TokenInputs(vector(-1.0), vector(-1.0), vector(2.0), reference_logprobs=vector(-3.0))
     loss, metrics = token_losses(inputs, AlgorithmConfig(kl_in="reward", kl_coef=5.0))
     assert loss.item() == -2.0 and metrics["kl"].item() == pytest.approx(math.exp(-2.0) + 1.0)
-    assert "importance_weight" not in metrics and "entropy" not in metrics
+    assert "tis_weight" not in metrics and "entropy" not in metrics

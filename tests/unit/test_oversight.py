@@ -175,9 +175,9 @@ def test_counts_and_figures() -> None:
         policy.observe(step(accepted))
     policy.observe(step(0, drafted=False))
     metrics = drafting_metrics([policy.take_tally(), DraftingTally()])
-    assert metrics["tokens_per_step"] == pytest.approx(1 + 10 / 30)
-    assert metrics["accepted_length"] == pytest.approx(10 / 20)
-    assert metrics["verified_per_accepted"] == pytest.approx(2.0)
+    assert metrics["speculation/tokens_per_step"] == pytest.approx(1 + 10 / 30)
+    assert metrics["speculation/accept_length"] == pytest.approx(10 / 20)
+    assert metrics["speculation/verified_per_accepted"] == pytest.approx(2.0)
     figures = drafting_figures([metrics, metrics])
     assert figures["share_by_verified"]["0"] == pytest.approx(1 / 3)
     assert figures["share_by_verified"]["1"] == pytest.approx(2 / 3)
@@ -192,6 +192,6 @@ def test_every_class_has_a_name() -> None:
 def test_a_collapse_is_said() -> None:
     assert collapse_notes([DraftingTally(usual_rate=0.8)]) == []
     tallies = [DraftingTally(usual_rate=0.8), DraftingTally(collapsed_rate=0.25, usual_rate=0.8)]
-    assert [drafting_metrics(some)["collapsed_drafts"] for some in (tallies, tallies[:1])] == [1.0, 0.0]
+    assert [drafting_metrics(some)["speculation/collapsed_drafts"] for some in (tallies, tallies[:1])] == [1.0, 0.0]
     (note,) = collapse_notes([DraftingTally(collapsed_rate=0.25, usual_rate=0.8)])
     assert "25%" in note and "80%" in note and "samples are not affected" in note
