@@ -28,7 +28,7 @@ from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.reallocation import Reallocator
 from rlhfspec_mega.planning.rollout_state import MigrationCost
 from rlhfspec_mega.planning.tail import Consolidator, TailPolicy
-from rlhfspec_mega.rollout.assignment import held_at_once
+from rlhfspec_mega.rollout.assignment import max_samples_per_engine
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.reallocation import FIRST_DOWNTIME, Reallocation, ScoringWork
 from rlhfspec_mega.rollout.scoring import Scoring
@@ -178,7 +178,7 @@ class Fleet:
             self.cluster.wait,
             revive=_no_revival,
             poll_seconds=POLL_SECONDS,
-            at_once=held_at_once(SLOTS) if mechanism == "queue" else None,
+            max_per_engine=max_samples_per_engine(SLOTS) if mechanism == "queue" else None,
             reallocation=self._reallocation(lengths, fuses) if moves else None,
             timeline=recorder,
         )

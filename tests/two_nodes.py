@@ -19,6 +19,6 @@ def two_nodes(cpus: int) -> Iterator[str]:
         cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
         try:
             cluster.add_node(**node)
-            yield launcher.address
+            yield cluster.address
         finally:
             cluster.shutdown()

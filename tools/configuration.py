@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md and docs/metrics.md from the tables in the code: python -m tools.configuration."""
+"""Write docs/configuration.md and docs/metrics.md from the tables in the code: python -m tools.configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGES = {"configuration.md": describe.document, "metrics.md": metrics.document}
 def main() -> None:
     for name, text in PAGES.items():
         (DOCS / name).write_text(text(), encoding="utf-8")
-        print(f"{DOCS / name} is written.")
+        print(f"Wrote {DOCS / name}.")
 
 
 if __name__ == "__main__":

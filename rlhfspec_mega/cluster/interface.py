@@ -123,8 +123,8 @@ class Background(Protocol):
     def calls(self) -> Sequence[Call]:
         """In flight."""
 
-    def heard(self, calls: Sequence[Call]) -> None:
-        """These have been answered, or their workers are dead; others may begin."""
+    def handle_answers(self, calls: Sequence[Call]) -> None:
+        """Process calls that were answered or whose workers have died; may start other calls."""
 
 
 class Cluster(Protocol):

@@ -228,7 +228,7 @@ class SupervisedCluster(ABC):
                 call.phase = phase
             if any(call.error for call in calls):
                 self._see_causes(calls, phase)
-            work.heard([call for call in calls if call.done])
+            work.handle_answers([call for call in calls if call.done])
             waiting = [call for call in work.calls() if not call.done]
             self._judge_late(waiting, phase, self._deadline, check=False)
             return waiting

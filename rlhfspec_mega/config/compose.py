@@ -19,6 +19,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationE
 from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.config.names import CONF_DIR, group_options, known, unknown_choice, unknown_option
 from rlhfspec_mega.config.presets import from_presets, presets
+from rlhfspec_mega.config.ranges import check_ranges
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.schema.system import ClusterConfig
 from rlhfspec_mega.config.schema.training import ModelConfig
@@ -49,9 +50,10 @@ class NoPresetError(UserError):
     def __init__(self, config: RunConfig, unset: Sequence[str]) -> None:
         self.config, self.unset = config, tuple(unset)
         cluster = config.cluster
+        kind = "CPU processes" if cluster.device == "cpu" else f"GPUs ({cluster.gpu.name})"
         super().__init__(
             f"conf/presets.yaml has no line for a model of {model_shape(config.model).parameters / 1e9:,.1f} billion "
-            f"weights on {cluster.nodes} x {cluster.devices_per_node} devices ({cluster.gpu.name}): set "
+            f"weights on {cluster.nodes} x {cluster.devices_per_node} {kind}: set "
             f"{', '.join(unset)}."
         )
 
@@ -96,6 +98,7 @@ def _fill(composed: DictConfig, unset: Sequence[str]) -> list[str]:
     """Set what the table says; the options that it does not say get their defaults and are returned."""
     cluster, model = OmegaConf.to_object(composed.cluster), OmegaConf.to_object(composed.model)
     assert isinstance(cluster, ClusterConfig) and isinstance(model, ModelConfig)
+    check_ranges(RunConfig(model=model, cluster=cluster))  # the table is for shapes and hardware that make sense
     found = presets(model_shape(model).parameters, cluster)
     for key in unset:
         OmegaConf.update(composed, key, found[key][0] if key in found else known()[key].default)

@@ -12,7 +12,9 @@ from typing import Any
 import yaml
 
 from rlhfspec_mega.config.hardware import device_type
+from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.config.names import as_written, known, options
+from rlhfspec_mega.config.presets import presets
 from rlhfspec_mega.config.reference import reference_home
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.speculation import drafts
@@ -42,10 +44,11 @@ def check_read(config: RunConfig) -> None:
     Raises:
         UserError: for the first one, with what to add or to leave out.
     """
+    given = presets(model_shape(config.model).parameters, config.cluster)
     for one in options():
         value = attrgetter(one.key)(config)
-        if value == one.default:
-            continue
+        if value == one.default or (one.key in given and value == given[one.key][0]):
+            continue  # nobody has set it
         for condition in one.option.only_with:
             if remedy := missing(condition, config):
                 raise UserError(

@@ -92,11 +92,12 @@ def check_memory(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
             of_engine = int((memory_share(config, placement) or 0.0) * device_memory(config.cluster))
             beside -= (actor.activations + actor.logits) if engines_sleep(config, placement) else 0
         generating = {ACTOR: beside, ENGINE: of_engine, REFERENCE: sizes.reference_memory}
-        need = max(placement.fullest({ACTOR: of_actor}), placement.fullest(generating))
+        need = max(placement.max_bytes_per_device({ACTOR: of_actor}), placement.max_bytes_per_device(generating))
         have = int(0.9 * device_memory(config.cluster))
         where = "each GPU"
         hint = "raise actor.tensor_parallel or pipeline_parallel, set actor.recompute=true, or lower "
         hint += "rollout.max_running_requests"
+        hint += "" if uses_sglang(config) else ", or use rollout=sglang, whose engines span GPUs"
         hint += ", or set speculation.refresh_every=0" if draft.actor else ""
     if need > have:
         raise UserError(

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from rlhfspec_mega.config.hardware import device_memory
-from rlhfspec_mega.config.names import CONF_DIR
+from rlhfspec_mega.config.names import CONF_DIR, known
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.schema.system import ClusterConfig
 from rlhfspec_mega.planning.memory import GIB
@@ -19,17 +19,18 @@ FILE = "presets.yaml"
 # Which list of the file sets which options.
 LISTS = {
     "parallel": {
-        "actor.tensor_parallel": "tensor_parallel",
-        "actor.pipeline_parallel": "pipeline_parallel",
+        "actor.tensor_parallel": "actor_tp",
+        "actor.pipeline_parallel": "actor_pp",
         "actor.sequence_parallel": "sequence_parallel",
         "actor.recompute": "recompute",
         "actor.dtype": "dtype",
         "actor.optimizer.lr": "lr",
+        "rollout.sglang.tensor_parallel": "engine_tp",
+        "rollout.sglang.mem_fraction_static": "engine_memory",
+        "placement.reference_tensor_parallel": "reference_tp",
     },
     "sft_warmup": {"sft_warmup.lr": "lr"},
 }
-
-
 
 
 def from_presets() -> list[str]:
@@ -73,7 +74,8 @@ def presets(weights: int, cluster: ClusterConfig) -> dict[str, tuple[Any, Line]]
     found = {}
     for name, names in LISTS.items():
         line = next((line for line in _table()[name] if line.fits(weights, cluster)), None)
-        found.update({key: (line.use[short], line) for key, short in names.items()} if line else {})
+        values = {key: line.use.get(short, known()[key].default) for key, short in names.items()} if line else {}
+        found.update({key: (value, line) for key, value in values.items() if line})
     return found
 
 

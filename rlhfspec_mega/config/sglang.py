@@ -29,12 +29,12 @@ def engine_gpus(config: RunConfig) -> int:
 
 def engines_sleep(config: RunConfig, placement: Placement) -> bool:
     """Whether engines give their GPU memory back while the actor, on the same devices, trains."""
-    return uses_sglang(config) and config.rollout.sglang.enable_memory_saver and placement.shares(ACTOR, ENGINE)
+    return uses_sglang(config) and config.rollout.sglang.enable_memory_saver and placement.share_device(ACTOR, ENGINE)
 
 
 def memory_share(config: RunConfig, placement: Placement) -> float | None:
     """Share of each GPU's memory that an SGLang engine takes; None: what SGLang chooses, nearly all."""
-    shared = placement.shares(ACTOR, ENGINE) or placement.shares(REFERENCE, ENGINE)
+    shared = placement.share_device(ACTOR, ENGINE) or placement.share_device(REFERENCE, ENGINE)
     return config.rollout.sglang.mem_fraction_static or (HALF if shared else None)
 
 

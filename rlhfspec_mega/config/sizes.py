@@ -125,7 +125,7 @@ def _placement(config: RunConfig, devices: int) -> Placement:
         actor.data_parallel,
         config.rollout.engines,
         engine_gpus(config),
-        node=config.cluster.devices_per_node,
+        devices_per_node=config.cluster.devices_per_node,
         reference=reference_home(config),
         reference_devices=config.placement.reference_tensor_parallel,
     )
@@ -192,7 +192,7 @@ def size_rows(config: RunConfig, sizes: Sizes) -> list[tuple[str, str, str]]:
     parallel = f"tensor {actor.tensor_parallel} x pipeline {actor.pipeline_parallel} x data {sizes.data_parallel}"
     if actor.virtual_pipeline > 1:
         parallel += f", {actor.virtual_pipeline} chunks a stage"
-    where = "beside the actor" if sizes.placement.shares(ACTOR, ENGINE) else "on devices of their own"
+    where = "beside the actor" if sizes.placement.share_device(ACTOR, ENGINE) else "on devices of their own"
     seats = sizes.engines * rollout.max_running_requests
     return [
         ("parameters", f"{sizes.parameters:,}", f"model {config.model.path or config.model.name}"),

@@ -20,7 +20,11 @@ _SUMS = ("sample_steps", "drafted_sample_steps", "verified", "accepted", "paired
 REFRESH = "fused_refresh_seconds"  # of the draft, in freed time; its metric is in the group DRAFT
 _TAIL_SUMS = ("migrations", "fused_tasks", "fused_seconds", "freed_device_seconds")
 _DOWNTIME = "migration_downtime"
-_NAMES = {"accepted_length": "accept_length"}  # metrics that a summary calls otherwise
+
+
+def verified_name(label: str) -> str:
+    """The metric that counts sample steps in which so many draft tokens were verified, without its group."""
+    return f"steps_verified_{label.replace(' ', '_')}"
 
 
 def drafting_metrics(tallies: Sequence[DraftingTally]) -> dict[str, float]:
@@ -32,8 +36,9 @@ def drafting_metrics(tallies: Sequence[DraftingTally]) -> dict[str, float]:
         return {}
     metrics = {SPECULATION + name: float(sum(getattr(tally, name) for tally in tallies)) for name in _SUMS}
     for place, label in enumerate(BY_VERIFIED):
-        metrics[f"{SPECULATION}n {label}"] = float(sum(tally.sample_steps_by_verified[place] for tally in tallies))
-    metrics |= {SPECULATION + _NAMES.get(name, name): value for name, value in drafting_figures([metrics]).items() if isinstance(value, float)}
+        metrics[SPECULATION + verified_name(label)] = float(sum(tally.sample_steps_by_verified[place] for tally in tallies))
+    figures = drafting_figures([metrics])
+    metrics |= {SPECULATION + name: one for name, one in figures.items() if isinstance(one, float)}
     metrics[SPECULATION + "collapsed_drafts"] = float(sum(tally.collapsed_rate is not None for tally in tallies))
     errors = [tally.calibration_error for tally in tallies if tally.calibration_error is not None]
     if errors:
@@ -51,7 +56,7 @@ def drafting_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         tokens_per_step (accepted + 1, per sample), accepted_length (per step of a sample with draft tokens),
         verified_per_accepted (draft tokens), speedup_vs_plain (against the control steps), share_by_verified.
     """
-    names = (*_SUMS, *(f"n {label}" for label in BY_VERIFIED))
+    names = (*_SUMS, *map(verified_name, BY_VERIFIED))
     sums = {name: sum(row.get(SPECULATION + name, 0.0) for row in rows) for name in names}
     steps = sums["sample_steps"]
     if not steps:
@@ -63,7 +68,7 @@ def drafting_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         figures["verified_per_accepted"] = sums["verified"] / sums["accepted"]
     if sums["paired_seconds"]:
         figures["speedup_vs_plain"] = sums["paired_plain_seconds"] / sums["paired_seconds"]
-    return figures | {"share_by_verified": {label: sums[f"n {label}"] / steps for label in BY_VERIFIED}}
+    return figures | {"share_by_verified": {label: sums[verified_name(label)] / steps for label in BY_VERIFIED}}
 
 
 def shares_in_words(metrics: Mapping[str, float]) -> str:

@@ -1,7 +1,7 @@
 """Every metric of a run, told once: name, unit, meaning, how it is reduced, and how the console shows it.
 
-metrics.jsonl, TensorBoard and Weights & Biases have these names; docs/metrics.md is made from this table. A loss of one's
-own reports `actor/NAME` for each of its metrics, and every phase of a step `timing_s/PHASE`.
+metrics.jsonl, TensorBoard and Weights & Biases have these names; docs/metrics.md is made from this table. A loss of a
+user reports `actor/NAME` for each of its metrics, and every phase of a step `timing_s/PHASE`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ METRICS = (
         brief=True,
     ),
     Metric(
-        "speculation/accept_length",
+        "speculation/accepted_length",
         "tokens",
         "accepted draft tokens of a step in which some were verified",
         "ratio of sums over engines",
@@ -102,9 +102,9 @@ METRICS = (
     Metric("speculation/drafted_sample_steps", "", "those in which draft tokens of the sample were verified", _SUM),
     Metric("speculation/verified", "tokens", "verified draft tokens", _SUM),
     Metric("speculation/accepted", "tokens", "accepted draft tokens", _SUM),
-    Metric("speculation/paired_seconds", "s", "time of steps compared with plain ones, per token", _SUM),
-    Metric("speculation/paired_plain_seconds", "s", "time that plain steps would have taken for them", _SUM),
-    Metric("speculation/n NUMBER", "", "sample steps in which so many draft tokens were verified", _SUM),
+    Metric("speculation/paired_seconds", "s", "time of the drafting steps that are compared with plain ones", _SUM),
+    Metric("speculation/paired_plain_seconds", "s", "time that plain steps would have taken for their tokens", _SUM),
+    Metric("speculation/steps_verified_NUMBER", "", "sample steps in which so many draft tokens were verified", _SUM),
     Metric("draft/expected_length_before", "tokens", "expected accepted length on held-out samples", "mean over them"),
     Metric("draft/expected_length_after", "tokens", "the same after the refresh", "mean over them"),
     Metric("draft/refresh_kept", "", "1 if the refreshed draft was kept, else 0", "of the step"),
@@ -114,9 +114,7 @@ METRICS = (
     Metric("reallocation/freed_device_seconds", "s", "time of engines that had no more samples", "sum over devices"),
     Metric("reallocation/fused_tasks", "", "samples that the reference scored on such devices", "sum"),
     Metric("reallocation/fused_seconds", "s", "time that this took", "sum over devices"),
-    Metric(
-        "rollout/truncation_rate", "", "share of responses cut off", _SAMPLES, "truncated", "{:.1%}"
-    ),
+    Metric("rollout/truncation_rate", "", "share of responses cut off", _SAMPLES, "truncated", "{:.1%}"),
     Metric("actor/entropy", "nats", "entropy of the actor's next token", _TOKENS, "entropy"),
     Metric("actor/old_entropy", "nats", "the same before the step's updates", "mean over response tokens"),
     Metric("actor/kl", "nats", "divergence from the reference (algorithm.kl_loss_type)", _TOKENS, "KL", "{:.4f}"),
@@ -147,15 +145,15 @@ METRICS = (
 def known(name: str) -> bool:
     """Whether the table has this metric; PHASE and NUMBER stand for any."""
     names = {metric.name for metric in METRICS}
-    return name in names or name.startswith((TIMING, SPECULATION + "n "))
+    return name in names or name.startswith((TIMING, SPECULATION + "steps_verified_"))
 
 
 def document() -> str:
     """docs/metrics.md."""
     rows = [f"| `{one.name}` | {one.unit} | {one.meaning} | {one.reduced} |" for one in METRICS]
     return (
-        "# Metrics\n\nWritten by `python -m tools.configuration` from `rlhfspec_mega/observe/metrics.py`; edit it there.\n\n"
-        "`metrics.jsonl`, TensorBoard and Weights & Biases have a value of each for every step. A loss of your own reports\n"
+        "# Metrics\n\nWritten by `python -m tools.configuration` from `rlhfspec_mega/observe/metrics.py`; edit it there.\n"
+        "\n`metrics.jsonl`, TensorBoard and Weights & Biases have a value of each for every step. A loss of your own\nreports "
         "`actor/NAME` for each of its metrics.\n\n"
         "| Metric | Unit | Meaning | Reduced |\n| --- | --- | --- | --- |\n" + "\n".join(rows) + "\n"
     )

@@ -1,6 +1,6 @@
-"""An engine as a fluid: all its live samples gain tokens at one rate, which changes only when something happens.
+"""A simulated engine as a fluid: its live samples gain tokens at one common rate, which changes only at events.
 
-Migrations between engines: one stage-one copy at a time out of an engine, then the downtime of stage two.
+Also migrations between engines: each engine makes one stage-one copy at a time, followed by the downtime of stage two.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from dataclasses import dataclass
 
 from rlhfspec_mega.simulate.curves import DecodeCurve
 
-SAME_TOKEN = 1e-6  # tokens by which two ends may differ and still be one event: sums of floats
+SAME_TOKEN = 1e-6  # tokens; ends that differ by less are one event, since sums of floats have rounding errors
 
 
 @dataclass(frozen=True)
-class Share:
-    """A sample as an engine takes it.
+class QueuedSample:
+    """A sample that is handed to an engine.
 
     Attributes:
-        left: tokens still to decode.
-        total: tokens of prompt and response once it has ended.
-        prefill: prompt tokens to read first, unless its group's were read here; 0 for one that brings its KV.
+        left: tokens still to be decoded.
+        total: tokens of prompt and response once the sample has finished.
+        prefill: prompt tokens to be read first, unless this engine has read the group's prompt already; 0 for a
+            migrated sample, which brings its KV.
     """
 
     sample: int
@@ -33,33 +34,33 @@ class Share:
 
 
 class FluidEngine:
-    """Decodes up to `slots` samples at once; the others wait, those that bring their KV before the rest.
+    """Decodes up to `slots` samples at once. Others wait; migrated samples, which bring their KV, are admitted first.
 
-    Between two events a batch of B samples gains g tokens each in a * g + c * (kv * g + B * g^2 / 2) seconds, as its KV
-    grows from `kv` by B per token; a and c are the curve's seconds and kv_seconds at B. Reading
-    prompts stops decoding for as long as it takes.
+    Between two events, each sample of a batch of B gains g tokens in a * g + c * (kv * g + B * g^2 / 2) seconds, since
+    the KV cache grows from `kv` by B per token. a and c are the curve's seconds and kv_seconds at B. Reading a prompt
+    stops decoding for as long as it takes.
 
     Attributes:
-        live: what `level` will be when a sample ends, by sample.
-        waiting: shares that hold no slot, first to go first.
-        level: tokens that a sample live since the beginning would have gained by `time`.
+        live: by sample, the value of `level` at which it ends.
+        waiting: samples without a slot, in the order of admission.
+        level: tokens that a sample that was live from the beginning would have gained by `time`.
         decoded: tokens gained by all samples.
-        kv, kv_peak: tokens in the KV cache, now and at most.
-        last_held: when it last held a sample.
-        copies: stage-one copies that it takes part in.
+        kv, kv_peak: tokens in the KV cache, current and maximum.
+        last_held: last time at which the engine held a sample.
+        copies: stage-one copies that the engine takes part in, as source or destination.
     """
 
     def __init__(self, rank: int, slots: int, curve: DecodeCurve, prefill_seconds: float, copy_share: float) -> None:
         self.rank, self.slots = rank, slots
         self.live: dict[int, float] = {}
-        self.waiting: dict[int, Share] = {}
+        self.waiting: dict[int, QueuedSample] = {}
         self.level = self.decoded = self.kv = self.kv_peak = self.time = self.last_held = 0.0
         self.copies = 0
         self._totals: dict[int, float] = {}
-        self._ends: list[tuple[float, int]] = []  # heap; entries of samples that moved away stay until they come up
+        self._ends: list[tuple[float, int]] = []  # heap; entries of moved samples are dropped when met
         self._token_seconds, self._kv_seconds = curve.tables(slots)
         self._prefill_seconds, self._read = prefill_seconds, set[int]()
-        self._copy_load = copy_share / (1.0 - copy_share)  # copying seconds beside each second of decoding
+        self._copy_load = copy_share / (1.0 - copy_share)  # seconds lost to a copy per second of decoding
         self._stalled_until = 0.0
 
     @property
@@ -67,7 +68,7 @@ class FluidEngine:
         return not self.live and not self.waiting
 
     def advance(self, now: float) -> None:
-        """Decode until `now`, before which no sample ends."""
+        """Decode until `now`; no sample may end before."""
         seconds = now - max(self.time, min(self._stalled_until, now))
         if not self.empty:
             self.last_held = now
@@ -76,7 +77,7 @@ class FluidEngine:
             self._gain(self._tokens_in(seconds))
 
     def next_end(self) -> float | None:
-        """When the next sample ends if nothing else happens; None without live samples."""
+        """Time at which the next sample ends if nothing else happens; None without live samples."""
         while self._ends and self.live.get(self._ends[0][1]) != self._ends[0][0]:
             heapq.heappop(self._ends)
         if not self._ends:
@@ -84,10 +85,10 @@ class FluidEngine:
         return max(self.time, self._stalled_until) + self._seconds_for(self._ends[0][0] - self.level)
 
     def end(self, now: float) -> list[int]:
-        """Samples that end at `now`, which `next_end` has announced, in order; their slots are free."""
+        """Remove and return the samples that end at `now`, a time that came from `next_end`."""
         self.advance(now)
         level = self._ends[0][0]
-        self._gain(level - self.level)  # what rounding left
+        self._gain(level - self.level)  # corrects rounding
         ended = []
         while self._ends and self._ends[0][0] <= level + SAME_TOKEN:
             end, sample = heapq.heappop(self._ends)
@@ -96,32 +97,32 @@ class FluidEngine:
                 self._leave(sample)
         return ended
 
-    def take(self, share: Share) -> None:
-        """Queue a sample; `admit` gives it a slot."""
-        if share.prefill:
-            self.waiting[share.sample] = share
+    def take(self, queued: QueuedSample) -> None:
+        """Queue a sample, to which `admit` gives a slot."""
+        if queued.prefill:
+            self.waiting[queued.sample] = queued
         else:
-            self.waiting = {share.sample: share} | self.waiting
+            self.waiting = {queued.sample: queued} | self.waiting
 
     def admit(self) -> None:
-        """Fill free slots from those waiting, as of `time`."""
+        """Give free slots to waiting samples, at the current `time`."""
         while self.waiting and len(self.live) < self.slots:
-            share = self.waiting.pop(next(iter(self.waiting)))
-            if share.prefill and share.group not in self._read:
-                self._read.add(share.group)
-                self._stalled_until = max(self._stalled_until, self.time) + share.prefill * self._prefill_seconds
-            end = self.level + share.left
-            self.live[share.sample], self._totals[share.sample] = end, share.total
-            heapq.heappush(self._ends, (end, share.sample))
-            self.kv += share.total - share.left
+            queued = self.waiting.pop(next(iter(self.waiting)))
+            if queued.prefill and queued.group not in self._read:
+                self._read.add(queued.group)
+                self._stalled_until = max(self._stalled_until, self.time) + queued.prefill * self._prefill_seconds
+            end = self.level + queued.left
+            self.live[queued.sample], self._totals[queued.sample] = end, queued.total
+            heapq.heappush(self._ends, (end, queued.sample))
+            self.kv += queued.total - queued.left
         self.kv_peak = max(self.kv_peak, self.kv)
 
     def left(self, sample: int) -> float:
-        """Tokens that a sample here still has to decode, as of `time`."""
+        """Tokens that a sample on this engine still has to decode at the current `time`."""
         return self.waiting[sample].left if sample in self.waiting else self.live[sample] - self.level
 
     def withdraw(self, sample: int) -> float:
-        """Take an unfinished sample away, live or waiting, as of `time`; the tokens it still has to decode."""
+        """Remove an unfinished sample, live or waiting, at the current `time`; returns its tokens left to decode."""
         left = self.left(sample)
         if sample in self.waiting:
             del self.waiting[sample]
@@ -149,12 +150,12 @@ class FluidEngine:
         return tokens * (pace + 0.5 * growth * tokens)
 
     def _tokens_in(self, seconds: float) -> float:
-        """The inverse of `_seconds_for`: the root of a quadratic, in the form that also holds without growth."""
+        """Inverse of `_seconds_for`: the root of a quadratic, in the form that also holds for growth 0."""
         pace, growth = self._pace()
         return 2.0 * seconds / (pace + math.sqrt(pace * pace + 2.0 * growth * seconds))
 
     def _pace(self) -> tuple[float, float]:
-        """Seconds of the next token, and by how much they grow with each."""
+        """Seconds of the next token, and their growth per token."""
         batch = len(self.live)
         stretch, kv_seconds = 1.0 + self.copies * self._copy_load, self._kv_seconds[batch]
         return stretch * (self._token_seconds[batch] + kv_seconds * self.kv), stretch * kv_seconds * batch
@@ -162,21 +163,21 @@ class FluidEngine:
 
 @dataclass(eq=False)
 class Migration:
-    """A sample under way. It is decoded at the source until its copy is done; `void` once it has ended before that."""
+    """A sample on the way. The source decodes it until its copy is done; if it ends before, it is `cancelled`."""
 
     sample: int
     source: int
     destination: int
-    void: bool = False
+    cancelled: bool = False
 
 
 class Migrations:
-    """Who is under way, and which copy each engine makes now.
+    """The migrations in progress, and the copy that each engine is making.
 
     Attributes:
-        under_way: by sample.
-        incoming: migrations to each engine.
-        done, overtaken: migrations that arrived, and those whose sample ended first.
+        under_way: migrations by sample.
+        incoming: number of migrations to each engine.
+        done, overtaken: numbers of migrations that arrived, and of those whose sample ended before its copy was done.
     """
 
     def __init__(self, engines: int) -> None:
@@ -194,26 +195,26 @@ class Migrations:
         self._outboxes[source].append(migration)
 
     def next_copy(self, source: int) -> Migration | None:
-        """The copy that an engine begins now; None if it makes one already, or has none to make."""
+        """Start the next copy of this engine; None if it is making one already or has none to make."""
         if self._copying[source] or not self._outboxes[source]:
             return None
         self._copying[source] = migration = self._outboxes[source].popleft()
         return migration
 
     def copied(self, migration: Migration) -> None:
-        """Stage one is over: the source may begin its next copy."""
+        """Stage one is over, so the source may begin its next copy."""
         self._copying[migration.source] = None
 
     def arrive(self, migration: Migration) -> None:
-        """The sample is at its destination."""
+        """The sample has arrived at its destination."""
         self._leave(migration)
         self.done += 1
 
     def overtake(self, sample: int) -> tuple[Migration, bool]:
-        """A sample under way ended at its source: its migration is void. Also whether its copy was being made."""
+        """Cancel the migration of a sample that ended at its source; also whether its copy was in progress."""
         migration = self.under_way[sample]
         self._leave(migration)
-        migration.void = True
+        migration.cancelled = True
         self.overtaken += 1
         was_copied = self._copying[migration.source] is migration
         if was_copied:

@@ -14,7 +14,7 @@ from rlhfspec_mega.planning.placement import ENGINE
 from rlhfspec_mega.planning.reallocation import Reallocator
 from rlhfspec_mega.planning.rollout_state import MigrationCost
 from rlhfspec_mega.planning.tail import Consolidator, TailPolicy
-from rlhfspec_mega.rollout.assignment import held_at_once
+from rlhfspec_mega.rollout.assignment import max_samples_per_engine
 from rlhfspec_mega.rollout.manager import RolloutManager, Wait
 from rlhfspec_mega.rollout.reallocation import FIRST_DOWNTIME, Reallocation, ScoringWork
 from rlhfspec_mega.rollout.session import EnginePool, FreedWork
@@ -69,7 +69,9 @@ def make_manager(
         revive=revive,
         poll_seconds=config.rollout.poll_interval,
         deterministic=config.trainer.deterministic,
-        at_once=held_at_once(config.rollout.max_running_requests) if reallocates(config, "queue") else None,
+        max_per_engine=(
+            max_samples_per_engine(config.rollout.max_running_requests) if reallocates(config, "queue") else None
+        ),
         reallocation=_reallocation(setup, lengths) if reallocates(config, "adaptive") else None,
         timeline=timeline,
         freed_work=freed_work,

@@ -119,7 +119,7 @@ class System:
         its devices.
         """
         self.draft.disallow_freed()
-        session.hold_scoring(self._setup.placement.shares(ACTOR, REFERENCE))
+        session.hold_scoring(self._setup.placement.share_device(ACTOR, REFERENCE))
         try:
             with self._cluster.beside(session):
                 yield

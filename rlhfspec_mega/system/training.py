@@ -49,7 +49,7 @@ class Training:
             mapping_for(setup.shape.architecture).hf_tensors(setup.shape, config.actor.dtype),
             open_host=open_host,
             bucket_bytes=int(config.resharding.bucket_mib * 2**20),
-            device="cpu" if setup.placement.shares(ACTOR, ENGINE) else setup.device,
+            device="cpu" if setup.placement.share_device(ACTOR, ENGINE) else setup.device,
         )
         self.draft: DraftGroup | None = None
         if setup.draft is not None:

@@ -10,7 +10,7 @@ from rlhfspec_mega.draft.shape import DraftShape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost
-from rlhfspec_mega.planning.oversight import OverseenPolicy
+from rlhfspec_mega.planning.oversight import MonitoredPolicy
 from rlhfspec_mega.planning.rollout_state import Throughput
 from rlhfspec_mega.planning.strategy import Adaptive, CalibratedPolicy, Uniform, make_policy
 from rlhfspec_mega.planning.throughput import throughput_of
@@ -55,7 +55,7 @@ class DraftingBrain:
             self._measured = state["measured"]
             self._cost.load_state_dict(state["cost"])
             self._acceptance.load_state_dict(state["acceptance"])
-        self.policy = OverseenPolicy(self._decide(), config.collapse_ratio, not deterministic, temperature)
+        self.policy = MonitoredPolicy(self._decide(), config.collapse_ratio, not deterministic, temperature)
         if known:
             self.policy.watch.usual = state["usual"]
 
@@ -76,7 +76,7 @@ class DraftingBrain:
                 self._cost.fit(costs)
         elif self._deterministic:
             self._set_models()
-            self.policy.begin_anew(self._decide())
+            self.policy.replace_policy(self._decide())
 
     def pace(self, slots: int, length: int, temperature: float) -> Throughput:
         """How fast this engine decodes samples of so many tokens, by batch.
@@ -94,7 +94,7 @@ class DraftingBrain:
             width=policy.width,
             depth=policy.max_depth,
             max_nodes=policy.max_nodes,
-            whole=isinstance(policy, Uniform),
+            fixed_depth=isinstance(policy, Uniform),
         )
 
     def take_tally(self) -> DraftingTally:

@@ -12,7 +12,7 @@ from rlhfspec_mega.config.schema.generation import SpeculationConfig, RolloutCon
 from rlhfspec_mega.draft.directory import load_target_ids, read_draft_shape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.rollout_state import Throughput
-from rlhfspec_mega.rollout.migration.messages import Orders
+from rlhfspec_mega.rollout.migration.messages import MigrationOrders
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.rollout.torch_engine.profile import profile, profile_plain
@@ -73,7 +73,7 @@ class TorchEngineWorker(EngineWorker):
         self,
         samples: Sequence[SampleSnapshot],
         seconds: float,
-        orders: Orders | None = None,
+        orders: MigrationOrders | None = None,
         forget: bool = False,
     ) -> EngineReport:
         """As EngineWorker's; the next rollout's plans go by what these steps took."""

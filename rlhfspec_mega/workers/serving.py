@@ -14,7 +14,7 @@ from rlhfspec_mega.planning.rollout_state import Throughput
 from rlhfspec_mega.resharding.buckets import Bucket
 from rlhfspec_mega.resharding.receive import WeightReceiver
 from rlhfspec_mega.rollout.migration.agent import MigrationAgent
-from rlhfspec_mega.rollout.migration.messages import Meeting, Orders
+from rlhfspec_mega.rollout.migration.messages import MigrationOrders, PeerInfo
 from rlhfspec_mega.rollout.protocol import RolloutEngine, SampleSnapshot
 from rlhfspec_mega.types import EngineReport, GenerationResult, TensorInfo, WeightTarget
 
@@ -23,7 +23,7 @@ _ACKNOWLEDGEMENT_SECONDS = 0.001  # between two looks for one, with nothing else
 
 
 class EngineWorker(ABC):
-    """Has an engine, a receiver of weights and, once it has met others, a migration agent.
+    """Has an engine, a receiver of weights and, once it has joined migration, a migration agent.
 
     The driver calls these methods, and `take_tally` and `drafting_state` of each kind.
 
@@ -49,7 +49,7 @@ class EngineWorker(ABC):
         self,
         samples: Sequence[SampleSnapshot],
         seconds: float,
-        orders: Orders | None = None,
+        orders: MigrationOrders | None = None,
         forget: bool = False,
     ) -> EngineReport:
         """Take these samples, decode for about `seconds`, and report all that the driver does not know yet.
@@ -66,7 +66,7 @@ class EngineWorker(ABC):
         if forget:
             self.clear()
         if self.migration:
-            self.migration.collect()
+            self.migration.collect_acknowledgements()
             engine.abort([sample.request.sample_id for sample in samples])  # copies left from moves that failed halfway
         if samples:
             self.prepare()
@@ -74,31 +74,31 @@ class EngineWorker(ABC):
             if sample.tokens:
                 engine.import_sample(sample)
         engine.submit([sample.request for sample in samples if not sample.tokens])
-        moves = self.migration if orders is not None else None  # a worker that was started anew has met nobody
+        moves = self.migration if orders is not None else None  # None too in a restarted worker that has not joined
         finished = self._decode(moves, seconds, orders) if moves and orders else engine.poll(seconds)
         load = engine.load()
         report = EngineReport(finished, engine.progress(), load.running + load.waiting, spans=engine.spans.take())
         if moves:
             report.migration = moves.report()
-            report.unfinished += moves.undecided
+            report.unfinished += moves.unacknowledged
         return report
 
-    def _decode(self, migration: MigrationAgent, seconds: float, orders: Orders) -> list[GenerationResult]:
+    def _decode(self, migration: MigrationAgent, seconds: float, orders: MigrationOrders) -> list[GenerationResult]:
         """Decode with migrations between the steps; an engine without samples waits for those that are expected."""
         engine, end, finished = self.engine, time.monotonic() + seconds, list[GenerationResult]()
-        migration.follow(orders)
+        migration.take_orders(orders)
         while True:
-            migration.turn()
+            migration.on_step_boundary()
             if not engine.idle:
-                finished += engine.poll(engine.turn_seconds)
-                migration.stepped(*engine.last_decode)
+                finished += engine.poll(engine.migration_interval)
+                migration.record_step(*engine.last_decode)
             left = end - time.monotonic()
-            if left <= 0 or (engine.idle and not migration.busy and not orders.expects):
+            if left <= 0 or (engine.idle and not migration.busy and not orders.expects_arrivals):
                 return finished
             if engine.idle:
                 migration.wait(min(left, _ACKNOWLEDGEMENT_SECONDS) if migration.busy else left)
 
-    def meet(self, temperature: float) -> Meeting:
+    def join_migration(self, temperature: float) -> PeerInfo:
         """Before a rollout with migrations: where this engine listens, and how fast it decodes.
 
         What it still has of an earlier one, if it was taken for silent when that ended, is of no use to anyone.
@@ -109,7 +109,7 @@ class EngineWorker(ABC):
         pace, slots, stats = self.pace(temperature), self.engine.load().slots, self.engine.stats()
         prefill = stats["prefill_seconds"] / stats["prefill_tokens"] if stats["prefill_tokens"] else math.inf
         room, copy = self.engine.max_positions * slots, self.migration.copy_seconds
-        return Meeting(self.migration.address, pace, slots, room, prefill, copy)
+        return PeerInfo(self.migration.address, pace, slots, room, prefill, copy)
 
     def leave(self) -> None:
         """Take no more part in migrations: connections end, as they do when the process does."""
@@ -121,7 +121,7 @@ class EngineWorker(ABC):
         """Forget every sample, and those on their way here and from here."""
         self.engine.clear()
         if self.migration is not None:
-            self.migration.forget()
+            self.migration.end_rollout()
 
     def connect(self, address: Any, index: int) -> None:
         """Make the receiving end of a transport in place of the last one."""

@@ -16,7 +16,7 @@ from rlhfspec_mega.draft.directory import read_draft_shape
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.rollout_state import Throughput
-from rlhfspec_mega.rollout.migration.messages import Meeting
+from rlhfspec_mega.rollout.migration.messages import PeerInfo
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.rollout.sglang_engine.kv import KvAccess, divides, kv_shapes
 from rlhfspec_mega.rollout.sglang_engine.launch import EngineSettings, start
@@ -70,7 +70,7 @@ class SGLangEngineWorker(EngineWorker):
             draft=draft,
             shapes=shapes,
             fixed=fixed,
-            collapse_ratio=speculation.collapse_ratio if drafting else 0.0,
+            collapse_ratio=drafting.collapse_ratio if drafting else 0.0,
             slots=config.max_running_requests,
             max_positions=positions,
             prefill_chunk=config.chunked_prefill_size,
@@ -84,11 +84,11 @@ class SGLangEngineWorker(EngineWorker):
         sglang = start(settings, directory)
         of_kv, ranks = kv_shapes(shape, read_draft_shape(draft, shape) if draft else None), settings.tensor_parallel
         kv = KvAccess(sglang, directory, of_kv, dtype, ranks) if divides(ranks, of_kv) else None
-        engine = SGLangEngine(sglang, config.max_running_requests, positions, kv, silent=_end_process)
+        engine = SGLangEngine(sglang, config.max_running_requests, positions, kv, on_silence=_end_process)
         if (room := engine.kv_room) is not None and room < settings.longest:
             raise UserError(
                 f"SGLang has room for {room} tokens of KV and a sample may take {settings.longest}: raise "
-                "rollout.sglang.mem_fraction_static (or options.max_total_tokens), or lower rollout.max_new_tokens."
+                "rollout.sglang.mem_fraction_static (or rollout.sglang.engine_kwargs.max_total_tokens), or lower rollout.max_new_tokens."
             )
         self.brain = SGLangBrain(sglang, directory, shapes, drafts=draft is not None)
         if not deterministic:
@@ -105,10 +105,10 @@ class SGLangEngineWorker(EngineWorker):
         """See SGLangBrain."""
         return self.brain.pace()
 
-    def meet(self, temperature: float) -> Meeting:
+    def join_migration(self, temperature: float) -> PeerInfo:
         """As EngineWorker's, with what SGLang's engine does not tell by itself."""
         copies = bool(self.engine.kv_layout(0).parts)
-        return self.brain.complete(super().meet(temperature), self.engine.kv_room, copies)
+        return self.brain.complete(super().join_migration(temperature), self.engine.kv_room, copies)
 
     def end_update(self, version: int) -> None:
         """Make weights live; the draft is watched anew, and the memory of buckets is for SGLang and the actor again."""

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec_mega.planning.rollout_state import Throughput
-from rlhfspec_mega.rollout.migration.messages import Meeting
-from rlhfspec_mega.rollout.sglang_engine.choice import FREE, DraftingControl
+from rlhfspec_mega.rollout.migration.messages import PeerInfo
+from rlhfspec_mega.rollout.sglang_engine.choice import NOT_FIXED, DraftingControl
 from rlhfspec_mega.rollout.sglang_engine.profile import Profile, measure
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes
 from rlhfspec_mega.types import DraftingTally
@@ -46,7 +46,7 @@ class SGLangBrain:
         self.profile = measure(self._engine, self._shapes.counts, force, **sizes)
         if self.control:
             self.control.learn_costs(self.profile.table)
-            self.control.force(FREE)
+            self.control.force(NOT_FIXED)
 
     def pace(self) -> Throughput:
         """From the steps measured and the acceptance of late, taken to be alike at every depth."""
@@ -56,18 +56,20 @@ class SGLangBrain:
         best = (min(t / n for t, n in zip(row, tokens, strict=True)) for row in table.seconds)
         return Throughput(table.batches, tuple(best))
 
-    def complete(self, meeting: Meeting, kv_room: int | None, copies: bool) -> Meeting:
-        """What a meeting lacks of SGLang's; where KV cannot be copied, a sample that moves is prefilled.
+    def complete(self, peer: PeerInfo, kv_room: int | None, copies: bool) -> PeerInfo:
+        """Add SGLang's own figures to what this engine says of itself.
+
+        Where KV cannot be copied, a migrated sample is prefilled again.
 
         Args:
             kv_room: tokens, if SGLang has told.
             copies: whether KV can be copied.
         """
-        known = math.isfinite(meeting.prefill_seconds)
-        prefill = meeting.prefill_seconds if known else self._measured.prefill_seconds
-        copy = min(meeting.copy_seconds, prefill / 2) if copies else prefill / 2
-        room = min(meeting.kv_tokens, kv_room or meeting.kv_tokens)
-        return meeting._replace(prefill_seconds=prefill, copy_seconds=copy, kv_tokens=room)
+        known = math.isfinite(peer.prefill_seconds)
+        prefill = peer.prefill_seconds if known else self._measured.prefill_seconds
+        copy = min(peer.copy_seconds, prefill / 2) if copies else prefill / 2
+        room = min(peer.kv_tokens, kv_room or peer.kv_tokens)
+        return peer._replace(prefill_seconds=prefill, copy_seconds=copy, kv_tokens=room)
 
     def take_tally(self) -> DraftingTally | None:
         """What speculation did since the last call; None without a draft."""

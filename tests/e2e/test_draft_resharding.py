@@ -15,7 +15,7 @@ from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.launchers import transport
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.cluster.supervised import Group
-from rlhfspec_mega.config.schema.generation import SpeculationConfig, RolloutConfig
+from rlhfspec_mega.config.schema.generation import RolloutConfig, SpeculationConfig
 from rlhfspec_mega.config.schema.training import ActorConfig
 from rlhfspec_mega.draft.directory import read_draft_shape, write_draft
 from rlhfspec_mega.draft.distillation import initial_draft

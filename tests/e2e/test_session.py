@@ -98,7 +98,7 @@ def test_engines_decode_inside_an_update_and_every_sample_is_accounted_for(model
             assert sum(steps) > 5, f"engine {rank} decoded {steps} steps between the first and the last gradient"
         assert session.unfinished(), "some samples outlive the update"
 
-        system.rollout.settle(session, "reshard")
+        system.rollout.pause_and_wait(session, "reshard")
         system.reshard(1)
         session.pause(False)
         results = system.rollout.drain(session, "second")

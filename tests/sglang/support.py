@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.samples import load_target, word_prompts
 from benchmarks.sglang_engines import DEVICE, PORTABLE, finish, ours, send, settings
-from rlhfspec_mega.config.schema.generation import SpeculationConfig, RolloutConfig, SGLangConfig
+from rlhfspec_mega.config.schema.generation import RolloutConfig, SGLangConfig, SpeculationConfig
 from rlhfspec_mega.draft.directory import load_target_ids, read_draft_shape
 from rlhfspec_mega.draft.shape import DraftShape
 from rlhfspec_mega.models.hf_directory import read_shape

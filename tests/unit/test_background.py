@@ -58,9 +58,9 @@ class Work:
     def calls(self) -> Sequence[Call]:
         return self.scoring.calls()
 
-    def heard(self, calls: Sequence[Call]) -> None:
+    def handle_answers(self, calls: Sequence[Call]) -> None:
         for call in calls:
-            self.scoring.heard(call)
+            self.scoring.handle_answer(call)
         self.scoring.start()
 
 
@@ -97,7 +97,7 @@ def test_a_replica_that_dies_scores_its_batch_in_its_next_life(
         with cluster.beside(work) if background else nullcontext():
             actor.call("sleep", 0.5, phase="update")
         if not background:
-            work.heard(cluster.wait(work.calls(), "reference", first=True, check=False))
+            work.handle_answers(cluster.wait(work.calls(), "reference", first=True, check=False))
         cluster.wait_started()
     assert work.scoring.results["0"].tolist() == [0.0] * 3
     assert [reference.launches(rank) for rank in (0, 1)] == [2, 2]

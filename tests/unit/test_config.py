@@ -190,7 +190,7 @@ def test_bad_names_and_types(override: str, words: str) -> None:
         ("resharding.transport=object_store", "resharding.transport=object_store is Ray's: add launcher=ray"),
         ("launcher.max_restarts=-1", "launcher.max_restarts=-1 is out of range"),
         ("launcher.heartbeat_timeout=0", "launcher.heartbeat_timeout=0.0 is out of range"),
-        ("model=70b", "has no line for a model of 70.6 billion weights on 1 x 2 devices"),
+        ("model=70b", "has no line for a model of 70.6 billion weights on 1 x 2 CPU processes"),
         ("model.path=/no/such/model", "model.path=/no/such/model does not exist"),
         ("name=a/b", "cannot name a directory"),
         ("name=..", "cannot name a directory"),

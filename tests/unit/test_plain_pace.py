@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlhfspec_mega.planning.cost import StepCost
-from rlhfspec_mega.rollout.migration.messages import Orders
+from rlhfspec_mega.rollout.migration.messages import MigrationOrders
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.types import Span
 from rlhfspec_mega.workers.plain_pace import PlainPace
@@ -47,9 +47,9 @@ def test_an_engine_tells_of_the_lengths_that_it_has_decoded(monkeypatch: pytest.
         return throughput(self, slots, length)
 
     monkeypatch.setattr(PlainPace, "throughput", recorded)
-    engine.meet(1.0)
+    engine.join_migration(1.0)
     samples = [replace(request(1, member), ignore_stop=True, max_new_tokens=7) for member in range(3)]
-    engine.advance([SampleSnapshot(one, [], [], []) for one in samples], 5.0, Orders())
+    engine.advance([SampleSnapshot(one, [], [], []) for one in samples], 5.0, MigrationOrders())
     assert engine.engine.idle
-    engine.meet(1.0)
+    engine.join_migration(1.0)
     assert lengths == [engine.engine.max_positions // 2, 5]  # a prompt of 2, and 0 to 6 of the response

@@ -136,10 +136,10 @@ class ScoringMachine(RuleBasedStateMachine):
         if last and spoilt:
             self.replicas.spoilt = spoilt
             with pytest.raises(RunError, match=rf"Replica {call.rank} "):
-                self.scoring.heard(call)
+                self.scoring.handle_answer(call)
             self.replicas.spoilt = ""
             return self.begin()  # a run ends with it
-        report = self.scoring.heard(call)
+        report = self.scoring.handle_answer(call)
         assert (report is not None) == last
         if last:
             self.answers += 1
@@ -153,8 +153,8 @@ class ScoringMachine(RuleBasedStateMachine):
         replica = data.draw(st.sampled_from(sorted(self.batches)))
         data.draw(st.sampled_from(self.replicas.calls[replica])).dead = True
         peers = [one for one in self.scoring.calls() if one.rank == replica]
-        assert self.scoring.heard(data.draw(st.sampled_from(peers))) is None
-        assert all(self.scoring.heard(peer) is None for peer in peers), "of a batch that is given up"
+        assert self.scoring.handle_answer(data.draw(st.sampled_from(peers))) is None
+        assert all(self.scoring.handle_answer(peer) is None for peer in peers), "of a batch that is given up"
         self.waiting = self.batches.pop(replica) + self.waiting
 
     @rule(down=SOME)
@@ -177,9 +177,9 @@ class ScoringMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """After any history, what is left is scored."""
         while not self.scoring.done:
-            self.scoring.go_on()
+            self.scoring.start_or_revive()
             for call in self.scoring.calls():
-                self.scoring.heard(call)
+                self.scoring.handle_answer(call)
         assert len(self.scoring.results) == len(self.lengths)
 
 

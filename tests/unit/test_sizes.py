@@ -121,7 +121,7 @@ def test_replicas_share_generation_devices_and_no_two_nodes(
 def test_a_replica_that_finds_no_room_is_refused() -> None:
     config = RunConfig()
     config.placement.reference_tensor_parallel = 4
-    with pytest.raises(UserError, match=r"reference_tensor_parallel=4 .* the 2 there are .*placement.reference=actor"):
+    with pytest.raises(UserError, match=r"reference_tensor_parallel=4 .* 2 generation .*placement.reference=actor"):
         sizes_of(config)
 
 

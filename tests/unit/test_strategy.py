@@ -244,7 +244,7 @@ def test_drafting_is_deep_where_it_pays_and_stops_where_it_does_not() -> None:
 
 
 def test_depths_beyond_those_told_apart_are_forecast_like_the_last() -> None:
-    yields = Forecast(AcceptanceModel(), width=2, depth=DEPTHS + 4).of(make_batch(2, np.random.default_rng(0)))
+    yields = Forecast(AcceptanceModel(), width=2, depth=DEPTHS + 4).for_batch(make_batch(2, np.random.default_rng(0)))
     assert np.isfinite(yields.accepted).all() and (np.diff(yields.accepted, axis=0) >= 0).all()
 
 

@@ -101,14 +101,14 @@ class SpeculationConfig:
     )
     max_num_steps: int = option(
         8,
-        "most layers of a draft tree",
+        "most layers of a draft tree, with SGLang the longest chain",
         least=1,
         only_with=("speculation.policy=adaptive", DRAFTS),
         was=("drafting.max_depth",),
     )
     max_num_draft_tokens: int = option(
         32,
-        "most draft tokens of a sample",
+        "most draft tokens of a sample; the target's own token is not counted",
         least=1,
         only_with=("speculation.policy=adaptive|uniform", DRAFTS, OF_TREES),
         was=("drafting.max_tokens",),
@@ -129,14 +129,14 @@ class SpeculationConfig:
     )
     num_steps: int = option(
         6,
-        "layers of a draft tree",
+        "layers of a draft tree, with SGLang the length of a chain",
         least=1,
         only_with=("speculation.policy=fixed|uniform", DRAFTS),
         was=("drafting.depth",),
     )
     num_draft_tokens: int = option(
         8,
-        "draft tokens of a sample",
+        "draft tokens of a sample; the target's own token is not counted",
         least=1,
         only_with=("speculation.policy=fixed", DRAFTS, OF_TREES),
         was=("drafting.tokens",),

@@ -9,7 +9,9 @@ from rlhfspec_mega.config.option import option, section
 
 @dataclass
 class PlacementConfig:
-    mode: str = option("colocated", "actor and engines share devices, or have their own", choices=("colocated", "separate"))
+    mode: str = option(
+        "colocated", "actor and engines share devices, or have their own", choices=("colocated", "separate")
+    )
     reference: str = option(
         "auto",
         "devices of the frozen reference: those of the engines, where it scores finished samples while others decode, "

@@ -49,21 +49,15 @@ class OptimizerConfig:
 
 @dataclass
 class ActorConfig:
-    tensor_parallel: int = option(
-        1, "GPUs that share each layer", least=1, common=True
-    )
-    pipeline_parallel: int = option(
-        1, "stages that share the layers", least=1, common=True
-    )
+    tensor_parallel: int = option(1, "GPUs that share each layer", least=1, common=True)
+    pipeline_parallel: int = option(1, "stages that share the layers", least=1, common=True)
     virtual_pipeline: int = option(
         1, "model chunks of a stage; above 1: interleaved schedule", least=1, only_with="actor.pipeline_parallel>1"
     )
     data_parallel: int | None = option(
         None, "copies of the actor; null: as many as the devices hold", least=1, common=True
     )
-    sequence_parallel: bool = option(
-        False, "split activations between tensor-parallel ranks too"
-    )
+    sequence_parallel: bool = option(False, "split activations between tensor-parallel ranks too")
     dtype: str = option("float32", "of weights and activations", choices=DTYPES)
     recompute: bool = option(False, "recompute all activations in the backward pass")
     overlap_p2p: bool = option(

@@ -1,4 +1,4 @@
-"""What a decode step of an SGLang engine takes, by batch and draft tokens: measured at start, on random weights."""
+"""Measures the time of SGLang's decode steps by batch size and draft tokens, at start with random weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples as requests of SGLang, and what its stream of outputs says of them."""
+"""A sample as a request to SGLang: its sampling parameters, and the processing of its output stream."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ def aborted(output: Mapping[str, Any]) -> bool:
 
 
 @dataclass
-class Held(LiveSample):
-    """A sample that this engine has.
+class SGLangSample(LiveSample):
+    """An unfinished sample and its current request to SGLang.
 
     Attributes:
-        attempt: told apart in the request's id: a sample that left and came back is another request.
-        given: response tokens that this request began with.
-        started: whether SGLang has answered with a token.
-        outputs: that the request has put out since somebody set it to 0; each is a decode step.
-        asked: whether the request was sent to SGLang.
-        stopped: whether SGLang was asked to give it up.
+        attempt: number of the request, part of its id, because a sample may need several requests.
+        given: number of response tokens that this request began with.
+        started: whether SGLang has returned a token for this request.
+        outputs: number of outputs since the start of the poll; each is one decode step.
+        submitted: whether the request was sent to SGLang.
+        abort_requested: whether SGLang was told to abort the request.
     """
 
     attempt: int = 0
     given: int = 0
     started: bool = False
     outputs: int = 0
-    asked: bool = False
-    stopped: bool = False
+    submitted: bool = False
+    abort_requested: bool = False
     reason: FinishReason | None = None
 
-    def ask_anew(self, attempt: int) -> None:
-        """Make another request of it, which goes on from its tokens."""
+    def new_request(self, attempt: int) -> None:
+        """Start a new request, which continues from the tokens so far."""
         self.attempt, self.given = attempt, len(self.tokens)
-        self.asked = self.stopped = self.started = False
+        self.submitted = self.abort_requested = self.started = False
 
     @property
     def rid(self) -> str:

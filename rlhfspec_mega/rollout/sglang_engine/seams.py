@@ -1,4 +1,4 @@
-"""Every name of SGLang that the plug-in takes hold of, and what it relies on there; tests hold a wheel against it."""
+"""Every name of SGLang that the plug-in hooks, calls or reads; tests compare this list with SGLang's installed code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shapes of what SGLang's EAGLE drafts for every sample of a batch: it captures graphs for each of them."""
+"""Shapes of the chains or trees that SGLang's EAGLE drafts; SGLang captures CUDA graphs for each of them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Graphs for every number of draft tokens: SGLang's own controller keeps one state for every number of layers.
+"""SGLang's runtime states (buffers and CUDA graphs), one for each number of draft tokens, and the switch between them.
 
-Trees have more draft tokens than layers, which SGLang does not expect where it adapts: the other hooks here see to it.
+SGLang's own controller has one state for each number of layers and supports only chains; the hooks here allow trees.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def allow_trees(original: Callable[..., str | None], server_args: Any) -> str | 
         server_args.speculative_eagle_topk = branches
 
 
-def start_with_most(original: Callable[..., None], server_args: Any) -> None:
+def start_with_largest(original: Callable[..., None], server_args: Any) -> None:
     """Around _init_adaptive_speculative_params: SGLang's buffers are for its first state: the largest tree."""
     original(server_args)
     if server_args.speculative_eagle_topk > 1:
@@ -78,14 +78,14 @@ class StateSwitch:
             self._worker.speculative_num_steps = NO_STEPS  # or a state of as many layers would be taken for the same
             self._worker.apply_runtime_state(self._states[count])
             self._live = count
-            _forget_the_switch()
+            _drop_override_record()
 
     def on_verify_complete(self, num_correct_drafts_per_req: Sequence[int], batch_size: int) -> None:
         """When a step's result has come."""
         self._choice.verified(num_correct_drafts_per_req)
 
 
-def _forget_the_switch() -> None:
+def _drop_override_record() -> None:
     """SGLang keeps a record of every one, to be looked at; there are several in a second, for days."""
     from sglang.srt.runtime_context import get_context
 

@@ -1,6 +1,6 @@
-"""What the nodes of SGLang's draft trees promise: read where it chooses among them, on the host a step later.
+"""Survival probabilities of the nodes of SGLang's draft trees, which the host reads one step later.
 
-Choosing by scores of the step at hand would have the host wait for the device in every step.
+Using the probabilities of the current step would make the host wait for the device in every step.
 """
 
 from __future__ import annotations

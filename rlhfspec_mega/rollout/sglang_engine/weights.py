@@ -1,4 +1,4 @@
-"""A weight update on its way into SGLang's target or draft: pieces become full tensors, which go in buckets."""
+"""Weight updates of SGLang's target or draft: assembles full tensors from pieces and sends them in buckets."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def sender(engine: Any, target: WeightTarget) -> Send:
 
 
 class BucketedUpdate(WeightUpdate):
-    """Hands tensors on as they become whole, so that memory never holds all of a model twice.
+    """Sends tensors to SGLang as they become complete, so that memory never holds the whole model twice.
 
-    Tensors are put together on the device that their first piece lies on.
+    Tensors are assembled on the device of their first piece.
 
     Args:
         send: loads full tensors by Hugging Face name.
@@ -76,7 +76,7 @@ class BucketedUpdate(WeightUpdate):
         """Take pieces. Raises RunError as WeightUpdate does, and on a tensor that comes twice."""
         for name, first, values in pieces:
             if name in self._done:
-                raise RunError(f"Update {self.version} brings {name} twice.")
+                raise RunError(f"Update {self.version} sends {name} twice.")
             if name in self._announced and name not in self._flat:
                 dtype = getattr(torch, self._announced[name].dtype)
                 self._flat[name] = torch.empty(self._left[name], dtype=dtype, device=values.device)
