@@ -3,8 +3,8 @@
     python -m benchmarks.freshness [--steps 60] [--seeds 1]
 
 The policy moves away from what the draft imitates, and a refresh follows it. Every variant is a whole run of train.py
-(the demo's configuration, `trainer.eval_every=0`), one after the other, under speculation=fixed: the same number of draft
-tokens in every step, so that nothing but the draft changes what a step yields. The samples of both are the same, as no
+(the demo's configuration, `trainer.eval_every=0`), one after the other, under speculation=fixed: the same number of
+draft tokens in every step, so that only the draft changes what a step yields. The samples of both are the same, as no
 draft changes a token. Prints tokens per step of each fifth of the run; the last line is one JSON object: last fifth
 over first fifth, with the refresh and without, and in the last fifth the one over the other.
 """

@@ -107,7 +107,10 @@ class Fleet:
             Path(self._directory.name) / "logs", threads=1, use_gpus=False, max_restarts=0, **limits
         )
         config = RolloutConfig(
-            max_running_requests=SLOTS, max_prompt_tokens=self._prompt, max_new_tokens=self._longest, chunked_prefill_size=512
+            max_running_requests=SLOTS,
+            max_prompt_tokens=self._prompt,
+            max_new_tokens=self._longest,
+            chunked_prefill_size=512,
         )
         arguments = {"shape": self._target.shape, "config": config, "dtype": "float32", "device": "cpu"}
         specs = [WorkerSpec("benchmarks.migration_cost.CopyingEngine", arguments, (rank,)) for rank in range(ENGINES)]

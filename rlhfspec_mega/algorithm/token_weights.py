@@ -16,7 +16,8 @@ def token_weights(lengths: Tensor, learning: Tensor, loss_agg_mode: str) -> tupl
     Args:
         lengths: int [samples], response tokens of all samples of the mini-batch.
         learning: bool [samples]; False: masked, weight 0, not counted.
-        loss_agg_mode: "token-mean": each token counts the same; "seq-mean-token-mean": each sample counts the same, whatever its length.
+        loss_agg_mode: "token-mean": each token counts the same; "seq-mean-token-mean": each sample counts the same,
+            whatever its length.
 
     Returns: float64 [samples], and count, at least 1 (a mini-batch without any token has loss 0).
     Raises: UserError for another `loss_agg_mode`.

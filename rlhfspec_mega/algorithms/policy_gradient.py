@@ -128,8 +128,8 @@ class PolicyGradient(ABC):
         tokens = int(experience.response_offsets[-1])
         if len(flat) not in (len(experience), tokens):
             raise RunError(
-                f"algorithm.adv_estimator={config.adv_estimator} gave {len(flat)} advantages for {len(experience)} samples "
-                f"with {tokens} response tokens: give one for each sample or one for each token."
+                f"algorithm.adv_estimator={config.adv_estimator} gave {len(flat)} advantages for "
+                f"{len(experience)} samples of {tokens} response tokens: give one for each sample or each token."
             )
         columns["advantages"] = experience.spread(flat) if len(flat) == len(experience) else flat.astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""What to type where conf/presets.yaml has no line for a model and its hardware: the smallest parallel sizes that fit."""
+"""What to type where conf/presets.yaml has no line for a model and its hardware: the smallest sizes that fit."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def _fitting(config: RunConfig, unset: tuple[str, ...]) -> list[str]:
             setattr(attrgetter(section)(tried), name, wanted[key])
         if _fits(tried):
             said = [] if engine == config.rollout.engine else [f"rollout={engine}"]
-            return [*said, *(as_written(key, wanted[key]) for key in unset if engine == "sglang" or "sglang" not in key)]
+            return [
+                *said,
+                *(as_written(key, wanted[key]) for key in unset if engine == "sglang" or "sglang" not in key),
+            ]
     return []
 
 

@@ -1,6 +1,6 @@
 """Conditions under which an option is read, as the schema writes them; whoever sets it without them is told which.
 
-A condition is "option=value", "option=value|value", "option>number", several of these joined by " or ", or one of FACTS.
+A condition is "option=value", "option=value|value", "option>number", several joined by " or ", or one of FACTS.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def _sentence(phrase: str) -> str:
 
 
 def explained(config: RunConfig) -> str:
-    """The configuration as YAML; beside a value of conf/presets.yaml stands the line of the table that it comes from."""
+    """The configuration as YAML; beside a value of conf/presets.yaml stands the line of the table it is from."""
     reasons = origins(config, model_shape(config.model).parameters)
     lines: list[str] = []
     path: list[str] = []

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlhfspec_mega.config.speculation import drafts
 from rlhfspec_mega.config.schema.generation import DataConfig, RolloutConfig
 from rlhfspec_mega.config.schema.run import RunConfig
+from rlhfspec_mega.config.speculation import drafts
 from rlhfspec_mega.data.prompts import make_prompts
 from rlhfspec_mega.data.tokenizer import load_tokenizer, make_byte_tokenizer
 from rlhfspec_mega.errors import UserError

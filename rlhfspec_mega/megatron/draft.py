@@ -105,7 +105,7 @@ class ActorDraft:
         if not same_sizes or _listed(meaning) != _listed(self._meaning()):
             raise UserError(
                 f"The draft in {file} has other {'layers or tokens' if same_sizes else 'sizes'} than the one this run "
-                "starts from: resume with the speculation.draft_model_path that the run was started with, as it was then."
+                "starts from: resume with the speculation.draft_model_path the run was started with, as it was then."
             )
         if self._refresher is None:
             self._still = weights

@@ -20,6 +20,7 @@ from rlhfspec_mega.observe.metrics import METRICS, TIMING
 SHOWN = [metric for metric in METRICS if metric.label]
 PLAIN_SECONDS = 10.0  # between lines of a long job where there is no live panel
 
+
 class Console:
     """Use as a context manager around the run, so that the terminal is left in order whatever happens.
 
@@ -128,8 +129,4 @@ class Console:
 
 
 def _phase_parts(metrics: Mapping[str, float]) -> list[str]:
-    return [
-        f"{name.removeprefix(TIMING)} {value:.1f}s"
-        for name, value in metrics.items()
-        if name.startswith(TIMING)
-    ]
+    return [f"{name.removeprefix(TIMING)} {value:.1f}s" for name, value in metrics.items() if name.startswith(TIMING)]

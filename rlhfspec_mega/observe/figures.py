@@ -36,7 +36,9 @@ def drafting_metrics(tallies: Sequence[DraftingTally]) -> dict[str, float]:
         return {}
     metrics = {SPECULATION + name: float(sum(getattr(tally, name) for tally in tallies)) for name in _SUMS}
     for place, label in enumerate(BY_VERIFIED):
-        metrics[SPECULATION + verified_name(label)] = float(sum(tally.sample_steps_by_verified[place] for tally in tallies))
+        metrics[SPECULATION + verified_name(label)] = float(
+            sum(tally.sample_steps_by_verified[place] for tally in tallies)
+        )
     figures = drafting_figures([metrics])
     metrics |= {SPECULATION + name: one for name, one in figures.items() if isinstance(one, float)}
     metrics[SPECULATION + "collapsed_drafts"] = float(sum(tally.collapsed_rate is not None for tally in tallies))

@@ -152,8 +152,9 @@ def document() -> str:
     """docs/metrics.md."""
     rows = [f"| `{one.name}` | {one.unit} | {one.meaning} | {one.reduced} |" for one in METRICS]
     return (
-        "# Metrics\n\nWritten by `python -m tools.configuration` from `rlhfspec_mega/observe/metrics.py`; edit it there.\n"
-        "\n`metrics.jsonl`, TensorBoard and Weights & Biases have a value of each for every step. A loss of your own\nreports "
-        "`actor/NAME` for each of its metrics.\n\n"
+        "# Metrics\n\n"
+        "Written by `python -m tools.configuration` from `rlhfspec_mega/observe/metrics.py`; edit it there.\n\n"
+        "`metrics.jsonl`, TensorBoard and Weights & Biases have a value of each for every step. A loss of your own\n"
+        "reports `actor/NAME` for each of its metrics.\n\n"
         "| Metric | Unit | Meaning | Reduced |\n| --- | --- | --- | --- |\n" + "\n".join(rows) + "\n"
     )

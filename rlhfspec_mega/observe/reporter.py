@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.observe.console import Console
-from rlhfspec_mega.observe.metrics import ROLLOUT, TIMING
 from rlhfspec_mega.observe.json_lines import keep_steps_before, read_lines
+from rlhfspec_mega.observe.metrics import ROLLOUT, TIMING
 from rlhfspec_mega.observe.plot import LiveSamples, plot_curves, plot_live_samples
 from rlhfspec_mega.observe.rollouts import ROLLOUTS_FILE, write_rollouts
 from rlhfspec_mega.observe.run_log import METRICS_FILE, RunLog

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -241,16 +240,18 @@ def make_policy(config: SpeculationConfig, acceptance: AcceptanceModel, cost: Co
     return None if config.policy == "off" else POLICIES[config.policy](config, acceptance, cost)
 
 
-def _adaptive(config: SpeculationConfig, *models: Any) -> DraftingPolicy:
-    return Adaptive(*models, config.topk, config.max_num_steps, config.max_num_draft_tokens, config.tail_weight)
+def _adaptive(config: SpeculationConfig, acceptance: AcceptanceModel, cost: CostModel) -> DraftingPolicy:
+    return Adaptive(
+        acceptance, cost, config.topk, config.max_num_steps, config.max_num_draft_tokens, config.tail_weight
+    )
 
 
-def _uniform(config: SpeculationConfig, *models: Any) -> DraftingPolicy:
-    return Uniform(*models, config.topk, config.num_steps, config.max_num_draft_tokens)
+def _uniform(config: SpeculationConfig, acceptance: AcceptanceModel, cost: CostModel) -> DraftingPolicy:
+    return Uniform(acceptance, cost, config.topk, config.num_steps, config.max_num_draft_tokens)
 
 
-def _fixed(config: SpeculationConfig, *models: Any) -> DraftingPolicy:
-    return Fixed(*models, config.topk, config.num_steps, config.num_draft_tokens)
+def _fixed(config: SpeculationConfig, acceptance: AcceptanceModel, cost: CostModel) -> DraftingPolicy:
+    return Fixed(acceptance, cost, config.topk, config.num_steps, config.num_draft_tokens)
 
 
 # By value of speculation.policy, "off" aside: how to make the policy from options, acceptance model and cost model.

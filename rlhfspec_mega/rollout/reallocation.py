@@ -185,9 +185,7 @@ class Reallocation:
             sample_id, destination = state.ids[move.sample], ranks[move.destination]
             source, peer = ranks[state.at[move.sample]], self._peers[destination]
             work.custody.order(sample_id, source, destination)
-            self._orders.setdefault(source, []).append(
-                MigrationOrder(sample_id, peer.address, peer.prefill_seconds)
-            )
+            self._orders.setdefault(source, []).append(MigrationOrder(sample_id, peer.address, peer.prefill_seconds))
 
     def end(self) -> None:
         """End the rollout."""

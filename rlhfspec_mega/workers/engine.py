@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rlhfspec_mega.config.schema.generation import SpeculationConfig, RolloutConfig
+from rlhfspec_mega.config.schema.generation import RolloutConfig, SpeculationConfig
 from rlhfspec_mega.draft.directory import load_target_ids, read_draft_shape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.rollout_state import Throughput
@@ -50,7 +50,9 @@ class TorchEngineWorker(EngineWorker):
         given: dict[str, Any] = {}
         if draft is not None and drafting is not None:
             draft_shape = read_draft_shape(draft, shape)
-            machine = f"{_name(device)}, {dtype}, {config.max_running_requests} slots, {torch.get_num_threads()} threads"
+            machine = (
+                f"{_name(device)}, {dtype}, {config.max_running_requests} slots, {torch.get_num_threads()} threads"
+            )
             self._brain = DraftingBrain(
                 drafting, shape, draft_shape, config.temperature, deterministic, machine, drafting_state
             )

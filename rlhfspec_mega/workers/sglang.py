@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 
 from rlhfspec_mega.cluster.sweeper import Sweeper
-from rlhfspec_mega.config.schema.generation import SpeculationConfig, RolloutConfig
+from rlhfspec_mega.config.schema.generation import RolloutConfig, SpeculationConfig
 from rlhfspec_mega.draft.directory import read_draft_shape
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
@@ -88,7 +88,8 @@ class SGLangEngineWorker(EngineWorker):
         if (room := engine.kv_room) is not None and room < settings.longest:
             raise UserError(
                 f"SGLang has room for {room} tokens of KV and a sample may take {settings.longest}: raise "
-                "rollout.sglang.mem_fraction_static (or rollout.sglang.engine_kwargs.max_total_tokens), or lower rollout.max_new_tokens."
+                "rollout.sglang.mem_fraction_static (or "
+                "rollout.sglang.engine_kwargs.max_total_tokens), or lower rollout.max_new_tokens."
             )
         self.brain = SGLangBrain(sglang, directory, shapes, drafts=draft is not None)
         if not deterministic:

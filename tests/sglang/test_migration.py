@@ -88,7 +88,11 @@ def test_no_sample_is_lost(
     """None is lost, none comes twice (the ledger sees to it), and all tokens are the torch engine's."""
     monkeypatch.setattr(reallocation, "PLAN_SHARE", 1.0)  # many moves
     config = RolloutConfig(
-        engine="sglang", max_running_requests=8, max_prompt_tokens=150, max_new_tokens=150, sglang=SGLangConfig(options=PORTABLE)
+        engine="sglang",
+        max_running_requests=8,
+        max_prompt_tokens=150,
+        max_new_tokens=150,
+        sglang=SGLangConfig(options=PORTABLE),
     )
     memory = 0.1 if DEVICE == "cuda" else None
     arguments = {

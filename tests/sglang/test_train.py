@@ -126,7 +126,11 @@ def test_the_torch_engine_gives_the_same_run(
         )
         best = perturbed_scores(judge(before), request, len(before) - 1).topk(2).values
         assert best[0] - best[1] < MAX_GAP
-    drafted = [row["speculation/tokens_per_step"] for row in metrics(tmp_path / "sglang") if "speculation/tokens_per_step" in row]
+    drafted = [
+        row["speculation/tokens_per_step"]
+        for row in metrics(tmp_path / "sglang")
+        if "speculation/tokens_per_step" in row
+    ]
     assert len(drafted) == STEPS and min(drafted) > 1.2, "hardly anything was drafted"
 
 

@@ -279,7 +279,12 @@ class Terminal(io.StringIO):
         return True
 
 
-METRICS = {"rollout/reward_mean": 0.25, "rollout/response_length_max": 300.0, "actor/entropy": 1.5, "timing_s/generate": 2.0}
+METRICS = {
+    "rollout/reward_mean": 0.25,
+    "rollout/response_length_max": 300.0,
+    "actor/entropy": 1.5,
+    "timing_s/generate": 2.0,
+}
 
 
 def test_console_writes_one_plain_line_per_step_elsewhere() -> None:

@@ -45,7 +45,9 @@ def test_numbers_of_draft_tokens() -> None:
     ],
 )
 def test_what_a_policy_chooses_from(policy: str, as_trees: bool, wanted: Any) -> None:
-    drafting = SpeculationConfig(policy=policy, num_steps=5, num_draft_tokens=8, topk=4, max_num_steps=8, max_num_draft_tokens=32)
+    drafting = SpeculationConfig(
+        policy=policy, num_steps=5, num_draft_tokens=8, topk=4, max_num_steps=8, max_num_draft_tokens=32
+    )
     assert shapes_of(drafting, as_trees) == wanted
 
 

@@ -233,9 +233,7 @@ class TorchEngine(UpdatedEngine):
         else:
             raise RunError("The engine was sent weights of a draft, but it has no draft; set speculation.policy.")
         if first and (missing := sorted(own.keys() - {info.name for info in tensors})):
-            raise RunError(
-                f"The first update must have all tensors; it lacks {len(missing)}, among them {missing[0]}."
-            )
+            raise RunError(f"The first update must have all tensors; it lacks {len(missing)}, among them {missing[0]}.")
         return WeightUpdate(version, tensors, own)
 
     def _make_live(self, target: WeightTarget) -> None:
