@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from itertools import product
 from operator import attrgetter
 from typing import Any
 
-from rlhfspec_mega.config.compose import NoPresetError, load_config
+from rlhfspec_mega.config.compose import NoPresetError, load_config, options_read
 from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.machine import check_memory
 from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.config.names import as_written, group_options
+from rlhfspec_mega.config.presets import presets
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.shape_checks import check_lengths, check_parallel, check_shape
 from rlhfspec_mega.config.sizes import derive_sizes
@@ -24,46 +25,69 @@ LR, SHARE = 1e-6, 0.3  # as the table has them for large models
 def with_advice(error: NoPresetError) -> UserError:
     """The refusal with values to type: for this hardware, or else for the smallest one in conf/ on which it fits."""
     sentence = str(error).rsplit(": set ", 1)[0]
-    if found := _fitting(error.config, error.unset):
+    found = _fitting(error.config, error.unset)
+    if found is not None:
         return UserError(f"{sentence}: add {' '.join(found)}.")
-    for name, config in _larger(error.config):
-        if found := _fitting(config, error.unset):
-            return UserError(f"{sentence}, and no parallel sizes make it fit: use cluster={name} {' '.join(found)}.")
+    for cluster, config in _larger(error.config):
+        for search in (_as_the_table_says, _fitting):
+            found = search(config, error.unset)
+            if found is not None:
+                words = " ".join([*cluster, *found])
+                return UserError(f"{sentence}, and no parallel sizes make it fit: use {words}.")
     return UserError(f"{sentence}, and no parallel sizes make it fit: choose a smaller model.")
 
 
-def _larger(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """The run on the clusters of GPUs in conf/, smallest first."""
+def _larger(config: RunConfig) -> Iterator[tuple[list[str], RunConfig]]:
+    """The run on the clusters of GPUs in conf/, smallest first, each with what is to be typed for it.
+
+    The run's own kind of GPU and options of its cluster stay, as they do when one adds a word to a command.
+    """
+    given = config.cluster
     clusters = {name: load_config([f"cluster={name}"]).cluster for name in group_options()["cluster"]}
+    as_named = any(
+        (one.nodes, one.devices_per_node) == (given.nodes, given.devices_per_node) for one in clusters.values()
+    )
     for name, cluster in sorted(clusters.items(), key=lambda one: one[1].nodes * one[1].devices_per_node):
-        if cluster.device == "cuda":
-            other = deepcopy(config)
-            other.cluster = cluster
-            yield name, other
+        if cluster.device != "cuda":
+            continue
+        other = deepcopy(config)
+        other.cluster = cluster
+        if given.device == "cuda":
+            cluster.gpu = given.gpu
+        sizes = [f"cluster.nodes={cluster.nodes}", f"cluster.devices_per_node={cluster.devices_per_node}"]
+        yield [f"cluster={name}", *([] if as_named else sizes)], other
 
 
-def _fitting(config: RunConfig, unset: tuple[str, ...]) -> list[str]:
-    """The unset options with the smallest parallel sizes that fit, as one writes them; empty if none do."""
+def _as_the_table_says(config: RunConfig, unset: Sequence[str]) -> list[str] | None:
+    """What is to be typed besides the cluster where conf/presets.yaml sets all else; None if that does not fit."""
+    found = presets(model_shape(config.model).parameters, config.cluster)
+    if not set(unset) <= set(found):
+        return None
+    values = {key: found[key][0] for key in unset}
+    return next((words for engine, words in _engines(config) if _fits(config, engine, values)), None)
+
+
+def _fitting(config: RunConfig, unset: Sequence[str]) -> list[str] | None:
+    """The unset options with the smallest parallel sizes that fit, as one writes them; None if none do."""
     cluster = config.cluster
     sizes = [n for n in range(1, cluster.devices_per_node + 1) if cluster.devices_per_node % n == 0]
     stages = [n for n in range(1, cluster.nodes + 1) if cluster.nodes % n == 0]
     layouts = sorted(((t, p) for t in sizes for p in stages), key=lambda one: (one[0] * one[1], one[1]))
-    # SGLang's engines may span GPUs, ours may not.
-    engines = ["torch"] if device_type(cluster) == "cpu" else list(dict.fromkeys((config.rollout.engine, "sglang")))
-    for engine, (tensor, pipeline) in product(engines, layouts):
-        wanted = _values(config, tensor, pipeline)
-        tried = deepcopy(config)
-        tried.rollout.engine = engine
-        for key in unset:
-            section, _, name = key.rpartition(".")
-            setattr(attrgetter(section)(tried), name, wanted[key])
-        if _fits(tried):
-            said = [] if engine == config.rollout.engine else [f"rollout={engine}"]
-            return [
-                *said,
-                *(as_written(key, wanted[key]) for key in unset if engine == "sglang" or "sglang" not in key),
-            ]
-    return []
+    config = deepcopy(config)
+    for (engine, words), (tensor, pipeline) in product(_engines(config), layouts):
+        values = {key: value for key, value in _values(config, tensor, pipeline).items() if key in unset}
+        if _fits(config, engine, values):
+            config.rollout.engine = engine
+            return [*words, *(as_written(key, values[key]) for key in options_read(config, unset))]
+    return None
+
+
+def _engines(config: RunConfig) -> list[tuple[str, list[str]]]:
+    """Engines to try, each with what is to be typed for it: SGLang's may span GPUs, ours may not."""
+    given = (config.rollout.engine, list[str]())
+    if device_type(config.cluster) == "cpu" or config.rollout.engine == "sglang":
+        return [given]
+    return [given, ("sglang", ["rollout=sglang"])]
 
 
 def _values(config: RunConfig, tensor: int, pipeline: int) -> dict[str, Any]:
@@ -81,13 +105,19 @@ def _values(config: RunConfig, tensor: int, pipeline: int) -> dict[str, Any]:
     }
 
 
-def _fits(config: RunConfig) -> bool:
+def _fits(config: RunConfig, engine: str, values: dict[str, Any]) -> bool:
+    """Whether the run with this engine and these values has sizes that divide and fits into memory."""
+    tried = deepcopy(config)
+    tried.rollout.engine = engine
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        setattr(attrgetter(section)(tried), name, value)
     try:
-        shape = model_shape(config.model)
-        check_shape(config, shape)
-        check_parallel(config, shape)
-        check_lengths(config, shape)
-        check_memory(config, shape, derive_sizes(config, shape))
+        shape = model_shape(tried.model)
+        check_shape(tried, shape)
+        check_parallel(tried, shape)
+        check_lengths(tried, shape)
+        check_memory(tried, shape, derive_sizes(tried, shape))
     except UserError:
         return False
     return True

@@ -54,8 +54,13 @@ class NoPresetError(UserError):
         super().__init__(
             f"conf/presets.yaml has no line for a model of {model_shape(config.model).parameters / 1e9:,.1f} billion "
             f"weights on {cluster.nodes} x {cluster.devices_per_node} {kind}: set "
-            f"{', '.join(unset)}."
+            f"{', '.join(options_read(config, unset))}."
         )
+
+
+def options_read(config: RunConfig, keys: Sequence[str]) -> list[str]:
+    """The options that this run reads: those of SGLang only with that engine."""
+    return [key for key in keys if config.rollout.engine == "sglang" or not key.startswith("rollout.sglang.")]
 
 
 def load_config(overrides: Sequence[str]) -> RunConfig:
@@ -89,13 +94,13 @@ def to_run_config(composed: DictConfig) -> RunConfig:
         if len(betas) != 2:
             raise UserError(f"actor.optimizer.betas={list(betas)} is not valid: it must be two numbers: [0.9,0.95].")
         config.actor.optimizer.betas = betas
-        if lacking:
+        if lacking and any(options_read(config, lacking)):
             raise NoPresetError(config, lacking)
         return config
 
 
 def _fill(composed: DictConfig, unset: Sequence[str]) -> list[str]:
-    """Set what the table says; the options that it does not say get their defaults and are returned."""
+    """Set what the table says, and defaults for the rest; returns the options of the rest."""
     cluster, model = OmegaConf.to_object(composed.cluster), OmegaConf.to_object(composed.model)
     assert isinstance(cluster, ClusterConfig) and isinstance(model, ModelConfig)
     check_ranges(RunConfig(model=model, cluster=cluster))  # the table is for shapes and hardware that make sense

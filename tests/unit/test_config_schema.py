@@ -34,10 +34,14 @@ from tools.configuration import PAGES
 NUMBERS = [one for one in options() if any(word in str(one.kind) for word in ("int", "float"))]
 
 
-def with_value(key: str, value: object) -> RunConfig:
-    config = deepcopy(load_config([]))
+def set_option(config: RunConfig, key: str, value: object) -> None:
     section, _, name = key.rpartition(".")
     setattr(attrgetter(section)(config) if section else config, name, value)
+
+
+def with_value(key: str, value: object) -> RunConfig:
+    config = deepcopy(load_config([]))
+    set_option(config, key, value)
     return config
 
 
@@ -107,8 +111,7 @@ def other_value(one: Known) -> Any:
 
 def with_overrides(config: RunConfig, one: Known, added: list[str]) -> RunConfig:
     other = load_config([line for line in added if "DIR" not in line])
-    section, _, name = one.key.rpartition(".")
-    setattr(attrgetter(section)(other), name, attrgetter(one.key)(config))
+    set_option(other, one.key, attrgetter(one.key)(config))
     return other
 
 
@@ -143,9 +146,12 @@ def test_names_of_earlier_versions_are_answered_with_todays() -> None:
 
 
 def test_the_table_of_presets_sets_what_it_is_for() -> None:
-    found = presets(10**6, load_config([]).cluster)
+    config = deepcopy(load_config([]))
+    found = presets(10**6, config.cluster)
     assert sorted(found) == sorted(from_presets())
-    assert all(type(value) is known()[key].kind for key, (value, _) in found.items())
+    for key, (value, _) in found.items():
+        set_option(config, key, value)
+    check_ranges(config)
 
 
 @pytest.mark.parametrize(
