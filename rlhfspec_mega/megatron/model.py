@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -102,19 +103,22 @@ class MegatronModel:
 
     @on_megatron
     def step(self) -> dict[str, float]:
-        """Clip what was accumulated and take one optimizer step.
+        """Clip the accumulated gradient and take one optimizer step; the learning-rate schedule advances in any case.
 
-        Returns "grad_norm" (before clipping), "lr" and "skipped_updates" (1 when the gradient was not finite
-        and the step was left out).
+        Megatron looks for gradients that are not finite only when it scales losses, as for fp16, so the norm tells.
+
+        Returns:
+            "grad_norm" (before clipping), "lr" and "skipped_updates": 1 when the gradient was not finite and weights
+            and optimizer were left as they were, else 0.
         """
         self.scheduler.step(1)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        succeeded, norm, _ = self.optimizer.step()
-        return {
-            "grad_norm": float(norm or 0.0),
-            "lr": learning_rate,
-            "skipped_updates": 0.0 if succeeded else 1.0,
-        }
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())  # over all ranks, so they agree
+        finite = math.isfinite(norm)
+        if finite:
+            self.optimizer.step()
+        return {"grad_norm": norm, "lr": learning_rate, "skipped_updates": 0.0 if finite else 1.0}
 
     @on_megatron
     def offload(self) -> None:

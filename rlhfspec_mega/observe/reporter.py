@@ -76,6 +76,11 @@ class Reporter:
             **{TIMING + name: value for name, value in seconds.items()},
         }
         self._log.log(step, row)
+        if row.get("actor/skipped_updates"):
+            self._console.note(
+                f"WARNING: step {step + 1} left out {row['actor/skipped_updates']:.0f} update(s): the gradient was not "
+                "finite. If this goes on, lower actor.optimizer.lr and look at the loss."
+            )
         self._rollout = self._timeline.take_live()
         self._timeline.flush()
         write_rollouts(self._directory / ROLLOUTS_FILE, samples, self._config.logger.rollouts_per_step)

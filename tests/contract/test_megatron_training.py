@@ -76,6 +76,33 @@ def test_layouts_train_alike(layout: str, probes: dict, model: Path, undisturbed
     assert largest_difference(full_weights(group), undisturbed[1]) < 1e-4
 
 
+def not_a_number(
+    logprobs: torch.Tensor, entropy: torch.Tensor, batch: MicroBatch
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A loss that breaks in one micro-batch, that of a single sequence."""
+    broken = int(batch.mask.any(1).sum()) == 1
+    return logprobs * (float("nan") if broken else -1.0), {"entropy": entropy}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gradient_that_is_not_finite_is_skipped(layout: str, probes: dict, model: Path) -> None:
+    """Weights and optimizer stay as they were: the next update ends where it would have without the broken one."""
+    group, found = probes[layout], []
+    for broken in (True, False):
+        group.call("build", LAYOUTS[layout], model, phase="build")
+        train(group, layout, 2)
+        before = full_weights(group)
+        loss = (not_a_number,) if broken else ()
+        metrics = group.call("update", shards(layout), *loss, phase="update")
+        if broken:
+            assert all(one["skipped_updates"] == 1.0 for one in metrics)
+            assert largest_difference(before, full_weights(group)) == 0.0
+            assert train(group, layout, 1)["skipped_updates"] == 0.0
+        found.append(full_weights(group))
+    ratio = largest_difference(before, found[0]) / largest_difference(before, found[1])
+    assert 0.3 < ratio < 3.0, "the learning rate is another, the direction the same"
+
+
 def test_training_moves_weights_and_lowers_the_loss(probes: dict, model: Path) -> None:
     group = probes["one"]
     group.call("build", LAYOUTS["one"], model, phase="build")
