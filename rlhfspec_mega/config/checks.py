@@ -80,6 +80,8 @@ def _check_deterministic(config: RunConfig) -> None:
 
 def _check_algorithm(config: RunConfig) -> None:
     trainer, estimator = config.trainer, config.algorithm.adv_estimator
+    if estimator not in ADVANTAGES and not _is_import_path(estimator):
+        raise unknown_choice("algorithm.adv_estimator", estimator, ADVANTAGES)
     if estimator != "grpo" and config.algorithm.norm_adv_by_std:
         raise UserError(
             f"algorithm.norm_adv_by_std=true has no effect with algorithm.adv_estimator={estimator}: "
@@ -98,8 +100,6 @@ def _check_algorithm(config: RunConfig) -> None:
         raise UserError("reward.function is empty: set reward.function=package.module.function.")
     if not _is_import_path(config.reward.function):
         raise UserError(f"reward.function={config.reward.function} is no import path: write package.module.function.")
-    if config.algorithm.adv_estimator not in ADVANTAGES and not _is_import_path(config.algorithm.adv_estimator):
-        raise unknown_choice("algorithm.adv_estimator", config.algorithm.adv_estimator, ADVANTAGES)
     if config.algorithm.loss is not None and not _is_import_path(config.algorithm.loss):
         raise UserError(f"algorithm.loss={config.algorithm.loss} is no import path: write package.module.function.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -197,6 +198,8 @@ def _translated(error: Exception, overrides: Sequence[str]) -> UserError:
         return unknown_option(key)
     if isinstance(root, ValidationError) and key in known():
         return UserError(f"{_setting(key, overrides)} is not valid: it must be {known()[key].expected}.")
+    if homeless := re.match(r"Could not override '([\w/]+)'", str(root)):
+        return UserError(f"{homeless[1]} has no place here: choose what it belongs to as well, e.g. cluster=1n8g.")
     where = key if key in known() else "The configuration"
     lines = [line.strip() for line in str(root).splitlines() if line.strip()]
     return UserError(f"{where} cannot be composed: {lines[0] if lines else type(root).__name__}.")

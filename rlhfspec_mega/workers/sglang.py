@@ -85,7 +85,7 @@ class SGLangEngineWorker(EngineWorker):
         of_kv, ranks = kv_shapes(shape, read_draft_shape(draft, shape) if draft else None), settings.tensor_parallel
         kv = KvAccess(sglang, directory, of_kv, dtype, ranks) if divides(ranks, of_kv) else None
         engine = SGLangEngine(sglang, config.max_running_requests, positions, kv, on_silence=_end_process)
-        if (room := engine.kv_room) is not None and room < settings.longest:
+        if (room := engine.kv_room) < settings.longest:
             raise UserError(
                 f"SGLang has room for {room} tokens of KV and a sample may take {settings.longest}: raise "
                 "rollout.sglang.mem_fraction_static (or "

@@ -56,19 +56,19 @@ class SGLangBrain:
         best = (min(t / n for t, n in zip(row, tokens, strict=True)) for row in table.seconds)
         return Throughput(table.batches, tuple(best))
 
-    def complete(self, peer: PeerInfo, kv_room: int | None, copies: bool) -> PeerInfo:
+    def complete(self, peer: PeerInfo, kv_room: int, copies: bool) -> PeerInfo:
         """Add SGLang's own figures to what this engine says of itself.
 
         Where KV cannot be copied, a migrated sample is prefilled again.
 
         Args:
-            kv_room: tokens, if SGLang has told.
+            kv_room: tokens of KV that SGLang has room for.
             copies: whether KV can be copied.
         """
         known = math.isfinite(peer.prefill_seconds)
         prefill = peer.prefill_seconds if known else self._measured.prefill_seconds
         copy = min(peer.copy_seconds, prefill / 2) if copies else prefill / 2
-        room = min(peer.kv_tokens, kv_room or peer.kv_tokens)
+        room = min(peer.kv_tokens, kv_room)
         return peer._replace(prefill_seconds=prefill, copy_seconds=copy, kv_tokens=room)
 
     def take_tally(self) -> DraftingTally | None:

@@ -168,15 +168,18 @@ def test_an_import_path_that_leads_nowhere_is_refused(options, sentence):
 
 def test_advantages_of_another_number_are_refused():
     algorithm = make_algorithm(AlgorithmConfig(adv_estimator=f"{__name__}.three"), members=2, samples_per_update=1)
-    with pytest.raises(RunError, match="gave 3 advantages for 4 samples with 8 response tokens"):
+    with pytest.raises(RunError, match="gave 3 advantages for 4 samples of 8 response tokens"):
         algorithm.add_advantages(two_tokens_each(4), torch.Generator())
 
 
 SAMPLES = st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=1, max_size=20)
 
 
+MODES = ["token-mean", "seq-mean-token-mean"]
+
+
 @settings(max_examples=100, deadline=None)
-@given(samples=SAMPLES, average=st.sampled_from(["token", "sample"]), cuts=st.integers(1, 5), data=st.data())
+@given(samples=SAMPLES, average=st.sampled_from(MODES), cuts=st.integers(1, 5), data=st.data())
 def test_weighted_sum_is_the_average_however_it_is_cut(samples, average, cuts, data):
     lengths = torch.tensor([length for length, _ in samples])
     learning = torch.tensor([keep for _, keep in samples])
@@ -184,7 +187,7 @@ def test_weighted_sum_is_the_average_however_it_is_cut(samples, average, cuts, d
     used = [row for row, (_, keep) in zip(losses, samples, strict=True) if keep and row]
     if not used:
         expected = 0.0
-    elif average == "token":
+    elif average == "token-mean":
         expected = statistics.fmean(value for row in used for value in row)
     else:
         expected = statistics.fmean(statistics.fmean(row) for row in used)
@@ -196,5 +199,5 @@ def test_weighted_sum_is_the_average_however_it_is_cut(samples, average, cuts, d
 
 
 def test_unknown_average_is_refused():
-    with pytest.raises(UserError, match="token or sample"):
+    with pytest.raises(UserError, match="token-mean or seq-mean-token-mean"):
         token_weights(torch.tensor([1]), torch.tensor([True]), "group")

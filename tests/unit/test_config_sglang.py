@@ -73,10 +73,17 @@ def test_what_sglang_cannot_do(overrides: str, words: str, out: str, gpus: None)
 
 
 @pytest.mark.parametrize(
-    "option", ["tensor_parallel=2", "memory=0.4", "sleep=false", "trees=true", "options.page_size=1"]
+    "option",
+    [
+        "tensor_parallel=2",
+        "mem_fraction_static=0.4",
+        "enable_memory_saver=false",
+        "trees=true",
+        "engine_kwargs.page_size=1",
+    ],
 )
 def test_options_of_sglang_count_with_it_only(option: str, out: str) -> None:
-    plus = "+" if option.startswith("options") else ""
+    plus = "+" if option.startswith("engine_kwargs") else ""
     assert "has no effect here: add rollout=sglang" in refusal(f"{plus}rollout.sglang.{option}", out)
 
 

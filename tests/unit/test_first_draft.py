@@ -55,6 +55,7 @@ def test_a_first_draft_is_better_than_a_random_one_and_knows_the_frequent_tokens
 
 
 def test_a_model_from_elsewhere_decodes_plainly_until_a_draft_is_made_for_it(tmp_path):
+    make_tokenized(tmp_path, SHAPE)
     config = load_config([f"model.path={tmp_path}"])
     assert start_draft(config, tmp_path, Console(1, stream=io.StringIO())) is None
     note = next(note for note in notes(config) if "decodes plainly" in note)

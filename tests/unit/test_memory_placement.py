@@ -35,7 +35,8 @@ from rlhfspec_mega.rollout.torch_engine.drafter import Drafter
 
 
 def shape_of(model: str) -> ModelShape:
-    return model_shape(load_config([f"model={model}"]).model)
+    hardware = [] if model in ("tiny", "small") else ["cluster=8n8g"]
+    return model_shape(load_config([f"model={model}", *hardware]).model)
 
 
 def plan(**changes: object) -> ActorPlan:

@@ -9,7 +9,7 @@ from rlhfspec_mega.config.option import option, section
 from rlhfspec_mega.config.schema.training import DTYPES
 
 # Conditions that several options share.
-DRAFTS, OF_TREES = "a draft", "rollout.engine=torch or rollout.sglang.trees=true"
+DRAFTS, OF_TREES = "a draft", "rollout.sglang.trees=true or rollout.engine=torch"
 REFRESHES = (DRAFTS, "speculation.refresh_every>0")
 BUILT_IN, FILES = "data.kind=chain_sums", "data.kind=files"
 

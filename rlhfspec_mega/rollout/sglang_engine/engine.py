@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence, Set
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -296,11 +297,13 @@ class SGLangEngine(UpdatedEngine):
             "prefill_seconds": metrics.total_prefill_busy_us / 1e6 if metrics else 0.0,
         }
 
-    @property
-    def kv_room(self) -> int | None:
-        """Tokens of KV that SGLang has room for; None before it has said so."""
-        metrics = self._metrics()
-        return metrics.max_total_num_tokens if metrics else None
+    @cached_property
+    def kv_room(self) -> int:
+        """Tokens of KV that SGLang has room for.
+
+        The record of its load will not do: it holds zeros until the scheduler first writes it.
+        """
+        return int(self._engine.get_server_info()["max_total_num_tokens"])
 
     def _metrics(self) -> Any:
         """SGLang's latest record of its load, which lies in memory shared with it; None before the first."""

@@ -172,6 +172,7 @@ SEAMS = (
     _seam(_ENGINE, "Engine", "", "loop tokenizer_manager shutdown"),
     _seam(_ENGINE, "Engine.async_generate", "self prompt sampling_params input_ids", "return_logprob stream rid"),
     _seam(_ENGINE, "Engine.collective_rpc", "self method", "parameters"),
+    _seam(_ENGINE, "Engine.get_server_info", "self"),
     _seam(_ENGINE, "Engine.release_memory_occupation", "self tags"),
     _seam(_ENGINE, "Engine.resume_memory_occupation", "self tags"),
     _seam(_ENGINE, "Engine._serialize_tensors_per_rank", "self tensors load_format"),
@@ -192,7 +193,7 @@ SEAMS = (
         "managers.load_snapshot",
         "LoadSnapshot",
         "",
-        "num_used_tokens max_total_num_tokens total_prefill_uncached_tokens total_prefill_busy_us",
+        "num_used_tokens total_prefill_uncached_tokens total_prefill_busy_us",
     ),
     _seam("managers.io_struct", "FlushCacheReqOutput", "", "success"),
     _seam(
