@@ -82,7 +82,7 @@ class EngineContract:
         engine.submit(REQUESTS)
         found = decode(engine, lambda: engine.load().generated_tokens >= 12)
         there = [r.sample_id for r in REQUESTS if engine.has_sample(r.sample_id)]
-        there.sort(key=engine.waits, reverse=True)  # before they begin
+        there.sort(key=engine.is_waiting, reverse=True)  # before they begin
         moved = [hand_over(engine, other, name, with_kv) for name in there]
         found |= finish(engine)
         snapshots = [snapshot for snapshot in moved if snapshot is not None]
