@@ -182,5 +182,5 @@ def test_another_draft_is_refused_in_a_sentence(
     group.call("save_draft", tmp_path, phase="draft")
     group.call("load_draft", tmp_path, phase="draft")
     group.call("start_draft", tmp_path / "draft", learning, phase="draft")
-    with pytest.raises(UserError, match=rf"has other {difference} than .* drafting\.path"):
+    with pytest.raises(UserError, match=rf"has other {difference} than .* speculation\.draft_model_path"):
         group.call("load_draft", tmp_path, phase="draft")

@@ -83,11 +83,11 @@ def worker(made: tuple[Path, Path], drafts: bool = True, **sglang: Any) -> SGLan
     """A worker as a run has it, with weights; `sglang`: fields of its configuration."""
     config = RolloutConfig(
         engine="sglang",
-        slots=32,
+        max_running_requests=32,
         max_prompt_tokens=150,
         max_new_tokens=150,
-        prefill_chunk=8192,
-        sglang=SGLangConfig(**({"options": PORTABLE} | sglang)),
+        chunked_prefill_size=8192,
+        sglang=SGLangConfig(**({"engine_kwargs": PORTABLE} | sglang)),
     )
     memory, draft = (0.1 if DEVICE == "cuda" else None), made[1] if drafts else None
     shape = read_shape(made[0])

@@ -92,7 +92,7 @@ def test_no_sample_is_lost(
         max_running_requests=8,
         max_prompt_tokens=150,
         max_new_tokens=150,
-        sglang=SGLangConfig(options=PORTABLE),
+        sglang=SGLangConfig(engine_kwargs=PORTABLE),
     )
     memory = 0.1 if DEVICE == "cuda" else None
     arguments = {

@@ -45,7 +45,7 @@ def make(made: tuple[Path, Path], **options: Any) -> SGLangEngineWorker:
         max_prompt_tokens=PROMPT,
         max_new_tokens=NEW,
         chunked_prefill_size=CHUNK,
-        sglang=SGLangConfig(options=PORTABLE | options),
+        sglang=SGLangConfig(engine_kwargs=PORTABLE | options),
     )
     drafting, shape = SpeculationConfig(policy="adaptive", max_num_steps=3), read_shape(made[0])
     memory = 0.1 if DEVICE == "cuda" else None
