@@ -10,7 +10,7 @@ from rlhfspec_mega.config.schema.training import AlgorithmConfig
 _EQUAL = 1e-6  # rewards of a group closer than this carry no signal
 
 
-def grpo(rewards: Tensor, normalize_by_std: bool) -> Tensor:
+def grpo(rewards: Tensor, norm_adv_by_std: bool) -> Tensor:
     """Reward minus the group's mean, over its standard deviation if asked (DeepSeekMath, arXiv 2402.03300; without the
     division: Dr. GRPO, arXiv 2503.20783). The deviation is the unbiased one.
 
@@ -20,7 +20,7 @@ def grpo(rewards: Tensor, normalize_by_std: bool) -> Tensor:
     Returns: [prompts, members]; zero where all members of a group have the same reward.
     """
     centered = rewards - rewards.mean(dim=1, keepdim=True)
-    if normalize_by_std and rewards.shape[1] > 1:
+    if norm_adv_by_std and rewards.shape[1] > 1:
         centered = centered / rewards.std(dim=1, keepdim=True).clamp(min=_EQUAL)
     return centered.masked_fill(degenerate(rewards)[:, None], 0.0)
 

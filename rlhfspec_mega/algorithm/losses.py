@@ -19,7 +19,7 @@ class TokenInputs:
         logprobs: of the policy now, with gradient.
         old_logprobs: of the policy that begins this step, recomputed by the actor.
         advantages: of the token's sample.
-        engine_logprobs: as the engine gave them while sampling; for importance_cap.
+        engine_logprobs: the engine's, recorded while sampling; for tis_clip.
         reference_logprobs: of the frozen reference; for the KL in the loss.
         entropy: of the policy's distribution; a metric only.
     """

@@ -9,7 +9,7 @@ from rlhfspec_mega.algorithms.policy_gradient import PolicyGradient
 
 
 class GRPO(PolicyGradient):
-    """Without the division (normalize_by_std=false) it is Dr. GRPO (arXiv 2503.20783)."""
+    """Without the division (algorithm.norm_adv_by_std=false) it is Dr. GRPO (arXiv 2503.20783)."""
 
     def advantages(self, rewards: Tensor) -> Tensor:
         """See advantages.grpo."""

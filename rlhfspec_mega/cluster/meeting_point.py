@@ -13,7 +13,7 @@ class MeetingPoint:
     """A TCP store in this process, which listens on one address only; each point has keys of its own.
 
     Attributes:
-        address: "store://host:port/prefix", what `actor.rendezvous.Rendezvous` takes as init_method.
+        address: "store://host:port/prefix", what `megatron.rendezvous.Rendezvous` takes as init_method.
     """
 
     def __init__(self, host: str, call_timeout: float) -> None:

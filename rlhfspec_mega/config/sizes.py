@@ -28,7 +28,15 @@ from rlhfspec_mega.planning.memory import (
     reference_memory,
     weights_per_rank,
 )
-from rlhfspec_mega.planning.placement import ACTOR, ENGINE, GENERATION, PLACEMENTS, REFERENCE, Placement, Wishes
+from rlhfspec_mega.planning.placement import (
+    ACTOR,
+    ENGINE,
+    GENERATION,
+    PLACEMENTS,
+    REFERENCE,
+    Placement,
+    PlacementRequest,
+)
 from rlhfspec_mega.planning.strategy import make_policy
 from rlhfspec_mega.planning.tree import most_drafted
 
@@ -119,7 +127,7 @@ def _placement(config: RunConfig, devices: int) -> Placement:
             f"actor.tensor_parallel={actor.tensor_parallel} times pipeline_parallel={actor.pipeline_parallel} needs "
             f"{copy} devices and the cluster has {devices}: lower one of them or set cluster.devices_per_node={copy}."
         )
-    wishes = Wishes(
+    request = PlacementRequest(
         devices,
         copy,
         actor.data_parallel,
@@ -129,7 +137,7 @@ def _placement(config: RunConfig, devices: int) -> Placement:
         reference=reference_home(config),
         reference_devices=config.placement.reference_tensor_parallel,
     )
-    return PLACEMENTS[config.placement.mode](wishes)
+    return PLACEMENTS[config.placement.mode](request)
 
 
 def _check_divides(update: int, samples: int) -> None:

@@ -86,7 +86,8 @@ class WarmUp:
         if exact < recipe.least_exact:
             raise RunError(
                 f"Warm-up of {self._config.model.name} reached {exact:.2f} of held-out exact answers in "
-                f"{recipe.max_steps} steps, less than {recipe.least_exact}: raise sft_warmup.max_steps or change sft_warmup.lr."
+                f"{recipe.max_steps} steps, less than {recipe.least_exact}: "
+                "raise sft_warmup.max_steps or change sft_warmup.lr."
             )
         self._console.note(f"Warm-up ended after {step} steps with {exact:.2f} of held-out answers exact.")
 

@@ -69,13 +69,13 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class PlacementRequest:
     """What a placement must provide.
 
     Attributes:
         devices: number of devices of the cluster.
-        copy: devices of one data-parallel copy of the actor: tensor x pipeline parallel size.
-        copies: data-parallel size of the actor; None: as large as the devices allow.
+        copy_devices: devices of one data-parallel copy of the actor: tensor x pipeline parallel size.
+        data_parallel: number of copies of the actor; None: as many as the devices allow.
         engines: number of engines; None: as many as the devices allow.
         engine_devices: devices of one engine, which lie next to each other on one node.
         devices_per_node: number of devices of a node.
@@ -84,8 +84,8 @@ class Wishes:
     """
 
     devices: int
-    copy: int
-    copies: int | None = None
+    copy_devices: int
+    data_parallel: int | None = None
     engines: int | None = None
     engine_devices: int = 1
     devices_per_node: int = 1
@@ -93,58 +93,58 @@ class Wishes:
     reference_devices: int = 1
 
 
-def colocated(wishes: Wishes) -> Placement:
+def colocated(request: PlacementRequest) -> Placement:
     """Actor and engines share devices: actor rank i is on device i, and engine 0 begins at device 0.
 
     Raises UserError if the cluster has too few devices.
     """
-    ranks = _actor_ranks(wishes, wishes.devices)
-    most = wishes.devices // wishes.engine_devices
-    engines = wishes.engines or most
+    ranks = _actor_ranks(request, request.devices)
+    most = request.devices // request.engine_devices
+    engines = request.engines or most
     if engines > most:
         raise UserError(
-            f"rollout.engines={engines} is too many for the {wishes.devices} devices of the cluster: use at most "
+            f"rollout.engines={engines} is too many for the {request.devices} devices of the cluster: use at most "
             f"{most}."
         )
-    return _placement(wishes, ranks, engines, first_engine=0)
+    return _placement(request, ranks, engines, first_engine=0)
 
 
-def separate(wishes: Wishes) -> Placement:
+def separate(request: PlacementRequest) -> Placement:
     """The actor has the first devices and engines have the next ones: half of all if their number is not set.
 
     Raises UserError if the cluster has too few devices.
     """
-    of_engines = (wishes.engines or 0) * wishes.engine_devices or wishes.devices // 2
-    ranks = _actor_ranks(wishes, wishes.devices - of_engines)
-    engines = wishes.engines or max(wishes.devices - ranks, 0) // wishes.engine_devices
+    of_engines = (request.engines or 0) * request.engine_devices or request.devices // 2
+    ranks = _actor_ranks(request, request.devices - of_engines)
+    engines = request.engines or max(request.devices - ranks, 0) // request.engine_devices
     # Engines begin at a multiple of their size, so that each of them lies on one node.
-    first_engine = -(-ranks // wishes.engine_devices) * wishes.engine_devices
-    needed = max(engines, 1) * wishes.engine_devices
-    if first_engine + needed > wishes.devices:
+    first_engine = -(-ranks // request.engine_devices) * request.engine_devices
+    needed = max(engines, 1) * request.engine_devices
+    if first_engine + needed > request.devices:
         raise UserError(
             f"placement=separate needs {ranks} devices for the actor and {needed} for engines, and the cluster has "
-            f"{wishes.devices}: set cluster.devices_per_node={first_engine + needed}, lower the actor's parallel "
+            f"{request.devices}: set cluster.devices_per_node={first_engine + needed}, lower the actor's parallel "
             "sizes, or use placement=colocated."
         )
-    return _placement(wishes, ranks, engines, first_engine)
+    return _placement(request, ranks, engines, first_engine)
 
 
 PLACEMENTS = {"colocated": colocated, "separate": separate}  # choices of placement.mode
 
 
-def _actor_ranks(wishes: Wishes, room: int) -> int:
-    """Number of actor ranks: of `wishes.copies` copies, or of as many as fit on `room` devices."""
-    ranks = wishes.copy * (wishes.copies or max(room // wishes.copy, 1))
-    if ranks > wishes.devices:
+def _actor_ranks(request: PlacementRequest, room: int) -> int:
+    """Number of actor ranks: of `request.data_parallel` copies, or of as many as fit on `room` devices."""
+    ranks = request.copy_devices * (request.data_parallel or max(room // request.copy_devices, 1))
+    if ranks > request.devices:
         raise UserError(
             f"The actor needs {ranks} devices (tensor x pipeline x data parallel) and the cluster has "
-            f"{wishes.devices}: lower the actor's parallel sizes or set cluster.devices_per_node={ranks}."
+            f"{request.devices}: lower the actor's parallel sizes or set cluster.devices_per_node={ranks}."
         )
     return ranks
 
 
-def _placement(wishes: Wishes, actor_ranks: int, engines: int, first_engine: int) -> Placement:
-    size = wishes.engine_devices
+def _placement(request: PlacementRequest, actor_ranks: int, engines: int, first_engine: int) -> Placement:
+    size = request.engine_devices
     last_engine = first_engine + engines * size
     places = {
         ACTOR: ModelPlacement([(device,) for device in range(actor_ranks)]),
@@ -153,16 +153,16 @@ def _placement(wishes: Wishes, actor_ranks: int, engines: int, first_engine: int
             copy_of=ACTOR,
         ),
     }
-    if wishes.reference == ACTOR:
+    if request.reference == ACTOR:
         places[REFERENCE] = ModelPlacement(places[ACTOR].devices, Residency.HOST, within=ACTOR)
-    elif wishes.reference == GENERATION:
-        places[REFERENCE] = ModelPlacement(_replicas(wishes, range(first_engine, last_engine)), Residency.HOST)
+    elif request.reference == GENERATION:
+        places[REFERENCE] = ModelPlacement(_replicas(request, range(first_engine, last_engine)), Residency.HOST)
     return Placement(places)
 
 
-def _replicas(wishes: Wishes, devices: range) -> Devices:
+def _replicas(request: PlacementRequest, devices: range) -> Devices:
     """The device of each rank, for as many replicas as fit; no replica spans two nodes."""
-    size, node = wishes.reference_devices, wishes.devices_per_node
+    size, node = request.reference_devices, request.devices_per_node
     starts = [first for first in devices[::size] if first + size <= devices.stop]
     whole = [first for first in starts if first // node == (first + size - 1) // node]
     if not whole:

@@ -20,7 +20,7 @@ from rlhfspec_mega.models.shape import ARCHITECTURES, Architecture, ModelShape
 from rlhfspec_mega.models.transformer import Transformer, causal_attention
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
-from rlhfspec_mega.planning.placement import ACTOR, ENGINE, Wishes
+from rlhfspec_mega.planning.placement import ACTOR, ENGINE, PlacementRequest
 from rlhfspec_mega.reward.runner import RewardRunner
 from rlhfspec_mega.types import Prompt, Sample
 from tests.near_tie import assert_same
@@ -106,6 +106,8 @@ def test_a_drafting_policy() -> None:
 
 
 def test_a_placement() -> None:
-    placement = example("rlhfspec_mega/planning/placement.py").mostly_engines(Wishes(devices=8, copy=2))
+    placement = example("rlhfspec_mega/planning/placement.py").mostly_engines(
+        PlacementRequest(devices=8, copy_devices=2)
+    )
     assert placement.devices(ACTOR) == [(0,), (1,)]
     assert placement.devices(ENGINE) == [(device,) for device in range(2, 8)]

@@ -75,7 +75,7 @@ class LauncherConfig:
     )
     max_restarts: int = option(
         3,
-        "of one engine, and of the actor, between two finished steps",
+        "restarts of each engine, each reference replica and the actor between two finished steps",
         least=0,
         was=("cluster.max_restarts",),
     )
