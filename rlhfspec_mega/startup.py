@@ -1,4 +1,4 @@
-"""Everything a run needs, made in the order in which bad input is cheapest to refuse: data, reward, model, workers."""
+"""Everything a run needs, built in the order in which bad input is found most cheaply: data, reward, model, workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rlhfspec_mega.system.system import System
 
 @contextmanager
 def started(config: RunConfig) -> Iterator[Run]:
-    """Start a run in its already claimed output directory; every process it started ends with it.
+    """Start a run in its output directory, which was reserved before; every process it started ends with it.
 
     Raises:
         UserError: bad data, reward function or model.

@@ -1,4 +1,4 @@
-"""The side that generates: what engines are made from, and the rollout manager over them."""
+"""The generation side: the engine workers and the rollout manager over them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from rlhfspec_mega.system.setup import Setup
 
 
 def engine_specs(setup: Setup, drafting_state: Any) -> list[WorkerSpec]:
-    """The workers of role engine.
+    """Specifications of the engine workers.
 
     Args:
-        drafting_state: what a torch engine has learnt of drafting before, or None.
+        drafting_state: learnt models of an earlier torch engine, or None.
     """
     config = setup.config
     arguments: dict[str, Any] = {
@@ -48,7 +48,7 @@ def engine_specs(setup: Setup, drafting_state: Any) -> list[WorkerSpec]:
 
 
 def reallocates(config: RunConfig, policy: str) -> bool:
-    """Whether this policy is at work: under trainer.deterministic assignment is fixed."""
+    """Whether samples are reallocated: never under trainer.deterministic, where each sample has a fixed engine."""
     return config.reallocation.policy == policy and not config.trainer.deterministic
 
 
@@ -61,7 +61,7 @@ def make_manager(
     freed_work: FreedWork | None,
     timeline: Any,
 ) -> RolloutManager:
-    """The manager of a run's rollouts; arguments as RolloutManager's."""
+    """The rollout manager of a run; for the arguments see RolloutManager."""
     config = setup.config
     return RolloutManager(
         engines,
@@ -89,7 +89,7 @@ def _reallocation(setup: Setup, lengths: LengthPredictor) -> Reallocation:
 
 
 def length_predictor(config: RunConfig, known: Any) -> LengthPredictor:
-    """Of responses' lengths, going on from what was known; what cannot be read is as good as nothing."""
+    """Predictor of response lengths from saved state; unreadable state is ignored."""
     lengths = LengthPredictor(config.rollout.max_new_tokens)
     if known:
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):

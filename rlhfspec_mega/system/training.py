@@ -1,4 +1,4 @@
-"""The side that trains: Megatron's ranks with their models, the draft beside the actor, and where weights leave."""
+"""The training side: Megatron ranks with their models, the draft beside the actor, and the resharding of both."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from rlhfspec_mega.workers.model_group import ModelGroup
 
 
 class Training:
-    """Started in one go; after the death of a rank another one is made.
+    """One start of the training ranks; after a rank has died, a new object is built.
 
     Args:
-        host: address where workers reach this process.
+        host: address at which workers reach this process.
         open_host: opens the transport of weights.
 
     Attributes:
-        setup: what it was made from.
-        models: by name; begun without weights.
-        draft: beside the actor; None without drafting.
-        resharder: of the actor's weights, and the draft's.
+        setup: what it was built from.
+        models: by name; weights are not loaded yet.
+        draft: the draft beside the actor; None without drafting.
+        resharder: resharding of the actor's weights and the draft's.
     """
 
     def __init__(self, setup: Setup, cluster: Cluster, host: str, open_host: OpenHost) -> None:
@@ -60,16 +60,16 @@ class Training:
 
     @property
     def actor(self) -> ModelGroup:
-        """The policy."""
+        """The policy model."""
         return self.models[ACTOR]
 
     def close(self) -> None:
-        """End connections; the workers end with the cluster, or by its word."""
+        """Close connections; worker processes end with the cluster."""
         self.resharder.close()
         self._meeting_point.close()
 
     def _descriptions(self) -> list[ModelDescription]:
-        """The actor and, if it lies there, the reference."""
+        """Descriptions of the actor and, if it lies on the actor's ranks, the reference."""
         setup, config = self.setup, self.setup.config
         made = partial(
             describe,

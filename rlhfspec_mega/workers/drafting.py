@@ -1,4 +1,4 @@
-"""What an engine's worker knows of drafting: the policy under oversight, its models, and when they are made anew."""
+"""The drafting of one engine: its policy, the models that the policy reads, and when these are reset."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ FORMAT = 3  # of `DraftingBrain.state_dict`
 
 
 class DraftingBrain:
-    """The cost and acceptance models of one engine and the policy that reads them.
+    """The models of cost and acceptance of one engine, and the drafting policy that reads them.
 
     Args:
-        temperature: of the samples that are trained on; the draft is judged by these alone.
-        deterministic: nothing depends on the clock or on earlier samples: costs are nominal, and an engine without
-            samples begins with untaught models, so that a share of samples decodes alike wherever it does.
+        temperature: of training samples; acceptance is judged by these alone.
+        deterministic: decisions depend neither on the clock nor on earlier samples: costs are nominal, and an idle
+            engine resets its models, so that samples decode alike on every engine.
         machine: what costs depend on besides the two shapes: device, dtype, slots, threads.
-        state: from `state_dict`; left aside if it is of another format, machine or shape. Without one, costs are
-            measured before the first sample.
+        state: from `state_dict`; ignored if its format, machine or shapes differ. Without it costs are measured before
+            the first sample.
 
     Attributes:
-        policy: what the engine decides by.
+        policy: the drafting policy that the engine asks in each step.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class DraftingBrain:
         return policy
 
     def prepare(self, measure: Callable[[], Sequence[StepCost]]) -> None:
-        """Before samples come to an idle engine: measure costs, once, or forget what earlier samples have taught."""
+        """Prepare an idle engine for samples: measure costs, once, or under `deterministic` reset the models."""
         if not self._measured:
             self._measured = True
             if costs := measure():
@@ -79,9 +79,9 @@ class DraftingBrain:
             self.policy.replace_policy(self._decide())
 
     def pace(self, slots: int, length: int, temperature: float) -> Throughput:
-        """How fast this engine decodes samples of so many tokens, by batch.
+        """Predicted decode throughput for samples of this many tokens, by batch size.
 
-        Of policies that do not go by costs it is not known when they draft: plain decoding is taken for them.
+        A policy that does not go by costs may draft at any batch size; plain decoding is assumed for it.
         """
         overseen, policy = self.policy, self.policy.policy
         forecast = isinstance(policy, Adaptive | Uniform) and overseen.watch.may_draft
@@ -98,16 +98,16 @@ class DraftingBrain:
         )
 
     def take_tally(self) -> DraftingTally:
-        """What was done since the last call, with how well it had been predicted."""
+        """What speculation did since the last call, with how well acceptance was predicted."""
         tally, report, policy = self.policy.take_tally(), self._acceptance.report(), self.policy.policy
-        # Of a policy that learns no acceptance, the report is of another that has run before.
+        # A policy that learns no acceptance has no predictions of its own to report.
         if report.observations and isinstance(policy, CalibratedPolicy) and policy.learns_acceptance:
             tally.calibration_error = report.calibration_error
             tally.predicted_accepted, tally.realised_accepted = report.recent_predicted, report.recent_realised
         return tally
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What was learnt, as JSON; None in a deterministic run, which learns nothing that another may use."""
+        """The learnt models as JSON; None in a deterministic run, whose models are of no use to another run."""
         if self._deterministic:
             return None
         return {

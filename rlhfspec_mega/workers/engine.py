@@ -1,4 +1,4 @@
-"""The worker of role engine that decodes with the embedded engine."""
+"""The engine worker that decodes with the embedded torch engine."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from rlhfspec_mega.workers.serving import EngineWorker
 
 
 class TorchEngineWorker(EngineWorker):
-    """Has a TorchEngine, and what was learnt of how fast it decodes.
+    """An engine worker with a TorchEngine and models of how fast it decodes.
 
     Args:
-        deterministic: refuse operations whose result depends on timing (torch.use_deterministic_algorithms), decide
-            drafting by a nominal cost, and forget for every share of samples what the ones before have taught.
-        draft: directory of a draft: its shape and vocabulary; its weights come like the actor's.
-        drafting_state: what `drafting_state` returned in an earlier life, on whatever machine; see DraftingBrain.
+        deterministic: refuse operations whose result depends on timing (torch.use_deterministic_algorithms), draft by
+            nominal costs, and reset what was learnt whenever the engine is idle.
+        draft: directory of a draft, for its shape and vocabulary; weights arrive by resharding, like the actor's.
+        drafting_state: what `drafting_state` returned in an earlier process, maybe on another machine; see
+            DraftingBrain.
     """
 
     engine: TorchEngine
@@ -68,7 +69,7 @@ class TorchEngineWorker(EngineWorker):
             **given,
         )
         super().__init__(engine, device)
-        self._plain_pace: PlainPace | None = None  # of an engine that does not draft
+        self._plain_pace: PlainPace | None = None  # only for an engine without a draft
         self._length = UsualLength(engine.max_positions // 2)
 
     def advance(
@@ -78,7 +79,7 @@ class TorchEngineWorker(EngineWorker):
         orders: MigrationOrders | None = None,
         forget: bool = False,
     ) -> EngineReport:
-        """As EngineWorker's; the next rollout's plans go by what these steps took."""
+        """See EngineWorker.advance; the duration of the steps also updates the model of costs."""
         report = super().advance(samples, seconds, orders, forget)
         decoding = [span for span in report.spans if span.name == "decode"]
         if orders is not None and decoding:
@@ -89,12 +90,12 @@ class TorchEngineWorker(EngineWorker):
         return report
 
     def prepare(self) -> None:
-        """Measure costs, once, or forget what earlier samples have taught."""
+        """Measure costs, once, or under `deterministic` reset what was learnt."""
         if self._brain and self.engine.drafting and self.engine.idle:
             self._brain.prepare(lambda: profile(self.engine))
 
     def pace(self, temperature: float) -> Throughput:
-        """From the costs of its steps and the acceptance of the draft as they are known now, at usual lengths."""
+        """Predicted throughput from current costs and acceptance, for samples of the usual length."""
         slots, length = self.engine.load().slots, self._length.take()
         if self._brain is not None and self.engine.drafting:
             self.prepare()
@@ -104,7 +105,7 @@ class TorchEngineWorker(EngineWorker):
         return self._plain_pace.throughput(slots, length)
 
     def end_update(self, version: int) -> None:
-        """Make weights live; the draft is watched anew."""
+        """Make the received weights live; monitoring of the draft's acceptance starts anew."""
         super().end_update(version)
         if self._brain:
             self._brain.policy.watch.weights_changed()
@@ -114,7 +115,7 @@ class TorchEngineWorker(EngineWorker):
         return self._brain.take_tally() if self._brain else None
 
     def drafting_state(self) -> dict[str, Any] | None:
-        """What was learnt of costs and acceptance, as plain data; None if there is nothing that another run may use."""
+        """The learnt models of cost and acceptance as plain data; None if they are of no use to another run."""
         return self._brain.state_dict() if self._brain else None
 
 

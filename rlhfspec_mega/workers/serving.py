@@ -1,4 +1,4 @@
-"""The worker of role engine, whatever its engine is: takes and moves samples, receives weights."""
+"""The part of an engine worker that is the same for every engine: samples, their migration, and weights."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from rlhfspec_mega.rollout.migration.messages import MigrationOrders, PeerInfo
 from rlhfspec_mega.rollout.protocol import RolloutEngine, SampleSnapshot
 from rlhfspec_mega.types import EngineReport, GenerationResult, TensorInfo, WeightTarget
 
-ORDER_SECONDS = 30.0  # from the first byte copied on, in which a sample has moved, or stays
-_ACKNOWLEDGEMENT_SECONDS = 0.001  # between two looks for one, with nothing else to do
+ORDER_SECONDS = 30.0  # a migration that takes longer after its first byte is cancelled
+_ACKNOWLEDGEMENT_SECONDS = 0.001  # pause between two polls while the engine is idle
 
 
 class EngineWorker(ABC):
     """Has an engine, a receiver of weights and, once it has joined migration, a migration agent.
 
-    The driver calls these methods, and `take_tally` and `drafting_state` of each kind.
+    The driver calls the public methods here, and `take_tally` and `drafting_state` of the subclasses.
 
     Args:
-        engine: that decodes; it is called by nobody else.
-        weights_device: where its weights are loaded.
+        engine: the engine; nobody else calls it.
+        weights_device: device that received weights are loaded to.
     """
 
     def __init__(self, engine: RolloutEngine, weights_device: str) -> None:
@@ -39,11 +39,11 @@ class EngineWorker(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Before samples come."""
+        """Called before the first samples of a rollout."""
 
     @abstractmethod
     def pace(self, temperature: float) -> Throughput:
-        """How fast the engine decodes."""
+        """Predicted decode throughput of the engine."""
 
     def advance(
         self,
@@ -52,14 +52,15 @@ class EngineWorker(ABC):
         orders: MigrationOrders | None = None,
         forget: bool = False,
     ) -> EngineReport:
-        """Take these samples, decode for about `seconds`, and report all that the driver does not know yet.
+        """Take these samples, decode for about `seconds`, and report everything since the last report.
 
-        A driver that asks for samples waits for no update of the draft: one still open has lost its transfer while this
-        engine was taken for silent.
+        An update of the draft that is still open is dropped: its transfer was lost while this engine was considered
+            silent.
 
         Args:
-            orders: of migrations; None where samples stay.
-            forget: whatever the engine has was given to another one, or is of an earlier rollout.
+            orders: migrations to carry out; None if migration is off.
+            forget: drop all samples that the engine still holds: they belong to an earlier rollout or to another engine
+                now.
         """
         engine = self.engine
         engine.abandon_draft_update()
@@ -67,7 +68,7 @@ class EngineWorker(ABC):
             self.clear()
         if self.migration:
             self.migration.collect_acknowledgements()
-            engine.abort([sample.request.sample_id for sample in samples])  # copies left from moves that failed halfway
+            engine.abort([sample.request.sample_id for sample in samples])  # copies that failed migrations left behind
         if samples:
             self.prepare()
         for sample in samples:
@@ -84,7 +85,7 @@ class EngineWorker(ABC):
         return report
 
     def _decode(self, migration: MigrationAgent, seconds: float, orders: MigrationOrders) -> list[GenerationResult]:
-        """Decode with migrations between the steps; an engine without samples waits for those that are expected."""
+        """Decode, with migrations between steps; an engine without samples waits for those that it expects."""
         engine, end, finished = self.engine, time.monotonic() + seconds, list[GenerationResult]()
         migration.take_orders(orders)
         while True:
@@ -99,9 +100,9 @@ class EngineWorker(ABC):
                 migration.wait(min(left, _ACKNOWLEDGEMENT_SECONDS) if migration.busy else left)
 
     def join_migration(self, temperature: float) -> PeerInfo:
-        """Before a rollout with migrations: where this engine listens, and how fast it decodes.
+        """Before a rollout with migration: the address where this engine listens, and its predicted speed.
 
-        What it still has of an earlier one, if it was taken for silent when that ended, is of no use to anyone.
+        Samples left from an earlier rollout, which this engine missed the end of, are dropped.
         """
         self.clear()
         if self.migration is None:
@@ -112,19 +113,19 @@ class EngineWorker(ABC):
         return PeerInfo(self.migration.address, pace, slots, room, prefill, copy)
 
     def leave(self) -> None:
-        """Take no more part in migrations: connections end, as they do when the process does."""
+        """Stop taking part in migrations: connections are closed, as if the process had ended."""
         if self.migration is not None:
             self.migration.close()
             self.migration = None
 
     def clear(self) -> None:
-        """Forget every sample, and those on their way here and from here."""
+        """Drop every sample, and those on their way here or from here."""
         self.engine.clear()
         if self.migration is not None:
             self.migration.end_rollout()
 
     def connect(self, address: Any, index: int) -> None:
-        """Make the receiving end of a transport in place of the last one."""
+        """Create the receiving end of a transport; replaces an earlier one."""
         self.receiver.connect(address, index)
 
     def receive_weights(
@@ -134,7 +135,7 @@ class EngineWorker(ABC):
         buckets: Sequence[Bucket],
         target: WeightTarget = WeightTarget.ACTOR,
     ) -> dict[int, int]:
-        """Load an update; {bucket id: checksum}. Not live before `end_update`."""
+        """Receive an update; returns the checksum of each bucket id. The weights become live in `end_update`."""
         return self.receiver.receive(version, tensors, buckets, target)
 
     def end_update(self, version: int) -> None:

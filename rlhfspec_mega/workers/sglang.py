@@ -1,4 +1,4 @@
-"""The worker of role engine that decodes with SGLang."""
+"""The engine worker that decodes with SGLang."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from rlhfspec_mega.workers.serving import EngineWorker
 from rlhfspec_mega.workers.sglang_brain import SGLangBrain
 
 MEMORY = Path("/dev/shm")  # a file system in memory, on Linux
-_sweepers: list[Sweeper] = []  # they live as long as this process
+_sweepers: list[Sweeper] = []  # kept alive as long as this process
 
 
 class SGLangEngineWorker(EngineWorker):
-    """Has an SGLangEngine, and what is known of how fast it decodes.
+    """An engine worker with an SGLangEngine and models of how fast it decodes.
 
-    Starts SGLang on the GPUs that it sees and measures its steps, which takes minutes. When SGLang has gone silent this
-    process ends: another engine takes its place, as after any other death.
+    It starts SGLang on the GPUs that it sees and measures decode steps, which takes minutes. If SGLang goes silent, the
+    worker ends its own process, and a new one is started in its place.
 
     Args:
         model: Hugging Face directory of a model of this shape.
-        memory: share of a GPU's memory for weights and KV; None: SGLang's choice.
-        sleeps: gives its GPU memory back when told to.
-        device: cuda, or cpu for checking.
-        deterministic: decide nothing by the clock: draft a fixed number of tokens and measure no steps.
+        memory: share of a GPU's memory for weights and KV; None: SGLang's default.
+        sleeps: whether it gives its GPU memory back on request.
+        device: "cuda", or "cpu" for checking.
+        deterministic: draft a fixed number of tokens and measure no steps, so that nothing depends on the clock.
         draft: directory of an EAGLE-3 draft; None: plain decoding.
 
-    Raises UserError where KV has no room for the longest sample, and what `start` raises.
+    Raises UserError if the KV cache is too small for the longest sample, and what `start` raises.
     """
 
     engine: SGLangEngine
@@ -95,24 +95,24 @@ class SGLangEngineWorker(EngineWorker):
         if not deterministic:
             self.brain.measure(config.max_running_requests, positions // 2, shape.vocab_size)
         self._on_gpu = device == "cuda"
-        if self._on_gpu:  # SGLang's processes then read a bucket where it lies (CUDA IPC)
+        if self._on_gpu:  # SGLang's processes read the bucket in place, by CUDA IPC
             torch.cuda.init()
         super().__init__(engine, device if self._on_gpu else "cpu")
 
     def prepare(self) -> None:
-        """Nothing: costs were measured at start."""
+        """Nothing to do: costs were measured at start."""
 
     def pace(self, temperature: float) -> Throughput:
         """See SGLangBrain."""
         return self.brain.pace()
 
     def join_migration(self, temperature: float) -> PeerInfo:
-        """As EngineWorker's, with what SGLang's engine does not tell by itself."""
+        """See EngineWorker.join_migration; adds the speeds and the size of the KV cache that SGLang reports."""
         copies = bool(self.engine.kv_layout(0).parts)
         return self.brain.complete(super().join_migration(temperature), self.engine.kv_room, copies)
 
     def end_update(self, version: int) -> None:
-        """Make weights live; the draft is watched anew, and the memory of buckets is for SGLang and the actor again."""
+        """Make the received weights live and free the buckets; monitoring of the draft's acceptance starts anew."""
         super().end_update(version)
         if self._on_gpu:
             torch.cuda.ipc_collect()
@@ -124,10 +124,10 @@ class SGLangEngineWorker(EngineWorker):
         return self.brain.take_tally()
 
     def drafting_state(self) -> None:
-        """None: costs are measured anew at every start, and acceptance is learnt within seconds."""
+        """None: costs are measured at every start, and acceptance is learnt within seconds."""
 
     def sleep(self) -> None:
-        """As SGLangEngine's; copies of samples that belong to others go with it."""
+        """See SGLangEngine.sleep; copies of samples that were migrated away are dropped."""
         self.clear()
         self.engine.sleep()
         if self._on_gpu:
@@ -140,7 +140,7 @@ def _end_process(sentence: str) -> NoReturn:
 
 
 def files_of_engine() -> Path:
-    """A directory in memory that goes when this process does, however it ends: workers are killed at a run's end."""
+    """A directory in memory that is removed when this process ends, in whatever way."""
     directory = Path(tempfile.mkdtemp(prefix="rlhfspec_mega.sglang.", dir=MEMORY if MEMORY.is_dir() else None))
     _sweepers.append(Sweeper(directory))
     return directory

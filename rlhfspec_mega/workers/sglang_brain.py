@@ -1,4 +1,4 @@
-"""What SGLang's worker knows of its speed: steps measured at start, and what of draft tokens is accepted."""
+"""How fast an SGLang engine decodes: steps measured at start, and how many draft tokens are accepted."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from rlhfspec_mega.types import DraftingTally
 
 
 class SGLangBrain:
-    """The profile of one engine, and its draft as SGLang reports of it.
+    """The measured step times of one SGLang engine, and the acceptance that SGLang reports.
 
     Args:
         engine: a started `sglang.Engine`.
-        directory: of its files.
-        shapes: that it chooses from.
+        directory: directory of the engine's files.
+        shapes: numbers of draft tokens that the engine chooses from.
         drafts: whether it has a draft.
 
     Attributes:
         control: None without a draft.
         profile: None before `measure`.
-        accepted: draft tokens per step of a sample with draft tokens, lately.
+        accepted: recent mean of accepted draft tokens per step of a sample that has draft tokens.
     """
 
     def __init__(self, engine: Any, directory: Path, shapes: DraftShapes, drafts: bool) -> None:
@@ -36,10 +36,10 @@ class SGLangBrain:
         self.accepted = 0.0
 
     def measure(self, slots: int, length: int, vocabulary: int) -> None:
-        """Time steps of the idle engine, on random weights, and have its choice of draft tokens go by them.
+        """Time decode steps of the idle engine on random weights; its choice of draft tokens goes by them.
 
         Args:
-            length: tokens of a typical sample in the middle of its decoding.
+            length: tokens of a typical sample halfway through decoding.
         """
         force = self.control.force if self.control else lambda count: None
         sizes = {"slots": slots, "length": length, "vocabulary": vocabulary}
@@ -49,7 +49,7 @@ class SGLangBrain:
             self.control.force(NOT_FIXED)
 
     def pace(self) -> Throughput:
-        """From the steps measured and the acceptance of late, taken to be alike at every depth."""
+        """Predicted throughput from measured steps and recent acceptance, assumed equal at every depth."""
         table, chance = self._measured.table, self.accepted / (1.0 + self.accepted)
         depths = map(self._shapes.depth_of, table.counts)
         tokens = [1.0 + sum(chance**layer for layer in range(1, depth + 1)) for depth in depths]
@@ -57,7 +57,7 @@ class SGLangBrain:
         return Throughput(table.batches, tuple(best))
 
     def complete(self, peer: PeerInfo, kv_room: int, copies: bool) -> PeerInfo:
-        """Add SGLang's own figures to what this engine says of itself.
+        """Add the speeds and KV capacity that SGLang reports to `peer`.
 
         Where KV cannot be copied, a migrated sample is prefilled again.
 
@@ -81,7 +81,7 @@ class SGLangBrain:
         return tally
 
     def weights_changed(self) -> None:
-        """The draft is watched anew."""
+        """Monitoring of the draft's acceptance starts anew."""
         if self.control:
             self.control.weights_changed()
 

@@ -144,7 +144,7 @@ def test_a_sample_as_long_as_is_allowed(workers: list[SGLangEngineWorker]) -> No
 
 
 def test_an_option_that_sglang_does_not_know_is_refused(made: tuple[Path, Path]) -> None:
-    with pytest.raises(UserError, match=r"rollout\.sglang\.options has nonsense, which sglang"):
+    with pytest.raises(UserError, match=r"rollout\.sglang\.engine_kwargs has nonsense, which sglang"):
         make(made, nonsense=1)
 
 
