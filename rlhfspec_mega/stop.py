@@ -41,7 +41,10 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Record the signal. A batch system may send SIGTERM after SIGUSR1: only the same signal twice ends the run at once."""
+        """Record the signal; the same signal again ends the run at once.
+
+        A batch system may send SIGTERM after SIGUSR1, so another signal does not.
+        """
         name = signal.Signals(number).name
         if number in self._seen and number != signal.SIGUSR1:
             if number == signal.SIGINT:

@@ -1,4 +1,4 @@
-"""Chooses the launcher and the transport of a run; libraries of those not chosen are not imported."""
+"""Chooses the launcher and the weight transport of a run; libraries of the others are not imported."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def make_cluster(
     *,
     use_gpus: bool,
 ) -> SupervisedCluster:
-    """The workers' launcher.
+    """The cluster of a run, by its launcher.
 
     Args:
-        places: device indices of every rank of every role (planning.placement.place).
+        places: device indices of every rank of every role (planning.placement).
 
     Raises:
-        UserError: Ray is not installed, its cluster cannot be reached or has too little.
+        UserError: Ray is not installed, its cluster cannot be reached, or it has too few devices.
     """
     limits = {
         "call_timeout": launcher.call_timeout,
@@ -51,7 +51,7 @@ def make_cluster(
 
 
 def transport(name: str, cluster: SupervisedCluster, call_timeout: float) -> OpenHost:
-    """What opens a transport of this name (resharding.transport) on this cluster."""
+    """The function that opens a transport of this name (resharding.transport) on this cluster."""
 
     def open_host(owners: int, receivers: int, slot_bytes: int, device: str) -> Host:
         if name == "shared_memory":

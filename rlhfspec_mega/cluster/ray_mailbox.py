@@ -1,4 +1,4 @@
-"""The actor through which senders hand references of buckets to receivers, at most two unreleased at a time."""
+"""The Ray actor through which senders pass references of buckets to receivers, at most two unreleased at a time."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-IN_FLIGHT = 2  # the next bucket is put while the engines load the last
+IN_FLIGHT = 2  # the next bucket is stored while engines load the last one
 _FOREVER = 2**62  # more buckets than any run sends
 
 
 class Mailbox:
-    """Counts buckets over all updates; keeps the references of those that some receiver has not released.
+    """Counts buckets over all updates and keeps references that some receiver has not released.
 
-    Waits end after `deadline` seconds with what they wait for undone, which the answer tells: callers make sentences.
+    A wait that exceeds `deadline` seconds returns what is missing; the callers turn this into errors.
     """
 
     def __init__(self, receivers: int, deadline: float) -> None:
@@ -53,7 +53,7 @@ class Mailbox:
         await self.release(receiver, _FOREVER)
 
     def _tidy(self) -> None:
-        """Forget what all have released, with which Ray frees it, and wake those who wait."""
+        """Forget buckets that all receivers have released, so that Ray frees them, and wake the waiting callers."""
         done = min(self._released)
         for number in [number for number in self._buckets if number < done]:
             del self._buckets[number]

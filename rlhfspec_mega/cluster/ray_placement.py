@@ -18,11 +18,11 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Place:
-    """A worker's share of a bundle.
+    """A worker's share of a placement group's bundle.
 
     Attributes:
-        gpus: that Ray shall give it, perhaps a fraction of one.
-        visible: GPUs that it is told of instead, where a worker has several and Ray cannot share them out.
+        gpus: GPUs to request from Ray, maybe a fraction of one.
+        visible: GPU ids to set instead, for a worker with several GPUs, which Ray cannot share between actors.
     """
 
     group: PlacementGroup
@@ -122,7 +122,7 @@ class Reservation:
 
 
 def devices_of_bundle(places: Mapping[str, Sequence[tuple[int, ...]]]) -> int:
-    """Devices that are reserved together: as many as the worker with most of them has."""
+    """Devices per bundle: as many as the worker with most devices has."""
     return max(len(devices) for ranks in places.values() for devices in ranks)
 
 

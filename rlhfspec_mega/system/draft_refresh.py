@@ -57,7 +57,10 @@ class DraftRefresh:
         return report
 
     def now(self, *, steps: int | None = None, seconds: float | None = None) -> RefreshReport:
-        """Train the draft on recent samples for a number of steps or of seconds; the next reshard sends a better draft."""
+        """Train the draft on recent samples for a number of steps or of seconds.
+
+        A draft that got better goes out with the next reshard.
+        """
         draft = self._draft()
         assert draft is not None
         report = draft.refresh(steps=steps, seconds=seconds)

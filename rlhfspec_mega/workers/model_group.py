@@ -105,13 +105,16 @@ class ModelGroup:
         return next((damage for damage in found if damage is not None), None)
 
     def load(self, directory: Path) -> bool:
-        """Load a distributed checkpoint; returns whether random states were restored, which takes the same parallel sizes."""
+        """Load a distributed checkpoint.
+
+        Returns whether random states were restored, which takes the parallel sizes of the checkpoint.
+        """
         return all(self._call("load", directory, phase="load checkpoint"))
 
     # Resharding
 
     def senders(self) -> dict[int, list[int]]:
-        """Ranks of the data-parallel replica that sends weights: by pipeline stage, in TP order; the first rank sends."""
+        """Ranks of the replica that sends weights: by pipeline stage, in TP order; the first rank sends."""
         stages: dict[int, list[int]] = {}
         for rank, position in enumerate(self.positions):
             if position.dp == 0:
