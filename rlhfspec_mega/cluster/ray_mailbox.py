@@ -24,7 +24,7 @@ class Mailbox:
         self._changed = asyncio.Condition()
 
     async def reserve(self) -> list[int]:
-        """Wait until another bucket may be posted; the receivers that stand in the way after the deadline."""
+        """Wait until another bucket may be posted; returns the receivers that block it at the deadline."""
         oldest = self._posted - IN_FLIGHT
         await self._wait(lambda: min(self._released) > oldest)
         return [index for index, count in enumerate(self._released) if count <= oldest]
@@ -37,19 +37,22 @@ class Mailbox:
             self._tidy()
 
     async def take(self, receiver: int, number: int) -> tuple[int, list[Any]] | None:
-        """Release all buckets before `number` and wait for that one: its id and reference; None: it did not come."""
+        """Release all buckets before `number` and wait for that one.
+
+        Returns its id and reference, or None at the deadline.
+        """
         await self.release(receiver, number)
         await self._wait(lambda: self._posted > number)
         return self._buckets.get(number)
 
     async def release(self, receiver: int, count: int) -> None:
-        """The receiver is done with the first `count` buckets."""
+        """The receiver has loaded the first `count` buckets."""
         async with self._changed:
             self._released[receiver] = max(self._released[receiver], count)
             self._tidy()
 
     async def drop(self, receiver: int) -> None:
-        """Nobody waits for this receiver any more."""
+        """Do not wait for this receiver from now on."""
         await self.release(receiver, _FOREVER)
 
     def _tidy(self) -> None:

@@ -1,4 +1,4 @@
-"""One Megatron model on one rank behind a few plain methods: score, learn, rest, save, load."""
+"""One Megatron model on one rank: log-probs, training, offloading and checkpoints as plain methods."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def on_megatron(method: Method) -> Method:
 
 
 class MegatronModel:
-    """A model of any parallel sizes; its ranks' methods are collective.
+    """A model of any parallel sizes; its methods are collective over its ranks.
 
     Args:
         ranks: global ranks that hold the model, ascending; this process is one of them.
         call_timeout: longest wait within a collective.
 
     Attributes:
-        groups, position: process groups of the model, and where this rank stands in them.
-        chunks: of this pipeline rank.
+        groups, position: process groups of the model, and this rank's coordinates.
+        chunks: model chunks of this pipeline rank.
     """
 
     @on_megatron
@@ -75,7 +75,7 @@ class MegatronModel:
 
     @on_megatron
     def load_weights(self, path: Path) -> None:
-        """Load a Hugging Face directory. Raises UserError when tensors are missing or the shape differs."""
+        """Load a Hugging Face directory. Raises UserError if tensors are missing or the shape differs."""
         optimizer = self.optimizer if self.description.learning else None
         load_parameters(self.chunks, self.shape, self.groups, HfWeights(path).lazy, optimizer)
         self._rest()
@@ -96,7 +96,10 @@ class MegatronModel:
     def accumulate(
         self, batches: Sequence[MicroBatch], token_loss: TokenLoss, metrics: Sequence[str]
     ) -> dict[str, float]:
-        """Gradients of a mini-batch; `metrics` and "loss" averaged over all loss tokens, the same on every rank."""
+        """Accumulate gradients of a mini-batch.
+
+        Returns `metrics` and "loss", averaged over all loss tokens; the same on every rank.
+        """
         logits = self.description.logits
         sums = accumulate_gradients(self.chunks, self.groups, batches, logits, token_loss, metrics)
         return reduce_metrics(sums, metrics, self.groups)
@@ -122,12 +125,12 @@ class MegatronModel:
 
     @on_megatron
     def offload(self) -> None:
-        """Weights, gradients and optimizer to host memory; on a CPU the two are one. Gradients are forgotten."""
+        """Move weights and optimizer to host memory and drop gradients; nothing moves on a CPU."""
         to_host(self.chunks, self.optimizer if self.description.learning else None, self.device)
 
     @on_megatron
     def onload(self) -> None:
-        """Bring back what `offload` took away."""
+        """Move what `offload` moved back to the device."""
         to_device(self.chunks, self.optimizer if self.description.learning else None, self.device)
 
     def _rest(self) -> None:
@@ -142,13 +145,17 @@ class MegatronModel:
     def save(self, directory: Path) -> SavedPart:
         """Write this rank's part of a distributed checkpoint into an existing empty directory.
 
-        A failure to write is returned, the same on all ranks, which stay as they were: it need not end the run.
+        A failure to write is returned, the same on all ranks, and not raised: the model is unchanged and the run may go
+            on.
         """
         return checkpoint.save(directory, *self._saved())
 
     @on_megatron
     def load(self, directory: Path) -> bool:
-        """Read a distributed checkpoint written under any parallel sizes; whether the random state came with it."""
+        """Read a distributed checkpoint written under any parallel sizes.
+
+        Returns whether random states were restored.
+        """
         return checkpoint.load(directory, *self._saved())
 
     def _saved(self) -> tuple[Any, ...]:
