@@ -1,4 +1,4 @@
-"""Advantages of whole prompts' groups: GRPO and RLOO, over-long samples, KL in the reward, the shuffle control."""
+"""Advantages within groups of samples (GRPO, RLOO), over-long samples, KL in the reward, and the shuffle control."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from torch import Tensor
 
 from rlhfspec_mega.config.schema.training import AlgorithmConfig
 
-_EQUAL = 1e-6  # rewards of a group closer than this carry no signal
+_EQUAL = 1e-6  # smaller differences of rewards within a group count as none
 
 
 def grpo(rewards: Tensor, norm_adv_by_std: bool) -> Tensor:
-    """Reward minus the group's mean, over its standard deviation if asked (DeepSeekMath, arXiv 2402.03300; without the
-    division: Dr. GRPO, arXiv 2503.20783). The deviation is the unbiased one.
+    """Reward minus the group's mean, divided by the group's standard deviation if asked for.
+
+    From DeepSeekMath (arXiv 2402.03300); without the division Dr. GRPO (arXiv 2503.20783). The deviation is unbiased.
 
     Args:
         rewards: [prompts, members]
@@ -33,12 +34,12 @@ def rloo(rewards: Tensor) -> Tensor:
 
 
 def degenerate(rewards: Tensor) -> Tensor:
-    """Groups [prompts] whose members all have the same reward, of which nothing can be learnt."""
+    """Groups [prompts] whose members all have the same reward, so that nothing can be learnt from them."""
     return rewards.amax(dim=1) - rewards.amin(dim=1) < _EQUAL
 
 
 def shaped_rewards(rewards: Tensor, truncated: Tensor, kl: Tensor | None, config: AlgorithmConfig) -> Tensor:
-    """Rewards after the over-long penalty and, with kl_in=reward, less kl_coef times the sample's KL to the reference.
+    """Rewards after the over-long penalty, minus, with kl_in=reward, kl_coef times the sample's KL to the reference.
 
     Args:
         rewards, truncated (bool), kl: [prompts, members]; kl is the sum of a sample's per-token estimates.
@@ -51,7 +52,7 @@ def shaped_rewards(rewards: Tensor, truncated: Tensor, kl: Tensor | None, config
 
 
 def learning_samples(truncated: Tensor, config: AlgorithmConfig) -> Tensor:
-    """Samples (bool, shape of `truncated`) that take part in the loss: with overlong=mask not the truncated ones.
+    """Which samples are in the loss (bool, shape of `truncated`): with overlong=mask all but the truncated ones.
 
     A masked sample still counts in its group's mean: leaving it out would reward the others for its failure to end.
     """
@@ -59,6 +60,6 @@ def learning_samples(truncated: Tensor, config: AlgorithmConfig) -> Tensor:
 
 
 def shuffled(advantages: Tensor, generator: torch.Generator) -> Tensor:
-    """The control experiment in which advantages change places among all samples, so that nothing can be learnt."""
+    """The shuffle control: advantages are permuted among all samples, so that nothing can be learnt."""
     order = torch.randperm(advantages.numel(), generator=generator)
     return advantages.flatten()[order].view_as(advantages)

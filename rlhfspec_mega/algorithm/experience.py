@@ -1,4 +1,4 @@
-"""Samples of a step as flat arrays: the one form in which they go from finished samples to updates."""
+"""The samples of a step as flat arrays, from finished samples to updates."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Integers = NDArray[np.int64]
 
 @dataclass
 class Experience:
-    """Samples one after the other, ragged: sample i has the tokens `offsets[i]` to `offsets[i + 1]`.
+    """Ragged arrays: sample i has the tokens from `offsets[i]` to `offsets[i + 1]`.
 
     Attributes:
         tokens: int32 [all tokens], of prompt and response.
         offsets: [samples + 1].
         prompt_lengths: [samples].
-        per_sample: by name one value for every sample, [samples]: rewards and the like.
-        columns: by name one value for every response token, [all response tokens], float32: log-probs, advantages,
-            loss weights, and whatever else a loss of one's own reads.
+        per_sample: name -> one value per sample, [samples], such as rewards.
+        columns: name -> one value per response token, [all response tokens], float32: log-probs, advantages, loss
+            weights, and whatever a user's loss reads.
     """
 
     tokens: NDArray[np.int32]
@@ -34,7 +34,7 @@ class Experience:
 
     @classmethod
     def of(cls, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Experience:
-        """From the tokens of each sample's prompt and response."""
+        """From the prompt tokens and response tokens of each sample."""
         parts = [np.asarray(part, np.int32) for pair in zip(prompts, responses, strict=True) for part in pair]
         sizes = np.array([len(part) for part in parts], np.int64).reshape(-1, 2)
         tokens = np.concatenate(parts) if parts else np.zeros(0, np.int32)
@@ -45,37 +45,37 @@ class Experience:
 
     @property
     def lengths(self) -> Integers:
-        """Tokens of each sample."""
+        """Tokens of each sample, [samples]."""
         return np.diff(self.offsets)
 
     @property
     def response_lengths(self) -> Integers:
-        """Response tokens of each sample."""
+        """Response tokens of each sample, [samples]."""
         return self.lengths - self.prompt_lengths
 
     @property
     def response_offsets(self) -> Integers:
-        """Where each sample's values begin in a column, [samples + 1]."""
+        """Offset of each sample's values in a column, [samples + 1]."""
         return starts(self.response_lengths)
 
     def joined(self, values: Sequence[ArrayLike]) -> Floats:
-        """A column from each sample's values. Raises ValueError unless there is one for every response token."""
+        """A column from each sample's values. Raises ValueError unless there is one value for every response token."""
         if [np.size(part) for part in values] != self.response_lengths.tolist():
             raise ValueError("a column needs one value for every response token")
         return np.concatenate([np.asarray(part, np.float32) for part in values] or [np.zeros(0, np.float32)])
 
     def spread(self, values: ArrayLike) -> Floats:
-        """A column in which all tokens of a sample have its value; `values` [samples]."""
+        """A column in which all tokens of a sample have the sample's value; `values` [samples]."""
         return np.repeat(np.asarray(values, np.float32), self.response_lengths)
 
     def by_sample(self, column: NDArray) -> Iterator[NDArray]:
-        """Each sample's part of a column."""
+        """The parts of a column, one per sample."""
         bounds = self.response_offsets
         for first, last in itertools.pairwise(bounds):
             yield column[first:last]
 
     def place(self, column: NDArray, samples: Sequence[int], values: NDArray) -> None:
-        """Write the values of these samples, one after the other, to where they belong in a column."""
+        """Write the values of these samples, given one after the other, into their places in a column."""
         bounds, first = self.response_offsets, 0
         for sample in samples:
             size = bounds[sample + 1] - bounds[sample]
@@ -83,11 +83,11 @@ class Experience:
             first += size
 
     def summed(self, column: NDArray) -> NDArray[np.float64]:
-        """Sums over each sample's tokens, [samples]."""
+        """Sum over each sample's tokens, [samples]."""
         return np.array([part.sum(dtype=np.float64) for part in self.by_sample(column)])
 
     def select(self, samples: ArrayLike) -> Experience:
-        """These samples in this order; copies."""
+        """A copy of these samples, in this order."""
         chosen = np.asarray(samples, np.int64)
         return Experience(
             _parts(self.tokens, self.offsets, chosen),
@@ -99,11 +99,11 @@ class Experience:
 
 
 def starts(lengths: NDArray) -> Integers:
-    """[n] lengths -> [n + 1] offsets, the last one being their sum."""
+    """Offsets [n + 1] of consecutive parts with these lengths [n]."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
 def _parts(values: NDArray, offsets: Integers, chosen: Integers) -> NDArray:
-    """The ragged parts of these numbers one after the other; a copy."""
+    """A copy of the ragged parts with these numbers, one after the other."""
     bounds = zip(offsets[chosen].tolist(), offsets[chosen + 1].tolist(), strict=True)
     return np.concatenate([values[first:last] for first, last in bounds] or [values[:0]])

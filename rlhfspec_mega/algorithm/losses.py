@@ -13,11 +13,11 @@ from rlhfspec_mega.errors import UserError
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """What the loss needs of each token; all tensors have the same shape, any shape, finite values everywhere.
+    """What the loss needs of each token; all tensors have the same shape, any shape, and finite values.
 
     Attributes:
-        logprobs: of the policy now, with gradient.
-        old_logprobs: of the policy that begins this step, recomputed by the actor.
+        logprobs: of the current policy, with gradient.
+        old_logprobs: of the policy before this step's updates, recomputed by the actor.
         advantages: of the token's sample.
         engine_logprobs: the engine's, recorded while sampling; for tis_clip.
         reference_logprobs: of the frozen reference; for the KL in the loss.
@@ -33,10 +33,10 @@ class TokenInputs:
 
 
 def token_losses(inputs: TokenInputs, config: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of each token and per-token metrics without gradient, to be averaged with the caller's token weights.
+    """Loss of each token and per-token metrics without gradient; the caller averages both over tokens.
 
-    Metrics: ratio, clip_fraction (0 or 1), approx_kl (k3 estimate of KL(old || now)); kl (reference), tis_weight
-    and entropy where their inputs are given.
+    Metrics: ratio, clip_fraction (0 or 1), approx_kl (k3 estimate of KL(old || current)); kl (reference), tis_weight
+    and entropy if their inputs are given.
     """
     log_ratio = inputs.logprobs - inputs.old_logprobs
     loss, clipped = clipped_policy_loss(log_ratio, inputs.advantages, config.clip_ratio_low, config.clip_ratio_high)

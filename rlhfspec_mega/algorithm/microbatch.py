@@ -1,4 +1,4 @@
-"""Micro-batches: right-padded tensors of a few samples, the unit that a training schedule orders."""
+"""Micro-batches: right-padded tensors of a few samples, the unit that a pipeline schedule runs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ WEIGHTS = "weights"  # the column of loss weights
 
 @dataclass
 class MicroBatch:
-    """Tensors [rows, length]; position t of every per-token tensor speaks of the token that follows input t.
+    """Tensors [rows, length]; position t of a per-token tensor refers to the token after input t.
 
     Attributes:
-        inputs: int64 token ids, the last token of each sample left out.
-        targets: int64 the token after each input.
+        inputs: int64 token ids without the last token of each sample.
+        targets: int64, the token after each input.
         mask: bool, true where the target is a response token.
         columns: those of the experience, 0 outside the mask.
         indices: which samples of the step the rows are; empty for a padding micro-batch.
@@ -40,13 +40,13 @@ class MicroBatch:
 
     @property
     def loss_tokens(self) -> int:
-        """Response tokens with weight: what the loss is averaged over."""
+        """Number of response tokens with weight, over which the loss is averaged."""
         return int((self.weights > 0).sum())
 
 
 @dataclass
 class Shard:
-    """What one data-parallel rank gets of a mini-batch.
+    """One data-parallel rank's part of a mini-batch.
 
     Attributes:
         samples: in the order of micro-batches.
@@ -63,17 +63,17 @@ class Shard:
 
     @classmethod
     def cut(cls, samples: Experience, plan: Sequence[Sequence[int]], multiple: int = 1) -> Shard:
-        """Of a mini-batch the samples that `plan` names, by micro-batch."""
+        """The samples of a mini-batch that `plan` names, by micro-batch."""
         indices = [index for batch in plan for index in batch]
         return cls(samples.select(indices), [len(batch) for batch in plan], indices, multiple)
 
     def batches(self) -> list[MicroBatch]:
-        """The micro-batches."""
+        """The padded micro-batches."""
         bounds = np.cumsum([0, *self.rows]).tolist()
         return [self._collated(first, last) for first, last in itertools.pairwise(bounds)]
 
     def _collated(self, first: int, last: int) -> MicroBatch:
-        """These samples padded to one length."""
+        """These samples, padded to one length."""
         samples, responses = self.samples, self.samples.response_offsets
         rows = max(1, last - first)
         longest = int(samples.lengths[first:last].max(initial=2)) - 1
@@ -89,7 +89,7 @@ class Shard:
             mask[row, span] = True
             for name, column in samples.columns.items():
                 columns[name][row, span] = column[responses[sample] : responses[sample + 1]]
-        if WEIGHTS not in samples.columns:  # then every response token counts the same
+        if WEIGHTS not in samples.columns:  # without weights every response token counts the same
             columns[WEIGHTS] = mask.astype(np.float32)
         return MicroBatch(
             inputs=torch.from_numpy(tokens[:, :-1].copy()),

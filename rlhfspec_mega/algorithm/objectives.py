@@ -19,7 +19,7 @@ def supervised_objective(
 def policy_objective(
     logprobs: torch.Tensor, entropy: torch.Tensor, batch: MicroBatch, *, config: AlgorithmConfig
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Clipped policy gradient with KL as configured (losses.token_losses); all tensors [rows, length]."""
+    """Clipped policy gradient, with KL as configured (see losses.token_losses); all tensors [rows, length]."""
     device = logprobs.device
     # Outside the response, padding would feed arbitrary log-probs into exp(): there the policy counts as unchanged.
     mask = batch.mask.to(device)
@@ -39,7 +39,7 @@ def policy_objective(
 
 
 def policy_metrics(config: AlgorithmConfig) -> list[str]:
-    """Names of the metrics that `policy_objective` gives under this configuration."""
+    """Names of the metrics that `policy_objective` reports under this configuration."""
     names = ["ratio", "clip_fraction", "approx_kl", "entropy"]
     names += ["kl"] if config.kl_coef > 0 else []
     return names + (["tis_weight"] if config.tis_clip is not None else [])

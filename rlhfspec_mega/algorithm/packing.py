@@ -1,4 +1,4 @@
-"""Packing: which data-parallel rank trains which sequences, in which micro-batches, under a token budget."""
+"""Packing: which data-parallel rank trains which sequences, and in which micro-batches, under a token budget."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def padded_length(lengths: Sequence[int], multiple: int) -> int:
-    """Positions of a row in a micro-batch of these sequences: the longest, rounded up to `multiple`."""
+    """Row length of a micro-batch of these sequences: the longest, rounded up to `multiple`."""
     return _rounded_up(max(lengths), multiple)
 
 
@@ -57,7 +57,7 @@ def _fill(lengths: Sequence[int], indices: Sequence[int], budget: int, length_mu
 
 
 def _spread(lengths: Sequence[int], batches: list[list[int]], count: int, length_multiple: int) -> None:
-    """Bring `batches` to `count` in place, halving the costliest one of several rows while there is any."""
+    """Extend `batches` to `count` micro-batches in place by halving the costliest one that has several rows."""
     while len(batches) < count:
         several = [number for number, batch in enumerate(batches) if len(batch) > 1]
         if not several:

@@ -1,4 +1,4 @@
-"""Weights of tokens in the loss, fixed by the whole mini-batch, so that micro-batches and ranks do not change it."""
+"""Weights of tokens in the loss; a mini-batch determines them, however it is split into micro-batches and ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which algorithm a run uses: one of ours, or with an advantage or a loss of one's own by import path."""
+"""Chooses the algorithm of a run: one of this package, or one with a user's advantage or loss by import path."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ OURS: dict[str, type[PolicyGradient]] = {"grpo": GRPO, "rloo": RLOO}
 
 
 class OwnAdvantage(PolicyGradient):
-    """With a user's function of the rewards [prompts, members]."""
+    """An algorithm whose advantages come from a user's function of the rewards [prompts, members]."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], *args: Any) -> None:
         super().__init__(*args)
         self._function = function
 
     def advantages(self, rewards: Tensor) -> Tensor:
-        """What the function gives."""
+        """The function's result."""
         return self._function(rewards)
 
 

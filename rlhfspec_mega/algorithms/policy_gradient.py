@@ -1,4 +1,4 @@
-"""What GRPO and RLOO share: log-probs of actor and reference, advantages within groups, clipped updates."""
+"""The part that GRPO and RLOO share: log-probs of actor and reference, advantages within groups, clipped updates."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ ACTOR, REFERENCE = "actor", "reference"
 
 
 class PolicyGradient(ABC):
-    """An algorithm without a critic: every sample has one advantage, by the rewards of its group.
+    """An algorithm without a critic: advantages follow from the rewards of a sample's group.
 
     Args:
         members: samples of each prompt.
-        samples_per_update: of a mini-batch, at most.
-        loss: of one's own, in place of the clipped policy gradient; its attribute `metrics` names what it reports.
+        samples_per_update: most samples of a mini-batch.
+        loss: a user's loss in place of the clipped policy gradient; its attribute `metrics` names what it reports.
     """
 
     def __init__(
@@ -42,20 +42,23 @@ class PolicyGradient(ABC):
 
     @abstractmethod
     def advantages(self, rewards: Tensor) -> Tensor:
-        """Of float64 rewards [prompts, members], shaped; the same shape, or one for every response token, flat."""
+        """Advantages of shaped float64 rewards [prompts, members].
+
+        The same shape, or flat with one per response token.
+        """
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Names of the models that it needs."""
+        """Names of the models that the algorithm needs."""
         return (ACTOR, REFERENCE) if self._config.kl_coef > 0 else (ACTOR,)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether it compares the actor with a frozen model."""
+        """Whether the algorithm compares the actor with a frozen reference."""
         return REFERENCE in self.models
 
     def experience(self, samples: Sequence[Sample]) -> Experience:
-        """Scored samples, in order of prompt and member, as arrays with the engines' log-probs."""
+        """The experience of scored samples, ordered by prompt and member, with the engines' log-probs."""
         made = Experience.of(
             [sample.prompt.tokens for sample in samples], [sample.response_tokens for sample in samples]
         )
@@ -65,11 +68,11 @@ class PolicyGradient(ABC):
         return made
 
     def add_reference(self, experience: Experience, reference: ModelGroup) -> None:
-        """Add the frozen reference's log-probs."""
+        """Compute and add the frozen reference's log-probs."""
         experience.columns["reference_logprobs"], _ = reference.logprobs(experience, "reference")
 
     def take_reference(self, samples: Sequence[Sample], experience: Experience, found: Mapping[str, Floats]) -> None:
-        """Add the frozen reference's log-probs, by sample id, as they were computed beside generation.
+        """Add the frozen reference's log-probs that were computed during the rollout, by sample id.
 
         Raises RunError unless there is one for every response token of every sample.
         """
@@ -85,13 +88,13 @@ class PolicyGradient(ABC):
     def add_old_logprobs(
         self, experience: Experience, actor: ModelGroup, refresh_follows: bool = False
     ) -> dict[str, float]:
-        """Add the log-probs of the actor as it is before this step's updates.
+        """Compute and add the log-probs of the actor before this step's updates.
 
         Args:
             refresh_follows: whether a draft learns from these samples before the next call.
 
         Returns:
-            entropy per token, and how far the engines' log-probs of the same tokens lie from the actor's.
+            entropy per token, and the differences between the engines' log-probs and the actor's.
         """
         column, entropy = actor.logprobs(experience, "logprobs", refresh_follows=refresh_follows)
         experience.columns["old_logprobs"] = column
@@ -103,12 +106,12 @@ class PolicyGradient(ABC):
         }
 
     def add_advantages(self, experience: Experience, generator: torch.Generator) -> None:
-        """Add advantages from the rewards.
+        """Compute and add advantages.
 
         Args:
-            generator: of the shuffle control.
+            generator: for the shuffle control.
 
-        Raises RunError for advantages that are neither one a sample nor one a response token.
+        Raises RunError for advantages that are neither one per sample nor one per response token.
         """
         config, columns = self._config, experience.columns
         rewards, truncated = (
@@ -134,11 +137,11 @@ class PolicyGradient(ABC):
         columns["advantages"] = experience.spread(flat) if len(flat) == len(experience) else flat.astype(np.float32)
 
     def update(self, experience: Experience, actor: ModelGroup) -> dict[str, float]:
-        """Optimizer steps over all samples, each used exactly once, in mini-batches in the order given.
+        """Run the optimizer steps of a step: every sample is used exactly once, in mini-batches in the given order.
 
         Returns:
             The metrics of MegatronModel.accumulate and .step as `actor/NAME`, averaged over the mini-batches; skipped
-            updates are counted.
+            updates are summed.
         """
         results = []
         for first in range(0, len(experience), self._samples_per_update):
@@ -154,7 +157,7 @@ class PolicyGradient(ABC):
 
     @staticmethod
     def note_on_samples(samples: Sequence[Sample], experience: Experience) -> None:
-        """Give each sample its part of what was computed, for the records: its advantage, the mean over its tokens."""
+        """Record each sample's log-probs and advantage (the mean over its tokens) in the Sample objects."""
         for name in ("old_logprobs", "reference_logprobs"):
             if name in experience.columns:
                 for sample, part in zip(samples, experience.by_sample(experience.columns[name]), strict=True):

@@ -1,4 +1,4 @@
-"""RLOO (arXiv 2402.14740): a sample's reward against the mean reward of the others of its group."""
+"""RLOO (arXiv 2402.14740): a sample's reward minus the mean reward of the other samples of its group."""
 
 from __future__ import annotations
 

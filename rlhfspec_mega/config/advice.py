@@ -23,7 +23,10 @@ LR, SHARE = 1e-6, 0.3  # as the table has them for large models
 
 
 def with_advice(error: NoPresetError) -> UserError:
-    """The refusal with values to type: for this hardware, or else for the smallest one in conf/ on which it fits."""
+    """The refusal with the values to type.
+
+    For this hardware, or for the smallest cluster in conf/ on which the model fits.
+    """
     sentence = str(error).rsplit(": set ", 1)[0]
     found = _fitting(error.config, error.unset)
     if found is not None:
@@ -38,9 +41,9 @@ def with_advice(error: NoPresetError) -> UserError:
 
 
 def _larger(config: RunConfig) -> Iterator[tuple[list[str], RunConfig]]:
-    """The run on the clusters of GPUs in conf/, smallest first, each with what is to be typed for it.
+    """The run on each of conf/'s clusters of GPUs, smallest first, with the words to type for it.
 
-    The run's own kind of GPU and options of its cluster stay, as they do when one adds a word to a command.
+    The run's kind of GPU and its options of the cluster are kept, as they are if one adds a word to the command.
     """
     given = config.cluster
     clusters = {name: load_config([f"cluster={name}"]).cluster for name in group_options()["cluster"]}
@@ -59,7 +62,10 @@ def _larger(config: RunConfig) -> Iterator[tuple[list[str], RunConfig]]:
 
 
 def _as_the_table_says(config: RunConfig, unset: Sequence[str]) -> list[str] | None:
-    """What is to be typed besides the cluster where conf/presets.yaml sets all else; None if that does not fit."""
+    """Words to type besides the cluster if conf/presets.yaml sets everything else.
+
+    None if the model does not fit then.
+    """
     found = presets(model_shape(config.model).parameters, config.cluster)
     if not set(unset) <= set(found):
         return None
@@ -68,7 +74,7 @@ def _as_the_table_says(config: RunConfig, unset: Sequence[str]) -> list[str] | N
 
 
 def _fitting(config: RunConfig, unset: Sequence[str]) -> list[str] | None:
-    """The unset options with the smallest parallel sizes that fit, as one writes them; None if none do."""
+    """The unset options as one types them, with the smallest parallel sizes that fit; None if none do."""
     cluster = config.cluster
     sizes = [n for n in range(1, cluster.devices_per_node + 1) if cluster.devices_per_node % n == 0]
     stages = [n for n in range(1, cluster.nodes + 1) if cluster.nodes % n == 0]
@@ -83,7 +89,7 @@ def _fitting(config: RunConfig, unset: Sequence[str]) -> list[str] | None:
 
 
 def _engines(config: RunConfig) -> list[tuple[str, list[str]]]:
-    """Engines to try, each with what is to be typed for it: SGLang's may span GPUs, ours may not."""
+    """Engines to try, each with the words to type for it: SGLang's may span several GPUs, the embedded ones may not."""
     given = (config.rollout.engine, list[str]())
     if device_type(config.cluster) == "cpu" or config.rollout.engine == "sglang":
         return [given]
@@ -91,7 +97,7 @@ def _engines(config: RunConfig) -> list[tuple[str, list[str]]]:
 
 
 def _values(config: RunConfig, tensor: int, pipeline: int) -> dict[str, Any]:
-    """By option; sizes of engines and of the reference are those of the actor's tensor parallelism."""
+    """Values by option; engines and the reference get the actor's tensor-parallel size."""
     return {
         "actor.tensor_parallel": tensor,
         "actor.pipeline_parallel": pipeline,

@@ -24,10 +24,10 @@ ADVANTAGES = ("grpo", "rloo")
 
 
 def check_config(config: RunConfig) -> Sizes:
-    """Refuse what cannot run; return the derived sizes of what can.
+    """Refuse a configuration that cannot run; return the derived sizes otherwise.
 
     Raises:
-        UserError: the first thing found wrong.
+        UserError: for the first fault found.
     """
     check_ranges(config)
     _check_name(config)
@@ -55,7 +55,7 @@ def _check_name(config: RunConfig) -> None:
 
 
 def _check_available(config: RunConfig) -> None:
-    """Options that exist but whose other half is not there."""
+    """Options whose other half (a package, a launcher, an engine) must be installed."""
     check_sglang(config)
     check_launcher(config)
     if config.logger.wandb and importlib.util.find_spec("wandb") is None:
@@ -63,7 +63,7 @@ def _check_available(config: RunConfig) -> None:
 
 
 def _check_deterministic(config: RunConfig) -> None:
-    """What a deterministic run cannot follow."""
+    """Options that a deterministic run cannot follow."""
     if not config.trainer.deterministic:
         return
     if config.reallocation.policy == "queue":

@@ -1,4 +1,4 @@
-"""Composes conf/ and the command line into a RunConfig; whatever Hydra or OmegaConf object to becomes one sentence."""
+"""Composes conf/ and the command line into a RunConfig; every objection of Hydra or OmegaConf becomes one sentence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONFIG_NAME = "config"
 
 
 def _schema() -> DictConfig:
-    """The schema, with what conf/presets.yaml gives still open."""
+    """The schema, in which options of conf/presets.yaml are still missing."""
     schema = OmegaConf.structured(RunConfig)
     for key in from_presets():
         OmegaConf.update(schema, key, MISSING)
@@ -41,11 +41,11 @@ ConfigStore.instance().store(name="run_schema", node=_schema())
 
 
 class NoPresetError(UserError):
-    """conf/presets.yaml has no line for a model on its hardware, and the run does not say all that it would.
+    """conf/presets.yaml has no line for this model and hardware, and the run does not set these options itself.
 
     Attributes:
-        config: the rest of the configuration, with defaults for the options that are not set.
-        unset: the options that are to be set.
+        config: the configuration, with defaults for the options that are not set.
+        unset: the options that must be set.
     """
 
     def __init__(self, config: RunConfig, unset: Sequence[str]) -> None:
@@ -60,7 +60,7 @@ class NoPresetError(UserError):
 
 
 def options_read(config: RunConfig, keys: Sequence[str]) -> list[str]:
-    """The options that this run reads: those of SGLang only with that engine."""
+    """Those of these options that the run reads: SGLang's only with that engine."""
     return [key for key in keys if config.rollout.engine == "sglang" or not key.startswith("rollout.sglang.")]
 
 
@@ -78,7 +78,7 @@ def load_config(overrides: Sequence[str]) -> RunConfig:
 
 
 def to_run_config(composed: DictConfig) -> RunConfig:
-    """The dataclass instance of a composed configuration, with conf/presets.yaml's values for what is not set.
+    """The dataclass instance of a composed configuration; unset options get their values from conf/presets.yaml.
 
     Raises:
         UserError: values that cannot be resolved.
@@ -90,7 +90,7 @@ def to_run_config(composed: DictConfig) -> RunConfig:
         lacking = _fill(composed, unset) if unset else []
         config = OmegaConf.to_object(composed)
         assert isinstance(config, RunConfig)
-        # OmegaConf holds tuples as lists and gives them back so.
+        # OmegaConf returns tuples as lists.
         betas = tuple(config.actor.optimizer.betas)
         if len(betas) != 2:
             raise UserError(f"actor.optimizer.betas={list(betas)} is not valid: it must be two numbers: [0.9,0.95].")
@@ -101,7 +101,7 @@ def to_run_config(composed: DictConfig) -> RunConfig:
 
 
 def _fill(composed: DictConfig, unset: Sequence[str]) -> list[str]:
-    """Set what the table says, and defaults for the rest; returns the options of the rest."""
+    """Set unset options from conf/presets.yaml, else to their defaults; returns those that the table does not give."""
     cluster, model = OmegaConf.to_object(composed.cluster), OmegaConf.to_object(composed.model)
     assert isinstance(cluster, ClusterConfig) and isinstance(model, ModelConfig)
     check_ranges(RunConfig(model=model, cluster=cluster))  # the table is for shapes and hardware that make sense
@@ -121,7 +121,7 @@ def sweep_jobs(overrides: Sequence[str]) -> list[list[str]]:
 
     Raises UserError for syntax errors and for sweeps without a finite list of values.
     """
-    values: dict[str, list[str]] = {}  # by key: of a key that is given twice, the last counts
+    values: dict[str, list[str]] = {}  # by key: if a key is given twice, the last value counts
     with _in_one_sentence(overrides):
         for override in parse_overrides(overrides):
             key = override.get_key_element()
@@ -171,7 +171,7 @@ def _check_names(override: Override) -> None:
 
 
 def _inside_mapping(key: str) -> bool:
-    """Whether the key lies in an option that takes free names, such as reward.arguments."""
+    """Whether the key is inside an option with free names, such as reward.arguments."""
     parents = (key[:at] for at, letter in enumerate(key) if letter == ".")
     return any(parent in known() and str(known()[parent].kind).startswith("dict[") for parent in parents)
 
@@ -206,5 +206,5 @@ def _translated(error: Exception, overrides: Sequence[str]) -> UserError:
 
 
 def _setting(key: str, overrides: Sequence[str]) -> str:
-    """The override that set this key, or the key alone where a file set it."""
+    """The override that set this key; the key alone if a file set it."""
     return next((text.lstrip("+") for text in overrides if text.lstrip("+").startswith(f"{key}=")), key)

@@ -1,4 +1,4 @@
-"""Conditions under which an option is read, as the schema writes them; whoever sets it without them is told which.
+"""Conditions under which an option is read; an option that is set without them is refused.
 
 A condition is "option=value", "option=value|value", "option>number", several joined by " or ", or one of FACTS.
 """
@@ -30,7 +30,7 @@ def _move_reference(config: RunConfig) -> str:
     return "placement.reference=generation" if config.algorithm.kl_coef > 0 else "algorithm.kl_coef=0.01"
 
 
-# What follows from several options at once: whether it holds, and what to add where it does not.
+# Conditions on several options at once: whether one holds, and what to add if it does not.
 FACTS: dict[str, tuple[Callable[[RunConfig], bool], Callable[[RunConfig], str]]] = {
     "a draft": (drafts, _start_drafting),
     "a GPU": (lambda config: device_type(config.cluster) == "cuda", lambda config: "cluster=1n1g"),
@@ -39,7 +39,7 @@ FACTS: dict[str, tuple[Callable[[RunConfig], bool], Callable[[RunConfig], str]]]
 
 
 def check_read(config: RunConfig) -> None:
-    """Refuse options that were set and that nothing reads in this run, so that no run is believed to be what it is not.
+    """Refuse options that are set but not read in this run, so that nobody believes they have an effect.
 
     Raises:
         UserError: for the first one, with what to add or to leave out.
@@ -48,7 +48,7 @@ def check_read(config: RunConfig) -> None:
     for one in options():
         value = attrgetter(one.key)(config)
         if value == one.default or (one.key in given and value == given[one.key][0]):
-            continue  # nobody has set it
+            continue  # not set
         for condition in one.option.only_with:
             if remedy := missing(condition, config):
                 raise UserError(
@@ -58,7 +58,7 @@ def check_read(config: RunConfig) -> None:
 
 
 def missing(condition: str, config: RunConfig) -> str | None:
-    """What to add so that the condition holds; None where it does."""
+    """What to add so that the condition holds; None if it holds."""
     if condition in FACTS:
         holds, remedy = FACTS[condition]
         return None if holds(config) else remedy(config)
@@ -85,5 +85,5 @@ def _remedy(comparison: str) -> str:
 
 
 def _value(text: str) -> Any:
-    """As YAML reads it, but "off" stays a word."""
+    """The value as YAML reads it, except that "off" stays a word."""
     return text if text == "off" else yaml.safe_load(text)

@@ -1,4 +1,4 @@
-"""What the schema says, as text: the help of the command, docs/configuration.md, a run's configuration with reasons."""
+"""The schema as text: the command's help, docs/configuration.md, and a run's configuration with origins of values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ conf/presets.yaml* stands for values that follow from the size of the model and 
 
 
 def help_text() -> str:
-    """What `python train.py --help` prints."""
+    """The output of `python train.py --help`."""
     groups = "\n".join(f"  {group}: {', '.join(names)}" for group, names in group_options().items())
     shown = [one for one in known().values() if one.option.common]
     width = max(len(_example(one)) for one in shown) + 2
@@ -110,7 +110,7 @@ def _sentence(phrase: str) -> str:
 
 
 def explained(config: RunConfig) -> str:
-    """The configuration as YAML; beside a value of conf/presets.yaml stands the line of the table it is from."""
+    """The configuration as YAML; a value from conf/presets.yaml has the table's line beside it as a comment."""
     reasons = origins(config, model_shape(config.model).parameters)
     lines: list[str] = []
     path: list[str] = []
@@ -123,7 +123,7 @@ def explained(config: RunConfig) -> str:
 
 
 def plain(config: RunConfig) -> dict[str, Any]:
-    """The configuration as YAML knows it: mappings, lists and scalars."""
+    """The configuration in YAML's types: mappings, lists and scalars."""
     values = asdict(config)
     values["actor"]["optimizer"]["betas"] = list(config.actor.optimizer.betas)
     return values

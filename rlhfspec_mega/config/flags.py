@@ -1,4 +1,4 @@
-"""Hydra's command-line flags (hydra.cc, "Hydra's command line flags"), as far as a run knows them."""
+"""The command-line flags of Hydra (hydra.cc, "Hydra's command line flags") that a run supports."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_flags(arguments: list[str]) -> argparse.Namespace:
-    """Flags, and under `overrides` everything else.
+    """The flags, and all other words under `overrides`.
 
-    Raises UserError for a flag that does not exist, or that would make another configuration than conf/'s.
+    Raises UserError for a flag that does not exist, or that would use a configuration other than conf/.
     """
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action="store_true")

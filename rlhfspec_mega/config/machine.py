@@ -1,4 +1,4 @@
-"""Checks of what a run asks of the machine: a launcher, devices, memory."""
+"""Checks whether the machine has what a run needs: a launcher, devices, memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROCESS_BYTES = int(0.4 * GIB)  # an idle worker with torch and Megatron loaded:
 
 
 def check_launcher(config: RunConfig) -> None:
-    """Raises UserError for a launcher that is not there or does not reach all nodes."""
+    """Raises UserError for a launcher that is not installed or does not reach all nodes."""
     cluster, launcher, transport = config.cluster, config.launcher, config.resharding.transport
     if launcher.kind == "local":
         if cluster.nodes > 1:
@@ -45,7 +45,7 @@ def check_devices(config: RunConfig) -> None:
     if device_type(config.cluster) == "cpu":
         return
     if config.launcher.kind == "ray" and ray_address(config.launcher):
-        return  # the GPUs are elsewhere: Ray is asked for them before any worker starts
+        return  # the GPUs are on other machines: Ray checks before any worker starts
     wanted, there = config.cluster.devices_per_node, len(gpu_memory())
     if there == 0:
         raise UserError("cluster.device=cuda, but torch finds no NVIDIA GPU on this machine: use cluster=local.")
@@ -84,7 +84,7 @@ def check_memory(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
         need, have = need // config.cluster.nodes, host_memory()
         where, hint = "this machine", "choose a smaller model or a machine with GPUs"
     elif not device_memory(config.cluster):
-        return  # GPUs of a size that nobody has said
+        return  # the GPUs' memory is unknown
     else:
         of_actor = actor.total + draft.actor
         beside = of_actor  # an engine

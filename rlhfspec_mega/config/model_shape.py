@@ -1,4 +1,4 @@
-"""The shape of the model that a configuration names: conf/'s numbers, or config.json of the user's directory."""
+"""The shape of a run's model: from conf/, or from config.json in the user's directory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ BYTE_VOCABULARY = 259  # tokens of the tokenizer that models made here use: byte
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
-    """The shape that a run trains.
+    """The shape of the model that a run trains.
 
     Raises:
-        UserError: model.path does not exist, or its config.json is damaged or of a model that is not supported.
+        UserError: model.path does not exist, or its config.json is damaged or of an unsupported model.
     """
     if model.path is not None:
         return _shape_of_directory(Path(model.path))
@@ -36,7 +36,7 @@ def model_shape(model: ModelConfig) -> ModelShape:
 
 
 def check_weights(model: ModelConfig) -> None:
-    """Refuse a directory whose weights are not those of its config.json, or a shape whose weights are not here.
+    """Refuse a directory whose weights do not match its config.json, and a model without weights.
 
     Raises:
         UserError: see above.

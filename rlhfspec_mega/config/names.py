@@ -1,4 +1,4 @@
-"""The names a user may write on the command line: what each is, what it was called before, and which one is nearest."""
+"""Names on the command line: what each is, its earlier names, and the nearest name to a wrong one."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Known:
     """A field of the schema.
 
     Attributes:
-        kind: its type; of a section the dataclass.
-        default: of a section None.
+        kind: its type; for a section the dataclass.
+        default: None for a section.
     """
 
     key: str
@@ -89,7 +89,7 @@ def options() -> list[Known]:
 
 @cache
 def _renamed() -> dict[str, str]:
-    """Names of earlier versions and what they are called now."""
+    """Names of earlier versions and their current names."""
     now = {old: one.key for one in known().values() for old in one.option.was}
     for one in known().values():
         parent, _, leaf = one.key.rpartition(".")
@@ -115,7 +115,7 @@ def nearest_options(word: str) -> list[str]:
 
 
 def unknown_option(word: str) -> UserError:
-    """The refusal of a key that is no group and no option; a name of earlier versions is answered with today's."""
+    """The refusal of a key that is neither a group nor an option; an earlier name is answered with the current one."""
     if word in _renamed():
         return UserError(f"'{word}' is called '{_renamed()[word]}' now: write {_renamed()[word]}=VALUE.")
     near = " or ".join(f"'{name}'" for name in nearest_options(word))
@@ -131,9 +131,9 @@ def unknown_choice(key: str, value: object, choices: tuple[str, ...]) -> UserErr
 
 
 def as_written(key: str, value: object) -> str:
-    """An option as one writes it on the command line; a group's option stands for the field that chooses it.
+    """An option as one types it; for a field that a group chooses, the group's option.
 
-    So data.kind=files is written data=files.
+    For example, data.kind=files is typed data=files.
     """
     group = key.rpartition(".")[0]
     chooses = key.endswith((".kind", ".policy", ".engine", ".mode"))

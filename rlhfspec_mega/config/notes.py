@@ -1,4 +1,4 @@
-"""What will run but probably not as hoped."""
+"""Notes about configurations that run but probably not as intended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhfspec_mega.config.sglang import uses_sglang
 from rlhfspec_mega.config.speculation import speculation_note
 from rlhfspec_mega.rollout.sglang_engine.cpu_kernels import NOTICE
 
-LONG_RUN = 100  # steps of a model made here that one would not like to do again
+LONG_RUN = 100  # steps from which on a lost run of a built model is worth a note
 
 
 def notes(config: RunConfig) -> list[str]:

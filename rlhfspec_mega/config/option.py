@@ -1,4 +1,7 @@
-"""What a field of the schema says of an option beside its type: default, help, unit, choices, bounds, what it needs."""
+"""What a field of the schema tells about an option besides its type.
+
+Default, help, unit, choices, bounds, conditions.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ class Option:
 
     Attributes:
         help: what it does, a phrase without a full stop.
-        unit: of a number, e.g. "tokens".
-        choices: all values it may have; empty: any of its type.
+        unit: unit of a number, e.g. "tokens".
+        choices: all allowed values; empty: any value of its type.
         least, most, above, below: bounds of a number, or of every number of a tuple; the last two exclude the bound.
         only_with: conditions (see config.conditions) that must all hold for the option to be read.
         common: whether `--help` shows it.
-        was: names it had in earlier versions, written as on the command line.
+        was: earlier names, as typed on the command line.
     """
 
     help: str
@@ -36,7 +39,7 @@ class Option:
     was: tuple[str, ...] = ()
 
     def allows(self, value: Any) -> bool:
-        """Whether a value of the right type is a choice or within the bounds; null always is."""
+        """Whether a value of the right type is one of the choices or within the bounds; null always is."""
         if value is None:
             return True
         if self.choices:
@@ -67,7 +70,10 @@ class Option:
 
 
 def option(default: Any, help: str, *, only_with: str | tuple[str, ...] = (), **more: Any) -> Any:
-    """A field of the schema: its default, and the attributes of Option. Lists and mappings are copied for each run."""
+    """A field of the schema with its default and the attributes of Option.
+
+    Lists and mappings are copied for each run.
+    """
     conditions = (only_with,) if isinstance(only_with, str) else only_with
     metadata = {KEY: Option(help, only_with=conditions, **more)}
     if isinstance(default, (list, dict)):
@@ -76,5 +82,5 @@ def option(default: Any, help: str, *, only_with: str | tuple[str, ...] = (), **
 
 
 def section(kind: type, help: str, was: tuple[str, ...] = ()) -> Any:
-    """A field of the schema that is a group of options. `was`: names of the group in earlier versions."""
+    """A field of the schema that is a group of options. `was`: earlier names of the group."""
     return field(default_factory=kind, metadata={KEY: Option(help, was=was)})

@@ -16,7 +16,7 @@ from rlhfspec_mega.config.schema.system import ClusterConfig
 from rlhfspec_mega.planning.memory import GIB
 
 FILE = "presets.yaml"
-# Which list of the file sets which options.
+# Options that each list of the file sets, with their names in the file.
 LISTS = {
     "parallel": {
         "actor.tensor_parallel": "actor_tp",
@@ -34,13 +34,13 @@ LISTS = {
 
 
 def from_presets() -> list[str]:
-    """Options that the table sets where nobody else does."""
+    """Options that the table sets if nothing else does."""
     return [key for names in LISTS.values() for key in names]
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the table: whom it fits, and the values that it gives."""
+    """A line of the table: the models and hardware it applies to, and the values it gives."""
 
     billions: float
     use: dict[str, Any]
@@ -70,7 +70,7 @@ def _table() -> dict[str, list[Line]]:
 
 
 def presets(weights: int, cluster: ClusterConfig) -> dict[str, tuple[Any, Line]]:
-    """Option -> its value and the line that gives it, for a model of so many weights; without those of no line."""
+    """Option -> (value, line of the table) for a model of this many weights; options without a line are left out."""
     found = {}
     for name, names in LISTS.items():
         line = next((line for line in _table()[name] if line.fits(weights, cluster)), None)
@@ -80,6 +80,6 @@ def presets(weights: int, cluster: ClusterConfig) -> dict[str, tuple[Any, Line]]
 
 
 def origins(config: RunConfig, weights: int) -> dict[str, str]:
-    """For each option whose value is the table's, the line it comes from, in words."""
+    """For each option that has the table's value, the line it comes from, in words."""
     found = presets(weights, config.cluster).items()
     return {key: f"conf/{FILE}: {line}" for key, (value, line) in found if attrgetter(key)(config) == value}

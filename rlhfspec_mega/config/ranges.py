@@ -1,4 +1,4 @@
-"""Allowed values of single options, as the schema tells them."""
+"""Allowed values of single options, as the schema declares them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhfspec_mega.errors import UserError
 
 
 def check_ranges(config: RunConfig) -> None:
-    """Raise UserError for the first option whose value is not a choice it has, or lies outside its bounds."""
+    """Raise UserError for the first option whose value is not one of its choices or is out of bounds."""
     for one in options():
         value = attrgetter(one.key)(config)
         if one.option.allows(value):

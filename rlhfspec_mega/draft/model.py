@@ -75,11 +75,11 @@ class DraftModel:
     def advance(
         self, tokens: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        """Output states of the entries [N, hidden].
+        """Output states of the entries, [N, hidden].
 
         Args:
-            tokens: int64 [N].
-            states, positions: what the entries read, and where they are.
+            tokens, positions: int64 [N], the token that each entry embeds and its position.
+            states: [N, hidden], what the entries read.
         """
         shape = self.shape
         rotated = shape.num_heads + shape.num_kv_heads

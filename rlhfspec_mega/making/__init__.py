@@ -1,1 +1,1 @@
-"""Models, tokenizers and drafts that are made here on first use, and kept."""
+"""Models, tokenizers and drafts that are built on first use and cached."""

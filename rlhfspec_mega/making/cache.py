@@ -1,4 +1,4 @@
-"""Directories that are made on first use and kept: of several processes that want one, one makes it."""
+"""Directories that are built on first use and kept; if several processes need one, one of them builds it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhfspec_mega.config.schema.run import RunConfig
 
 
 def cache_root(config: RunConfig) -> Path:
-    """Where directories made here are kept."""
+    """The directory of the cache."""
     if config.model.cache_dir:
         return Path(config.model.cache_dir)
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rlhfspec_mega"
@@ -23,10 +23,10 @@ def cache_root(config: RunConfig) -> Path:
 def cached(
     config: RunConfig, name: str, recipe: object, make: Callable[[Path], None], note: Callable[[str], None], what: str
 ) -> Path:
-    """The model directory `name`-KEY from the cache, or made now; KEY tells recipes apart by their repr.
+    """The cached model directory `name`-KEY, built if it is missing; KEY is a hash of the recipe's repr.
 
     Args:
-        note: is told that `what`, the subject of a sentence, is made, or waited for.
+        note: is told when `what`, the subject of a sentence, is built or waited for.
     """
     key = hashlib.sha256(repr(recipe).encode()).hexdigest()[:10]
     directory = cache_root(config) / f"{name}-{key}"
@@ -37,13 +37,13 @@ def cached(
 
 
 def made_once(path: Path, make: Callable[[Path], None], note: Callable[[str], None] = lambda sentence: None) -> None:
-    """Have `make` write a directory that then takes the name `path`, unless it is there already.
+    """Run `make` to write a directory, which is then renamed to `path`, unless `path` exists.
 
-    The lock ends with the process that holds it. Where the file system has none, several may make the directory, and
-    the first one counts: nothing is replaced, as it may be in use.
+    A lock ends with the process that holds it. On a file system without locks several processes may build the
+    directory: the first one counts, and nothing is replaced, since it may be in use.
 
     Args:
-        note: is told where another process makes it already.
+        note: is told if another process is already building it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f".{path.name}.lock").open("w") as lock:

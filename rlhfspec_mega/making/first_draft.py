@@ -1,4 +1,4 @@
-"""Makes the first draft of a model: samples of its own, their hidden states, distillation, a directory."""
+"""Builds the first draft of a model: samples of the model, their hidden states, distillation, a directory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rlhfspec_mega.types import GenerationRequest
 
 Sequences = list[tuple[list[int], int]]  # tokens of prompt and response, and how many of them are the prompt's
 
-DRAFT_SEED = -2  # neither a run nor the warm-up has it: a draft's prompts and noise are its own
+DRAFT_SEED = -2  # differs from the seeds of runs and of the warm-up, so that prompts and noise differ, too
 _SLOTS = 64
 _PREFILL_CHUNK = 512
 _POLL_SECONDS = 1.0
@@ -35,14 +35,14 @@ _SHOW_EVERY = 20  # training steps
 
 @dataclass(frozen=True)
 class DraftRecipe:
-    """How a first draft is made.
+    """How a first draft is built.
 
     Attributes:
-        prompts: of the built-in task; the samples' temperature is 1 unless told.
+        prompts: number of prompts of the built-in task.
         members: samples of each prompt.
-        steps: of training; the learning rate rises over `warmup_steps` and then falls to zero by a cosine.
-        batch_tokens: of one step, padding included.
-        draft_vocab: how many of the samples' most frequent tokens the draft knows; None: all of the target's.
+        steps: training steps; the learning rate rises over `warmup_steps` and then falls to zero by a cosine.
+        batch_tokens: tokens of one step, padding included.
+        draft_vocab: size of the draft's vocabulary, the samples' most frequent tokens; None: the whole vocabulary.
     """
 
     prompts: int = 2048
@@ -66,9 +66,9 @@ def make_draft(
     console: Console,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Train a draft on the samples that the model in directory `model` gives to `prompts`, and write it."""
+    """Train a draft on samples of the model in directory `model` for these prompts, and write its directory."""
     shape, weights = read_shape(model), HfWeights(model)
-    dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16  # which is slow on a CPU
+    dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16  # bfloat16 is slow on a CPU
     longest = max(map(len, prompts)) + recipe.max_new_tokens
     sequences = _sampled(
         TorchEngine(
@@ -96,7 +96,7 @@ def _sampled(
     recipe: DraftRecipe,
     console: Console,
 ) -> Sequences:
-    """The samples, decoded plainly by an engine without weights, in order of prompt and member."""
+    """Samples from plain decoding, ordered by prompt and member."""
     names = weights.names()
     engine.begin_update(0, [weights.info(name) for name in names])
     for name in names:
@@ -133,7 +133,7 @@ def _trained(
     recipe: DraftRecipe,
     console: Console,
 ) -> dict[str, torch.Tensor]:
-    """The draft's weights after distillation from the target `model`, where that is."""
+    """The draft's weights after distillation from `target`, on its device."""
     buffer = Buffer(sum(len(tokens) for tokens, _ in sequences))
     buffer.add(collect_examples(model, shape, sequences))
     ids = None if target_ids is None else target_ids.to(model.embedding.device)
@@ -153,12 +153,12 @@ def _trained(
 
 
 def _share(step: int, recipe: DraftRecipe) -> float:
-    """Of the learning rate at a step, counted from 1."""
+    """The share of the learning rate at a step, counted from 1."""
     return min(1.0, step / recipe.warmup_steps) * 0.5 * (1 + math.cos(math.pi * (step - 1) / recipe.steps))
 
 
 def _frequent(sequences: Sequences, stops: tuple[int, ...], count: int | None, vocab_size: int) -> torch.Tensor | None:
-    """Target ids, ascending, of a draft vocabulary: stop tokens and the responses' most frequent tokens.
+    """Target ids of a reduced draft vocabulary, ascending: stop tokens and the responses' most frequent tokens.
 
     None for the whole vocabulary.
     """

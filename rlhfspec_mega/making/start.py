@@ -1,4 +1,4 @@
-"""What runs of the tiny and small model start from: tokenizer, warmed-up model, draft; made on first use and kept."""
+"""What a run starts from: tokenizer, model and draft; those of the tiny and small model are built on first use."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ _MODEL_VERSION = _DRAFT_VERSION = 2  # parts of the cache keys: to be raised whe
 
 
 def start_tokenizer(config: RunConfig) -> Any:
-    """The model's, or the one of models made here. Raises UserError where it cannot be read or made."""
+    """The model's tokenizer, or that of built models. Raises UserError if it cannot be read or built."""
     return load_tokenizer(config.model.path or tokenizer_directory(config))
 
 
 def start_model(config: RunConfig, shape: ModelShape, run_dir: Path, console: Console) -> Path:
-    """The directory of the model to start from, made now if none was given."""
+    """The directory of the model to start from, built if none was given."""
     return Path(config.model.path or warm_model(config, shape, run_dir, console))
 
 
 def start_draft(config: RunConfig, model: Path, console: Console) -> Path | None:
-    """The directory of the draft to start from, made now if the model was made here; None without drafting."""
+    """The directory of the draft to start from, built if the model was built; None without drafting."""
     return Path(config.speculation.draft_model_path or first_draft(config, model, console)) if drafts(config) else None
 
 
 def tokenizer_directory(config: RunConfig) -> Path:
-    """The byte-level tokenizer of models made here, written on first use.
+    """The byte-level tokenizer of built models, written on first use.
 
-    Raises UserError where it cannot be written.
+    Raises UserError if it cannot be written.
     """
     directory = cache_root(config) / "byte_tokenizer"
     if not (directory / "tokenizer.json").exists():
@@ -58,9 +58,9 @@ def tokenizer_directory(config: RunConfig) -> Path:
 
 
 def warm_model(config: RunConfig, shape: ModelShape, run_dir: Path, console: Console) -> Path:
-    """The directory of the warmed-up model, from the cache or made now. The seed of the run plays no part in it.
+    """The directory of the model after supervised warm-up, cached. It does not depend on the run's seed.
 
-    Raises RunError when the warm-up learns too little.
+    Raises RunError if the warm-up learns too little.
     """
 
     def make(directory: Path) -> None:
@@ -75,7 +75,7 @@ def warm_model(config: RunConfig, shape: ModelShape, run_dir: Path, console: Con
 
 
 def _write_initial(directory: Path, shape: ModelShape, tokenizer: Path) -> None:
-    """Random weights and the tokenizer as an ordinary model directory, loaded through the mapping like any."""
+    """Write random weights and the tokenizer as an ordinary Hugging Face model directory."""
     tensors = mapping_for(shape.architecture).hf_tensors(shape)
     write_directory(directory, shape, initial_tensors(tensors, shape.num_layers, seed=0))
     for file in tokenizer.iterdir():
@@ -83,7 +83,7 @@ def _write_initial(directory: Path, shape: ModelShape, tokenizer: Path) -> None:
 
 
 def first_draft(config: RunConfig, model: Path, console: Console) -> Path:
-    """The directory of the draft of a model made here, from the cache or made now."""
+    """The directory of the draft of a built model, cached."""
     name = config.model.name
     recipe = RECIPES.get(name, DraftRecipe())
 

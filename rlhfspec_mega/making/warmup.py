@@ -1,4 +1,4 @@
-"""Supervised warm-up on the built-in task, through RL's own actor and engines, until RL has something to learn."""
+"""Supervised warm-up (SFT) on the built-in task with the actor and engines of RL, until RL can learn something."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from rlhfspec_mega.system.export import export_model
 from rlhfspec_mega.system.setup import Setup
 from rlhfspec_mega.system.system import System
 
-WARMUP_SEED = -1  # no run has it: prompts of a run are never those of the warm-up
+WARMUP_SEED = -1  # no run has this seed: the warm-up's prompts differ from those of runs
 
 
 class WarmUp:
-    """Supervised steps on the built-in task as it stands by default: the data and the seed of a run play no part.
+    """Supervised steps on the built-in task with its default settings; the data and seed of a run do not matter.
 
     Args:
-        start: directory of the model to begin with, and its tokenizer.
-        run_dir: of the run that wants the model, for logs.
+        start: directory of the initial model and its tokenizer.
+        run_dir: directory of the run that needs the model, for logs.
     """
 
     def __init__(self, config: RunConfig, shape: ModelShape, start: Path, run_dir: Path, console: Console) -> None:
@@ -57,7 +57,7 @@ class WarmUp:
     def run(self, directory: Path) -> None:
         """Train and write the model.
 
-        Raises RunError when it learns too little.
+        Raises RunError if it learns too little.
         """
         updates, tokenizer = self._recipe.max_steps, self._tokenizer
         with System(Setup(self._config, self._sizes, self._shape, self._run_dir, total_updates=updates)) as system:
@@ -69,7 +69,7 @@ class WarmUp:
             export_model(system.training, directory, source=self._start)
 
     def _steps(self, system: System, generator: SampleGenerator, advance: Callable[[int, str], None]) -> None:
-        """Supervised steps until the held-out exact reward reaches the target or the learning rate zero."""
+        """Take supervised steps until held-out exact answers reach the target or the learning rate reaches zero."""
         recipe, exact = self._recipe, 0.0
         for step in range(1, recipe.max_steps + 1):
             examples = self._stream.next_batch(recipe.examples_per_step)

@@ -1,4 +1,4 @@
-"""What one sees while a run goes on: a live panel on a terminal, one plain line per step elsewhere."""
+"""What a user sees during a run: a live panel on a terminal, one plain line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PLAIN_SECONDS = 10.0  # between lines of a long job where there is no live panel
 
 
 class Console:
-    """Use as a context manager around the run, so that the terminal is left in order whatever happens.
+    """Use as a context manager around the run, so that the terminal is restored in any case.
 
     Args:
-        enabled: false prints nothing at all: the run's files are the record (logger=quiet).
-        stream: where to write; standard output by default. Not a terminal: plain lines.
+        enabled: False prints nothing: the run's files are the record (logger=quiet).
+        stream: where to write; standard output by default. Plain lines unless it is a terminal.
     """
 
     def __init__(self, total_steps: int, enabled: bool = True, stream: TextIO | None = None) -> None:
@@ -72,18 +72,18 @@ class Console:
             self._rich.print(text, markup=False)
 
     def phase(self, name: str) -> None:
-        """Show which phase has begun; fits PhaseTimer's `entered`."""
+        """Show which phase has begun; usable as PhaseTimer's `entered`."""
         self._phase = name
         self._progress.update(self._task, description=name)
 
     def progress(self, done: int, total: int) -> None:
-        """Show how far the phase of now has come, e.g. samples finished."""
+        """Show the progress of the current phase, e.g. samples finished."""
         if self._live:
             self._progress.update(self._task, description=f"{self._phase} {done}/{total}")
 
     @contextmanager
     def bar(self, name: str, total: int) -> Iterator[Callable[[int, str], None]]:
-        """A second bar for a long job before the steps; call what it yields with (steps done, text)."""
+        """A second progress bar for long work before the steps; call what it yields with (steps done, text)."""
         task = self._progress.add_task(name, total=total)
         done, said = 0, 0.0
 
@@ -101,7 +101,7 @@ class Console:
             self._progress.remove_task(task)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a finished step, counted from 1. Metrics that this step lacks keep their last value in the panel."""
+        """Show a finished step, counted from 1. The panel keeps the last value of metrics that this step lacks."""
         self._metrics.update(metrics)
         self._progress.update(self._task, completed=step)
         if self._live:

@@ -1,4 +1,4 @@
-"""What speculation did, and what was done about the long tail: metrics of a step and figures of a run."""
+"""Speculation and the long tail in numbers: metrics of a step and figures of a run."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _DOWNTIME = "migration_downtime"
 
 
 def verified_name(label: str) -> str:
-    """The metric that counts sample steps in which so many draft tokens were verified, without its group."""
+    """The metric, without its group, that counts sample steps with this number of verified draft tokens."""
     return f"steps_verified_{label.replace(' ', '_')}"
 
 
 def drafting_metrics(tallies: Sequence[DraftingTally]) -> dict[str, float]:
-    """Metrics of the engines' tallies of one rollout; none without drafts.
+    """Metrics from the engines' tallies of one rollout; {} without drafts.
 
-    Sums, the ratios of `drafting_figures`, and how good predictions were: see observe.metrics.
+    They are sums, the ratios of `drafting_figures`, and the accuracy of predictions: see observe.metrics.
     """
     if not tallies:
         return {}
@@ -52,7 +52,9 @@ def drafting_metrics(tallies: Sequence[DraftingTally]) -> dict[str, float]:
 
 
 def drafting_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Figures of some steps from the sums in their metrics; empty without drafts, and without what was not measured.
+    """Figures of some steps from the sums in their metrics; {} without drafts.
+
+    Figures that were not measured are left out.
 
     Returns:
         tokens_per_step (accepted + 1, per sample), accepted_length (per step of a sample with draft tokens),
@@ -74,7 +76,7 @@ def drafting_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def shares_in_words(metrics: Mapping[str, float]) -> str:
-    """How often which number of draft tokens was verified for a sample, of the metrics of a step; "" without drafts."""
+    """How often each number of draft tokens was verified per sample, from a step's metrics; "" without drafts."""
     shares = drafting_figures([metrics]).get("share_by_verified", {})
     parts = [f"{label}: {share:.0%}" for label, share in shares.items() if share >= 0.005]
     return "draft tokens per sample and step  " + "  ".join(parts) if parts else ""
@@ -92,13 +94,13 @@ def collapse_notes(tallies: Sequence[DraftingTally]) -> list[str]:
 
 
 def tail_metrics(tally: TailTally) -> dict[str, float]:
-    """Metrics of one rollout; `migration_downtime` is the median in seconds, missing where nothing moved."""
+    """Metrics of one rollout; `migration_downtime` is the median in seconds, missing if nothing migrated."""
     metrics = {REALLOCATION + name: float(getattr(tally, name)) for name in _TAIL_SUMS}
     return metrics | ({REALLOCATION + _DOWNTIME: statistics.median(tally.downtimes)} if tally.downtimes else {})
 
 
 def tail_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The sums over some steps, and the median of their downtimes; empty where none were recorded."""
+    """Sums over some steps, and the median of their downtimes; {} if none were recorded."""
     names = {name: REALLOCATION + name for name in _TAIL_SUMS}
     if not any(metric in row for row in rows for metric in names.values()):
         return {}
@@ -109,7 +111,7 @@ def tail_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def tail_in_words(figures: Mapping[str, Any]) -> str:
-    """One sentence for the summary."""
+    """A sentence about the long tail for the summary."""
     words = f"{figures['migrations']:.0f} samples moved between engines"
     if _DOWNTIME in figures:
         words += f" (each was decoded nowhere for {1000 * figures[_DOWNTIME]:.0f} ms)"

@@ -1,7 +1,7 @@
-"""Every metric of a run, told once: name, unit, meaning, how it is reduced, and how the console shows it.
+"""The registry of metrics: name, unit, meaning, how each is reduced, and how the console shows it.
 
-metrics.jsonl, TensorBoard and Weights & Biases have these names; docs/metrics.md is made from this table. A loss of a
-user reports `actor/NAME` for each of its metrics, and every phase of a step `timing_s/PHASE`.
+metrics.jsonl, TensorBoard and Weights & Biases use these names; docs/metrics.md is generated from this table. A user's
+loss reports `actor/NAME` for each of its metrics, and every phase of a step `timing_s/PHASE`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class Metric(NamedTuple):
     """A metric.
 
     Attributes:
-        reduced: over what its value is a mean, a sum or the like.
-        label, form: on the console; empty: it is not shown there. `brief`: in the line of a step, too.
+        reduced: how values are reduced to one, e.g. mean or sum, and over what.
+        label, form: on the console; empty: not shown there. `brief`: also shown in the line of a step.
     """
 
     name: str
