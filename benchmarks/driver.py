@@ -28,9 +28,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhfspec_mega.algorithm.experience import Experience, starts
-from rlhfspec_mega.algorithm.microbatch import Shard
-from rlhfspec_mega.algorithm.packing import micro_batches
 from rlhfspec_mega.algorithms.choice import make_algorithm
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.local import LocalCluster
@@ -38,6 +35,9 @@ from rlhfspec_mega.config.schema.training import AlgorithmConfig
 from rlhfspec_mega.ledger.entry import Purpose
 from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.megatron.description import ParallelRanks
+from rlhfspec_mega.rl.experience import Experience, starts
+from rlhfspec_mega.rl.microbatch import Shard
+from rlhfspec_mega.rl.packing import micro_batches
 from rlhfspec_mega.types import Prompt, Sample, SampleState
 
 SAMPLES, LENGTH, PROMPT, MEMBERS, BUDGET = 16384, 4096, 256, 16, 16384

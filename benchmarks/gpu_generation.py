@@ -31,12 +31,12 @@ import torch
 from benchmarks.paired import Interval, ratio_interval
 from benchmarks.samples import load_target, word_prompts, words_target
 from benchmarks.sglang_engines import DEVICE, PORTABLE, decode, ours, save, settings, started, stock
+from rlhfspec_mega.bootstrap.start import first_draft
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.data.tokenizer import make_byte_tokenizer
 from rlhfspec_mega.draft.directory import write_draft
 from rlhfspec_mega.draft.shape import draft_shape, draft_tensors
-from rlhfspec_mega.making.start import first_draft
 from rlhfspec_mega.models.hf_directory import config_of, write_json
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape

@@ -33,8 +33,8 @@ from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.reallocation import FIRST_DOWNTIME, Reallocation, ScoringWork
 from rlhfspec_mega.rollout.scoring import Scoring
 from rlhfspec_mega.types import GenerationRequest, MigrationEvent, Prompt, Sample, Span, TailTally, TensorInfo
-from rlhfspec_mega.workers.engine import TorchEngineWorker
 from rlhfspec_mega.workers.scorer_group import ScorerGroup
+from rlhfspec_mega.workers.torch_engine import TorchEngineWorker
 
 ENGINES, SLOTS = 2, 8
 POLL_SECONDS, SCORED_AT_ONCE = 0.05, 512

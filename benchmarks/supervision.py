@@ -34,7 +34,7 @@ from rlhfspec_mega.startup import started
 from rlhfspec_mega.system import system
 from rlhfspec_mega.trainer import train_step
 from rlhfspec_mega.types import EngineReport
-from rlhfspec_mega.workers.engine import TorchEngineWorker
+from rlhfspec_mega.workers.torch_engine import TorchEngineWorker
 
 VARIANTS = ("supervised", "bare")
 

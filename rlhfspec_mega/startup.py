@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rlhfspec_mega.algorithms.choice import make_algorithm
+from rlhfspec_mega.bootstrap.start import start_draft, start_model, start_tokenizer
 from rlhfspec_mega.config.notes import notes
 from rlhfspec_mega.config.output_dir import output_dir
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sizes import shape_and_sizes, size_rows
 from rlhfspec_mega.data.prompts import make_prompts
 from rlhfspec_mega.generation import SampleGenerator, stop_tokens
-from rlhfspec_mega.making.start import start_draft, start_model, start_tokenizer
 from rlhfspec_mega.observe.console import Console
 from rlhfspec_mega.observe.timeline import TIMELINE_FILE, Timeline
 from rlhfspec_mega.reward.runner import RewardRunner

@@ -14,7 +14,7 @@ from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.reallocation import Reallocation
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, Prompt, Sample
-from rlhfspec_mega.workers.engine import TorchEngineWorker
+from rlhfspec_mega.workers.torch_engine import TorchEngineWorker
 
 SHAPE = ModelShape("llama", 16, 1, 2, 1, 8, 32, 31, 64, 1e4, 1e-5, True)
 TENSORS = mapping_for("llama").hf_tensors(SHAPE)

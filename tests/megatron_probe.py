@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from rlhfspec_mega.algorithm.microbatch import MicroBatch
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.cluster.supervised import Group
@@ -21,6 +20,7 @@ from rlhfspec_mega.megatron.rendezvous import Rendezvous
 from rlhfspec_mega.megatron.weights import mapped_parameters, merge_parameter
 from rlhfspec_mega.models.hf_directory import read_shape
 from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.rl.microbatch import MicroBatch
 from tests.clusters import local_cluster
 
 

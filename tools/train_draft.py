@@ -59,11 +59,11 @@ def train_draft(arguments: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} must be above 0.")
     if arguments.draft_vocab is not None and arguments.draft_vocab < 2:
         raise UserError("--draft-vocab must be at least 2.")
+    from rlhfspec_mega.bootstrap.first_draft import DraftRecipe, make_draft
     from rlhfspec_mega.config.schema.generation import DataConfig
     from rlhfspec_mega.data.prompts import make_prompts
     from rlhfspec_mega.data.tokenizer import load_tokenizer
     from rlhfspec_mega.generation import stop_tokens
-    from rlhfspec_mega.making.first_draft import DraftRecipe, make_draft
     from rlhfspec_mega.observe.console import Console
 
     _check_device(arguments.device)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rlhfspec_mega.algorithm.advantages import grpo
 from rlhfspec_mega.algorithms.policy_gradient import PolicyGradient
+from rlhfspec_mega.rl.advantages import grpo
 
 
 class GRPO(PolicyGradient):

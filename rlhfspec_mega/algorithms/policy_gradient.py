@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfspec_mega.algorithm.advantages import learning_samples, shaped_rewards, shuffled
-from rlhfspec_mega.algorithm.experience import Experience, Floats
-from rlhfspec_mega.algorithm.losses import kl_estimate
-from rlhfspec_mega.algorithm.microbatch import WEIGHTS, TokenLoss
-from rlhfspec_mega.algorithm.objectives import policy_metrics, policy_objective
-from rlhfspec_mega.algorithm.token_weights import token_weights
 from rlhfspec_mega.config.schema.training import AlgorithmConfig
 from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.rl.advantages import learning_samples, shaped_rewards, shuffled
+from rlhfspec_mega.rl.experience import Experience, Floats
+from rlhfspec_mega.rl.losses import kl_estimate
+from rlhfspec_mega.rl.microbatch import WEIGHTS, TokenLoss
+from rlhfspec_mega.rl.objectives import policy_metrics, policy_objective
+from rlhfspec_mega.rl.token_weights import token_weights
 from rlhfspec_mega.types import Sample
 from rlhfspec_mega.workers.model_group import ModelGroup
 

@@ -158,7 +158,7 @@ class SupervisedCluster(ABC):
             self.receive([self.process(call.role, call.rank) for call in busy], end - time.monotonic())
         for call in busy:
             if not call.done:  # by the end of a peer
-                self._bury(self.process(call.role, call.rank), f"being stuck in {call.method}")
+                self._record_death(self.process(call.role, call.rank), f"being stuck in {call.method}")
 
     def end(self, role: str) -> None:
         for key in [key for key in self._processes if key[0] == role]:
@@ -277,7 +277,9 @@ class SupervisedCluster(ABC):
         if not check and all(call.role in self._replaceable for call in waiting):
             for call in waiting:
                 if not call.done:  # by the end of a peer
-                    self._bury(self.process(call.role, call.rank), f"no answer within {limit:g} s (stacks: {report})")
+                    self._record_death(
+                        self.process(call.role, call.rank), f"no answer within {limit:g} s (stacks: {report})"
+                    )
             return
         raise RunError(
             f"In phase '{phase}', no answer within {limit:g} s from {who}. The Python stacks of all workers are in "
@@ -320,14 +322,14 @@ class SupervisedCluster(ABC):
         elif why is not None:
             if process.pending:
                 self.receive([process], 0.0)  # an answer may have come before the end
-            self._bury(process, why)
+            self._record_death(process, why)
         elif process.built:
             self._note_life(process)
         elif self._up and process.role in self._replaceable:
             if process.built is False:
-                self._bury(process, "an error while starting")
+                self._record_death(process, "an error while starting")
             elif process.pending and now - process.pending.sent > self._start_seconds:
-                self._bury(process, f"not being up within {self._start_seconds:g} s")
+                self._record_death(process, f"not being up within {self._start_seconds:g} s")
 
     def _note_life(self, process: WorkerProcess) -> None:
         health = self.liveness.health(process.role, process.rank)
@@ -347,9 +349,9 @@ class SupervisedCluster(ABC):
             )
         for process in filter(self._is_current, silent):
             why = self.liveness.health(process.role, process.rank).why
-            self._bury(process, f"no sign of life ({why}; stacks: {report})")
+            self._record_death(process, f"no sign of life ({why}; stacks: {report})")
 
-    def _bury(self, process: WorkerProcess, why: str) -> None:
+    def _record_death(self, process: WorkerProcess, why: str) -> None:
         """Record a worker's death, fail its pending call, and start another process if that is allowed.
 
         The other workers of its replica are ended and restarted, too.

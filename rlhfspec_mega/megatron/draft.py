@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from rlhfspec_mega.algorithm.microbatch import MicroBatch
 from rlhfspec_mega.draft.directory import load_draft, load_target_ids
 from rlhfspec_mega.draft.distillation import state_of, weights_of
 from rlhfspec_mega.draft.refresh import DraftLearning, Refresher, RefreshReport
@@ -19,6 +18,7 @@ from rlhfspec_mega.megatron.checkpoint_writer import WriteFailed, write_beside
 from rlhfspec_mega.megatron.features import has_draft, recorded_features
 from rlhfspec_mega.megatron.model import MegatronModel, on_megatron
 from rlhfspec_mega.megatron.weights import embedding_and_head
+from rlhfspec_mega.rl.microbatch import MicroBatch
 
 CHECKPOINT_FILE = "draft.safetensors"
 _TAPS, _TARGET_IDS = "taps", "target_ids"

@@ -13,9 +13,9 @@ from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-from rlhfspec_mega.algorithm.microbatch import MicroBatch
 from rlhfspec_mega.draft.examples import Example
 from rlhfspec_mega.megatron.build import unwrap
+from rlhfspec_mega.rl.microbatch import MicroBatch
 
 
 def has_draft(groups: ProcessGroupCollection) -> bool:

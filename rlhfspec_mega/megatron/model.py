@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 
 import rlhfspec_mega.megatron.quick_start  # noqa: F401
-from rlhfspec_mega.algorithm.microbatch import MicroBatch, TokenLoss
 from rlhfspec_mega.megatron import checkpoint
 from rlhfspec_mega.megatron.build import build_chunks
 from rlhfspec_mega.megatron.checkpoint_files import SavedPart
@@ -27,6 +26,7 @@ from rlhfspec_mega.megatron.step import accumulate_gradients, compute_logprobs, 
 from rlhfspec_mega.megatron.weights import load_parameters
 from rlhfspec_mega.models.hf_directory import HfWeights
 from rlhfspec_mega.planning.placement import Residency
+from rlhfspec_mega.rl.microbatch import MicroBatch, TokenLoss
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

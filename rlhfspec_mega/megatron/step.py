@@ -14,10 +14,10 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from rlhfspec_mega.algorithm.microbatch import MicroBatch, TokenLoss, same_shape
 from rlhfspec_mega.megatron.build import unwrap
 from rlhfspec_mega.megatron.description import LogitSettings
 from rlhfspec_mega.megatron.vocab_parallel import vocab_parallel_logprobs
+from rlhfspec_mega.rl.microbatch import MicroBatch, TokenLoss, same_shape
 
 
 def token_logprobs(

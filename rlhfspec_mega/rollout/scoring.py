@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlhfspec_mega.algorithm.experience import Floats
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.ledger.ledger import Ledger
+from rlhfspec_mega.rl.experience import Floats
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, Span
 
 

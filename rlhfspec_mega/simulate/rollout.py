@@ -12,8 +12,8 @@ import numpy as np
 
 from rlhfspec_mega.planning.rollout_state import EngineState, Floats, Ints, RolloutPolicy, RolloutState
 from rlhfspec_mega.simulate.curves import CostCurves, DecodeCurve
-from rlhfspec_mega.simulate.engine import SAME_TOKEN, FluidEngine, Migration, Migrations, QueuedSample
 from rlhfspec_mega.simulate.scoring import Scoring
+from rlhfspec_mega.simulate.simulated_engine import SAME_TOKEN, FluidEngine, Migration, Migrations, QueuedSample
 from rlhfspec_mega.simulate.workload import Predictions, Workload
 
 

@@ -38,11 +38,11 @@ def engine_specs(setup: Setup, drafting_state: Any) -> list[WorkerSpec]:
     if setup.draft is not None:
         arguments |= {"draft": setup.draft, "drafting": config.speculation}
     if uses_sglang(config):
-        kind = "rlhfspec_mega.workers.sglang.SGLangEngineWorker"
+        kind = "rlhfspec_mega.workers.sglang_engine.SGLangEngineWorker"
         memory = memory_share(config, setup.placement)
         arguments |= {"model": setup.model, "memory": memory, "sleeps": setup.engines_sleep}
     else:
-        kind = "rlhfspec_mega.workers.engine.TorchEngineWorker"
+        kind = "rlhfspec_mega.workers.torch_engine.TorchEngineWorker"
         arguments["drafting_state"] = drafting_state
     return [WorkerSpec(kind, arguments, devices) for devices in setup.placement.devices(ENGINE)]
 

@@ -17,10 +17,10 @@ from rlhfspec_mega.planning.throughput import throughput_of
 from rlhfspec_mega.planning.tree import DraftingPolicy
 from rlhfspec_mega.types import DraftingTally
 
-FORMAT = 3  # of `DraftingBrain.state_dict`
+FORMAT = 3  # of `DraftingController.state_dict`
 
 
-class DraftingBrain:
+class DraftingController:
     """The models of cost and acceptance of one engine, and the drafting policy that reads them.
 
     Args:

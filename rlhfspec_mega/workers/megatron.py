@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from rlhfspec_mega.algorithm.microbatch import Shard, TokenLoss
 from rlhfspec_mega.draft.refresh import DraftLearning, RefreshReport
 from rlhfspec_mega.megatron.checkpoint_files import FileSum, SavedPart, first_damage
 from rlhfspec_mega.megatron.description import ModelDescription, ParallelRanks
@@ -22,6 +21,7 @@ from rlhfspec_mega.megatron.rendezvous import Rendezvous
 from rlhfspec_mega.observe.spans import SpanRecorder
 from rlhfspec_mega.resharding.buckets import Bucket
 from rlhfspec_mega.resharding.export import Senders, WeightExporter, send_tensors
+from rlhfspec_mega.rl.microbatch import Shard, TokenLoss
 from rlhfspec_mega.types import Span, WeightTarget
 
 

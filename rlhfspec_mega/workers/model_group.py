@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from rlhfspec_mega.algorithm.experience import Experience, Floats
-from rlhfspec_mega.algorithm.microbatch import Shard, TokenLoss
-from rlhfspec_mega.algorithm.packing import micro_batches
 from rlhfspec_mega.cluster.interface import Call, WorkerGroup
 from rlhfspec_mega.errors import CheckpointError, RunError
 from rlhfspec_mega.megatron.checkpoint_files import FileSum
 from rlhfspec_mega.megatron.description import ModelDescription
 from rlhfspec_mega.resharding.buckets import Bucket
+from rlhfspec_mega.rl.experience import Experience, Floats
+from rlhfspec_mega.rl.microbatch import Shard, TokenLoss
+from rlhfspec_mega.rl.packing import micro_batches
 from rlhfspec_mega.types import Span, WeightTarget
 
 

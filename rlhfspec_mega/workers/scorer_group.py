@@ -6,13 +6,13 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from rlhfspec_mega.algorithm.experience import Experience
-from rlhfspec_mega.algorithm.microbatch import Shard
-from rlhfspec_mega.algorithm.packing import micro_batches
 from rlhfspec_mega.cluster.interface import Call, Cluster, WorkerGroup
 from rlhfspec_mega.cluster.liveness import WorkerState
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.megatron.description import ModelDescription
+from rlhfspec_mega.rl.experience import Experience
+from rlhfspec_mega.rl.microbatch import Shard
+from rlhfspec_mega.rl.packing import micro_batches
 from rlhfspec_mega.rollout.scoring import ScoreReport, ScoringTask
 from rlhfspec_mega.types import Span
 

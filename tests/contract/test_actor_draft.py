@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhfspec_mega.algorithm.microbatch import MicroBatch
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.config.schema.training import ActorConfig
 from rlhfspec_mega.draft.directory import write_draft
@@ -23,6 +22,7 @@ from rlhfspec_mega.megatron.checkpoint_files import FileSum, sum_file
 from rlhfspec_mega.megatron.draft import CHECKPOINT_FILE, ActorDraft
 from rlhfspec_mega.megatron.model import on_megatron
 from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
+from rlhfspec_mega.rl.microbatch import MicroBatch
 from tests.clusters import local_cluster
 from tests.contract.test_megatron_parity import make_batches, make_models, make_sequences
 from tests.megatron_probe import Probe

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfspec_mega.algorithm.microbatch import MicroBatch
 from rlhfspec_mega.config.schema.training import ActorConfig, OptimizerConfig
+from rlhfspec_mega.rl.microbatch import MicroBatch
 from tests.contract.test_megatron_parity import collated, make_models, make_sequences
 from tests.megatron_probe import start_probes
 

@@ -27,8 +27,8 @@ from rlhfspec_mega.resharding.buckets import Bucket
 from rlhfspec_mega.resharding.controller import Resharder
 from rlhfspec_mega.types import EngineLoad, WeightTarget
 from rlhfspec_mega.workers.draft import DraftGroup
-from rlhfspec_mega.workers.engine import TorchEngineWorker
 from rlhfspec_mega.workers.model_group import ModelGroup
+from rlhfspec_mega.workers.torch_engine import TorchEngineWorker
 from tests.clusters import local_cluster
 from tests.e2e.conftest import make_model
 from tests.megatron_probe import described, worker_specs

@@ -22,7 +22,7 @@ from rlhfspec_mega.rollout.migration.arrivals import Arrivals
 from rlhfspec_mega.rollout.migration.departures import Departures, _OutgoingSample
 from rlhfspec_mega.rollout.migration.messages import Arrival
 from rlhfspec_mega.rollout.reallocation import Reallocation
-from rlhfspec_mega.workers.engine import TorchEngineWorker
+from rlhfspec_mega.workers.torch_engine import TorchEngineWorker
 from tests.clusters import local_cluster
 from tests.engine_pool import CONFIG, SHAPE, TENSORS, Pool, generate, make_engine, opened, request
 from tests.unit.test_migration import RandomMoves

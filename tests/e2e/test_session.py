@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rlhfspec_mega.algorithm.experience import Experience
 from rlhfspec_mega.algorithms.choice import make_algorithm
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.sizes import derive_sizes
@@ -15,6 +14,7 @@ from rlhfspec_mega.ledger.entry import Purpose
 from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.models.hf_directory import read_shape
 from rlhfspec_mega.observe.timeline import Timeline
+from rlhfspec_mega.rl.experience import Experience
 from rlhfspec_mega.system.setup import Setup
 from rlhfspec_mega.system.system import System
 from rlhfspec_mega.trainer import shuffle_generator

@@ -20,7 +20,7 @@ from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.rollout.sglang_engine.kv import KvAccess, kv_shapes
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, WeightTarget
-from rlhfspec_mega.workers.sglang import SGLangEngineWorker
+from rlhfspec_mega.workers.sglang_engine import SGLangEngineWorker
 
 FP32: dict[str, Any] = {"dtype": "float32", "max_positions": 300, "slots": 32}
 

@@ -27,7 +27,7 @@ from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.reallocation import Reallocation
 from rlhfspec_mega.rollout.sglang_engine import engine, profile
 from rlhfspec_mega.types import EngineReport
-from rlhfspec_mega.workers.sglang import SGLangEngineWorker
+from rlhfspec_mega.workers.sglang_engine import SGLangEngineWorker
 from tests.clusters import local_cluster
 from tests.e2e.test_migration import MortalEngine
 from tests.engine_pool import opened

@@ -49,7 +49,7 @@ def test_sleep(made: tuple[Path, Path], requests: list[GenerationRequest]) -> No
     On a CPU what was given back is filled with what is no number: a read of it would show.
     """
     one = worker(made)
-    control = one.brain.control
+    control = one.controller.control
     assert control is not None
     control.force(3)  # the number that pays depends on the clock
     before = tokens_of(finish(one.engine, requests))

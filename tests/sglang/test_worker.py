@@ -29,7 +29,7 @@ from rlhfspec_mega.rollout.sglang_engine.choice import NOT_FIXED
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.rollout.sglang_engine.profile import _Runs
 from rlhfspec_mega.types import EngineReport, GenerationRequest, GenerationResult
-from rlhfspec_mega.workers.sglang import MEMORY, SGLangEngineWorker
+from rlhfspec_mega.workers.sglang_engine import MEMORY, SGLangEngineWorker
 from tests.near_tie import assert_same
 from tests.sglang.conftest import torch_results
 
@@ -70,8 +70,8 @@ def workers(running: list[SGLangEngineWorker], made: tuple[Path, Path]) -> Itera
         worker.take_tally()
     yield running
     for worker in running:
-        assert worker.brain.control is not None
-        worker.brain.control.force(NOT_FIXED)
+        assert worker.controller.control is not None
+        worker.controller.control.force(NOT_FIXED)
         worker.clear()
         worker.leave()
 
@@ -89,8 +89,8 @@ def right(made: tuple[Path, Path], asked: list[GenerationRequest]) -> dict[str, 
 
 def test_its_steps_were_measured_at_start(workers: list[SGLangEngineWorker]) -> None:
     for worker in workers:
-        assert worker.brain.profile is not None and worker.brain.profile.prefill_seconds > 0
-        table = worker.brain.profile.table
+        assert worker.controller.profile is not None and worker.controller.profile.prefill_seconds > 0
+        table = worker.controller.profile.table
         assert table.counts == (0, 1, 2, 3) and table.batches == (1, 2, SLOTS)
         assert all(seconds > 0 for row in table.seconds for seconds in row)
         assert (seconds_per_token(worker.pace(1.0), torch.arange(1, 9).numpy()) > 0).all()
@@ -111,16 +111,16 @@ def test_it_drafts_by_the_table_of_costs(
 ) -> None:
     """And counts what it drafts: nothing where draft tokens are dear, much where they cost nothing."""
     worker, found = workers[0], []
-    assert worker.brain.profile is not None and worker.brain.control is not None
-    table = worker.brain.profile.table
+    assert worker.controller.profile is not None and worker.controller.control is not None
+    table = worker.controller.profile.table
     for cost in (1.0, 0.0):
         seconds = tuple(tuple(0.01 + cost * count for count in table.counts) for _ in table.batches)
-        worker.brain.control.learn_costs(StepTable(table.batches, table.counts, seconds))
+        worker.controller.control.learn_costs(StepTable(table.batches, table.counts, seconds))
         assert_same(right, finish(worker.engine, asked), asked, judge)
         tally = worker.take_tally()
         assert tally is not None and tally.accepted <= tally.verified
         found.append(tally)
-    worker.brain.control.learn_costs(table)
+    worker.controller.control.learn_costs(table)
     dear, free = found
     assert free.accepted > 0.3 * free.sample_steps and free.drafted_sample_steps > 0.9 * free.sample_steps
     assert dear.drafted_sample_steps < 0.3 * dear.sample_steps
@@ -130,7 +130,7 @@ def test_it_drafts_by_the_table_of_costs(
 
 def test_what_was_accepted_makes_it_quicker(workers: list[SGLangEngineWorker], asked: list[GenerationRequest]) -> None:
     worker = workers[0]
-    worker.brain.accepted = 0.0
+    worker.controller.accepted = 0.0
     before = worker.pace(1.0)
     finish(worker.engine, asked)
     worker.take_tally()
@@ -161,8 +161,8 @@ def test_samples_move_while_they_decode(
     for worker in workers:
         if not copies:
             monkeypatch.setattr(worker.engine, "_kv", None)
-        assert worker.brain.control is not None
-        worker.brain.control.force(0)  # so that they last
+        assert worker.controller.control is not None
+        worker.controller.control.force(0)  # so that they last
         worker.engine._flush_cache()
     peers = [worker.join_migration(1.0) for worker in workers]
     assert all(0 < peer.copy_seconds < peer.prefill_seconds for peer in peers)

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfspec_mega.algorithm.advantages import degenerate, grpo, learning_samples, rloo
-from rlhfspec_mega.algorithm.experience import Experience
-from rlhfspec_mega.algorithm.token_weights import token_weights
 from rlhfspec_mega.algorithms.choice import make_algorithm
 from rlhfspec_mega.config.schema.training import AlgorithmConfig
 from rlhfspec_mega.errors import RunError, UserError
+from rlhfspec_mega.rl.advantages import degenerate, grpo, learning_samples, rloo
+from rlhfspec_mega.rl.experience import Experience
+from rlhfspec_mega.rl.token_weights import token_weights
 
 REWARDS = st.integers(2, 6).flatmap(
     lambda members: st.lists(

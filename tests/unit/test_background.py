@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhfspec_mega.algorithm.experience import Floats
-from rlhfspec_mega.algorithm.microbatch import Shard
 from rlhfspec_mega.cluster.interface import Call, WorkerSpec
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.config.schema.training import ActorConfig
 from rlhfspec_mega.megatron.description import ParallelSizes, describe
+from rlhfspec_mega.rl.experience import Floats
+from rlhfspec_mega.rl.microbatch import Shard
 from rlhfspec_mega.rollout.scoring import Scoring
 from rlhfspec_mega.types import FinishReason, GenerationRequest, GenerationResult, Span
 from rlhfspec_mega.workers.scorer_group import ScorerGroup

@@ -17,7 +17,7 @@ from rlhfspec_mega.draft.directory import write_draft
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.torch_engine.profile import profile
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, TensorInfo, WeightTarget
-from rlhfspec_mega.workers.engine import TorchEngineWorker
+from rlhfspec_mega.workers.torch_engine import TorchEngineWorker
 from tests.near_tie import assert_same
 from tests.unit.test_speculation import DRAFT, draft_weights, send_draft
 from tests.unit.test_torch_engine import JUDGE, REQUESTS, SHAPE, WEIGHTS, alone, one_thread, send_weights
@@ -71,7 +71,7 @@ def learnt(draft) -> dict[str, Any]:
 def test_a_worker_measures_costs_once_and_gives_the_tokens_of_plain_decoding(alone, draft, monkeypatch):
     profiles = []
     monkeypatch.setattr(
-        "rlhfspec_mega.workers.engine.profile", lambda engine: profiles.append(profile(engine)) or profiles[-1]
+        "rlhfspec_mega.workers.torch_engine.profile", lambda engine: profiles.append(profile(engine)) or profiles[-1]
     )
     worker = make_worker(draft)
     before = worker.drafting_state()

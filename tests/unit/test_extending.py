@@ -10,8 +10,6 @@ from types import ModuleType
 import pytest
 import torch
 
-from rlhfspec_mega.algorithm.experience import Experience
-from rlhfspec_mega.algorithm.microbatch import Shard
 from rlhfspec_mega.algorithms.choice import make_algorithm
 from rlhfspec_mega.config.schema.generation import SpeculationConfig
 from rlhfspec_mega.config.schema.training import AlgorithmConfig
@@ -22,6 +20,8 @@ from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.placement import ACTOR, ENGINE, PlacementRequest
 from rlhfspec_mega.reward.runner import RewardRunner
+from rlhfspec_mega.rl.experience import Experience
+from rlhfspec_mega.rl.microbatch import Shard
 from rlhfspec_mega.types import Prompt, Sample
 from tests.near_tie import assert_same
 from tests.unit.test_losslessness import REQUESTS, SHAPE, WEIGHTS, finish, make_engine, make_judge

@@ -19,9 +19,10 @@ LAYERS = {
     "config": 3,  # checks and sizes read shapes and plans
     "config.schema": 0,
     "config.import_path": 0,
+    "config.option": 0,
     "models.shape": 0,
     "draft.shape": 0,
-    "algorithm": 1,
+    "rl": 1,
     "planning": 1,
     "sampling": 1,
     "data": 2,
@@ -39,7 +40,7 @@ LAYERS = {
     "generation": 5,
     "algorithms": 5,
     "checkpoints": 5,
-    "making": 5,
+    "bootstrap": 5,
     "run": 5,
     "startup": 5,
     "stop": 0,
@@ -47,7 +48,7 @@ LAYERS = {
 }
 # These see only themselves and layer 0 or what is named.
 SECLUDED = {
-    "algorithm": (),
+    "rl": (),
     "planning": (),
     "sampling": (),
     "observe": (),
@@ -139,7 +140,7 @@ def test_module_obeys_the_map(file: Path) -> None:
         ("rollout.manager", "from rlhfspec_mega.trainer import run", "imports upward: trainer"),
         ("observe.console", "from rlhfspec_mega.cluster.local import Cluster", "imports upward: cluster"),
         ("observe.console", "from rlhfspec_mega.models.transformer import X", "may import only itself"),
-        ("planning.memory", "from rlhfspec_mega.algorithm.loss import x", "may import only itself"),
+        ("planning.memory", "from rlhfspec_mega.rl.loss import x", "may import only itself"),
         ("planning.memory", "import torch", "must not import torch"),
         ("config.checks", "from torch import cuda", "must not import torch"),
         ("resharding.buckets", "from megatron.core import parallel_state", "must not import megatron"),

@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfspec_mega.algorithm.losses import (
+from rlhfspec_mega.config.schema.training import AlgorithmConfig
+from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.rl.losses import (
     TokenInputs,
     clipped_policy_loss,
     kl_estimate,
@@ -17,8 +19,6 @@ from rlhfspec_mega.algorithm.losses import (
     token_losses,
     truncated_importance_weight,
 )
-from rlhfspec_mega.config.schema.training import AlgorithmConfig
-from rlhfspec_mega.errors import UserError
 
 
 def vector(*values: float) -> torch.Tensor:

@@ -26,8 +26,8 @@ from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.reallocation import Reallocation
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.types import EngineReport, GenerationRequest, GenerationResult
-from rlhfspec_mega.workers.engine import TorchEngineWorker
 from rlhfspec_mega.workers.serving import EngineWorker
+from rlhfspec_mega.workers.torch_engine import TorchEngineWorker
 from tests.engine_pool import Pool, generate, make_engine, opened, request
 from tests.near_tie import assert_same
 from tests.random_trees import RandomTrees

@@ -10,11 +10,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rlhfspec_mega.algorithm.experience import Experience, Floats
 from rlhfspec_mega.algorithms.choice import make_algorithm
 from rlhfspec_mega.config.schema.training import AlgorithmConfig
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.ledger.ledger import Ledger
+from rlhfspec_mega.rl.experience import Experience, Floats
 from rlhfspec_mega.rollout.scoring import ScoreReport, Scoring, ScoringTask
 from rlhfspec_mega.types import FinishReason, GenerationRequest, GenerationResult, Prompt, Sample, Span
 from tests.engine_pool import Answered

@@ -8,6 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rlhfspec_mega.bootstrap.cache import cache_root, cached, made_once
+from rlhfspec_mega.bootstrap.first_draft import DraftRecipe, make_draft
+from rlhfspec_mega.bootstrap.warmup import WarmUp
 from rlhfspec_mega.config.schema.generation import DataConfig, RolloutConfig
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.speculation import drafts
@@ -15,9 +18,6 @@ from rlhfspec_mega.data.prompts import make_prompts
 from rlhfspec_mega.data.tokenizer import load_tokenizer, make_byte_tokenizer
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.generation import stop_tokens
-from rlhfspec_mega.making.cache import cache_root, cached, made_once
-from rlhfspec_mega.making.first_draft import DraftRecipe, make_draft
-from rlhfspec_mega.making.warmup import WarmUp
 from rlhfspec_mega.models.hf_directory import write_directory
 from rlhfspec_mega.models.initialize import initial_tensors
 from rlhfspec_mega.models.mapping import mapping_for

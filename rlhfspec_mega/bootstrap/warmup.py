@@ -6,8 +6,6 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 
-from rlhfspec_mega.algorithm.experience import Experience
-from rlhfspec_mega.algorithm.objectives import supervised_objective
 from rlhfspec_mega.config.schema.generation import DataConfig, RolloutConfig
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.schema.training import ActorConfig, TrainerConfig
@@ -19,6 +17,8 @@ from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.generation import SampleGenerator
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.observe.console import Console
+from rlhfspec_mega.rl.experience import Experience
+from rlhfspec_mega.rl.objectives import supervised_objective
 from rlhfspec_mega.system.export import export_model
 from rlhfspec_mega.system.setup import Setup
 from rlhfspec_mega.system.system import System

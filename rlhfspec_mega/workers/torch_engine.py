@@ -17,7 +17,7 @@ from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.rollout.torch_engine.profile import profile, profile_plain
 from rlhfspec_mega.types import DraftingTally, EngineReport
-from rlhfspec_mega.workers.drafting import DraftingBrain
+from rlhfspec_mega.workers.drafting import DraftingController
 from rlhfspec_mega.workers.plain_pace import PlainPace, UsualLength
 from rlhfspec_mega.workers.serving import EngineWorker
 
@@ -30,7 +30,7 @@ class TorchEngineWorker(EngineWorker):
             nominal costs, and reset what was learnt whenever the engine is idle.
         draft: directory of a draft, for its shape and vocabulary; weights arrive by resharding, like the actor's.
         drafting_state: what `drafting_state` returned in an earlier process, maybe on another machine; see
-            DraftingBrain.
+            DraftingController.
     """
 
     engine: TorchEngine
@@ -47,18 +47,18 @@ class TorchEngineWorker(EngineWorker):
         drafting_state: Any = None,
     ) -> None:
         torch.use_deterministic_algorithms(deterministic)
-        self._brain = None
+        self._drafting = None
         given: dict[str, Any] = {}
         if draft is not None and drafting is not None:
             draft_shape = read_draft_shape(draft, shape)
             machine = (
                 f"{_name(device)}, {dtype}, {config.max_running_requests} slots, {torch.get_num_threads()} threads"
             )
-            self._brain = DraftingBrain(
+            self._drafting = DraftingController(
                 drafting, shape, draft_shape, config.temperature, deterministic, machine, drafting_state
             )
             vocabulary = load_target_ids(draft, draft_shape)
-            given = {"draft": draft_shape, "draft_vocabulary": vocabulary, "policy": self._brain.policy}
+            given = {"draft": draft_shape, "draft_vocabulary": vocabulary, "policy": self._drafting.policy}
         engine = TorchEngine(
             shape,
             slots=config.max_running_requests,
@@ -91,15 +91,15 @@ class TorchEngineWorker(EngineWorker):
 
     def prepare(self) -> None:
         """Measure costs, once, or under `deterministic` reset what was learnt."""
-        if self._brain and self.engine.drafting and self.engine.idle:
-            self._brain.prepare(lambda: profile(self.engine))
+        if self._drafting and self.engine.drafting and self.engine.idle:
+            self._drafting.prepare(lambda: profile(self.engine))
 
     def pace(self, temperature: float) -> Throughput:
         """Predicted throughput from current costs and acceptance, for samples of the usual length."""
         slots, length = self.engine.load().slots, self._length.take()
-        if self._brain is not None and self.engine.drafting:
+        if self._drafting is not None and self.engine.drafting:
             self.prepare()
-            return self._brain.pace(slots, length, temperature)
+            return self._drafting.pace(slots, length, temperature)
         if self._plain_pace is None:
             self._plain_pace = PlainPace(profile_plain(self.engine))
         return self._plain_pace.throughput(slots, length)
@@ -107,16 +107,16 @@ class TorchEngineWorker(EngineWorker):
     def end_update(self, version: int) -> None:
         """Make the received weights live; monitoring of the draft's acceptance starts anew."""
         super().end_update(version)
-        if self._brain:
-            self._brain.policy.watch.weights_changed()
+        if self._drafting:
+            self._drafting.policy.watch.weights_changed()
 
     def take_tally(self) -> DraftingTally | None:
         """What speculation did since the last call; None without a draft."""
-        return self._brain.take_tally() if self._brain else None
+        return self._drafting.take_tally() if self._drafting else None
 
     def drafting_state(self) -> dict[str, Any] | None:
         """The learnt models of cost and acceptance as plain data; None if they are of no use to another run."""
-        return self._brain.state_dict() if self._brain else None
+        return self._drafting.state_dict() if self._drafting else None
 
 
 def _name(device: str) -> str:

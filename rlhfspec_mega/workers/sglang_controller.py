@@ -14,7 +14,7 @@ from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes
 from rlhfspec_mega.types import DraftingTally
 
 
-class SGLangBrain:
+class SGLangController:
     """The measured step times of one SGLang engine, and the acceptance that SGLang reports.
 
     Args:

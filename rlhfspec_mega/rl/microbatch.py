@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rlhfspec_mega.algorithm.experience import Experience
+from rlhfspec_mega.rl.experience import Experience
 
 WEIGHTS = "weights"  # the column of loss weights
 

@@ -23,7 +23,7 @@ from rlhfspec_mega.rollout.sglang_engine.launch import EngineSettings, start
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, shapes_of
 from rlhfspec_mega.types import DraftingTally
 from rlhfspec_mega.workers.serving import EngineWorker
-from rlhfspec_mega.workers.sglang_brain import SGLangBrain
+from rlhfspec_mega.workers.sglang_controller import SGLangController
 
 MEMORY = Path("/dev/shm")  # a file system in memory, on Linux
 _sweepers: list[Sweeper] = []  # kept alive as long as this process
@@ -91,9 +91,9 @@ class SGLangEngineWorker(EngineWorker):
                 "rollout.sglang.mem_fraction_static (or "
                 "rollout.sglang.engine_kwargs.max_total_tokens), or lower rollout.max_new_tokens."
             )
-        self.brain = SGLangBrain(sglang, directory, shapes, drafts=draft is not None)
+        self.controller = SGLangController(sglang, directory, shapes, drafts=draft is not None)
         if not deterministic:
-            self.brain.measure(config.max_running_requests, positions // 2, shape.vocab_size)
+            self.controller.measure(config.max_running_requests, positions // 2, shape.vocab_size)
         self._on_gpu = device == "cuda"
         if self._on_gpu:  # SGLang's processes read the bucket in place, by CUDA IPC
             torch.cuda.init()
@@ -103,13 +103,13 @@ class SGLangEngineWorker(EngineWorker):
         """Nothing to do: costs were measured at start."""
 
     def pace(self, temperature: float) -> Throughput:
-        """See SGLangBrain."""
-        return self.brain.pace()
+        """See SGLangController."""
+        return self.controller.pace()
 
     def join_migration(self, temperature: float) -> PeerInfo:
         """See EngineWorker.join_migration; adds the speeds and the size of the KV cache that SGLang reports."""
         copies = bool(self.engine.kv_layout(0).parts)
-        return self.brain.complete(super().join_migration(temperature), self.engine.kv_room, copies)
+        return self.controller.complete(super().join_migration(temperature), self.engine.kv_room, copies)
 
     def end_update(self, version: int) -> None:
         """Make the received weights live and free the buckets; monitoring of the draft's acceptance starts anew."""
@@ -117,11 +117,11 @@ class SGLangEngineWorker(EngineWorker):
         if self._on_gpu:
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
-        self.brain.weights_changed()
+        self.controller.weights_changed()
 
     def take_tally(self) -> DraftingTally | None:
         """What speculation did since the last call; None without a draft."""
-        return self.brain.take_tally()
+        return self.controller.take_tally()
 
     def drafting_state(self) -> None:
         """None: costs are measured at every start, and acceptance is learnt within seconds."""

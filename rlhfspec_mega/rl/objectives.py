@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from rlhfspec_mega.algorithm.losses import TokenInputs, token_losses
-from rlhfspec_mega.algorithm.microbatch import MicroBatch
 from rlhfspec_mega.config.schema.training import AlgorithmConfig
+from rlhfspec_mega.rl.losses import TokenInputs, token_losses
+from rlhfspec_mega.rl.microbatch import MicroBatch
 
 
 def supervised_objective(
