@@ -37,9 +37,9 @@ def main() -> None:
 
 
 def answer_or_check() -> str | None:
-    """What to print and stop, if the command asks for that, else None.
+    """Answer a command that only asks something, such as --help, and return the answer; else check the command line.
 
-    Raises UserError for a bad command line, of a sweep before its first run starts.
+    Raises UserError for a bad command line; that of a sweep before its first run starts.
     """
     from rlhfspec_mega.config.checks import check_config
     from rlhfspec_mega.config.compose import load_config, sweep_jobs
@@ -64,7 +64,7 @@ def answer_or_check() -> str | None:
 
 
 def job(composed: DictConfig) -> None:
-    """One run. Hydra calls it."""
+    """One run; called by Hydra."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -79,12 +79,12 @@ def job(composed: DictConfig) -> None:
 
 
 def numbered(name: str, number: int) -> str:
-    """The name of one run of a sweep."""
+    """Name of one run of a sweep."""
     return f"{name}_{number}"
 
 
 def train(config: RunConfig, overrides: list[str]) -> None:
-    """Claim the run's directory and train; a run refused before its workers start leaves no directory behind."""
+    """Reserve the run's directory and train; a run that is refused before its workers start leaves no directory."""
     from rlhfspec_mega.config.output_dir import claimed_output_dir
 
     with claimed_output_dir(config, overrides):
@@ -95,7 +95,7 @@ def train(config: RunConfig, overrides: list[str]) -> None:
 
 @contextmanager
 def errors_in_one_sentence() -> Iterator[None]:
-    """End the process: status 2 for bad input, 1 for a run that cannot go on, 75 for one to resume, 130 on Ctrl-C."""
+    """Exit status: 2 for bad input, 1 for a run that cannot go on, 75 for one that can be resumed, 130 on Ctrl-C."""
     from rlhfspec_mega.config.compose import NoPresetError
 
     try:

@@ -1,4 +1,4 @@
-"""Write docs/configuration.md and docs/metrics.md from the tables in the code: python -m tools.configuration."""
+"""Writes docs/configuration.md and docs/metrics.md from the tables in the code: python -m tools.configuration."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Replay a saved rollout through the trainer alone, without engines, for instance in another parallel layout.
+r"""Replays a saved rollout through the trainer, without engines, for instance with other parallel sizes.
 
-    python -m tools.replay outputs/tiny/rollouts.jsonl --step 0 --out replay_pp2 \\
+    python -m tools.replay outputs/tiny/rollouts.jsonl --step 0 --out replay_pp2 \
         actor.tensor_parallel=1 actor.pipeline_parallel=2 model.path=DIR
 
 DIR is the model with which the step began; for step 0 this is `start_model` in the run's summary.json.

@@ -30,8 +30,11 @@ class WorkerProcess(ABC):
 
     @abstractmethod
     def post(self, message: tuple[Any, ...]) -> None:
-        """Send (import path, arguments) first, (method, args) later; what cannot be sent at once is
-        sent while the cluster waits for answers. A dead worker is noticed elsewhere."""
+        """Send a message: first (import path, arguments), later (method, args).
+
+        What cannot be sent at once is sent while the cluster waits for answers. The death of the worker is not reported
+        here.
+        """
 
     @abstractmethod
     def last_beat(self) -> float:

@@ -109,8 +109,10 @@ class SupervisedCluster(ABC):
 
     @abstractmethod
     def receive(self, processes: Sequence[WorkerProcess], seconds: float) -> None:
-        """File the answers that have come from these; wait for the first at most so long. An ended process answers
-        ("dead", how it ended)."""
+        """Record the answers that these processes have sent; wait for the first one for at most so many seconds.
+
+        The call of a process that has ended is answered with ("dead", how it ended).
+        """
 
     def share(self, value: Any) -> Any:
         """See interface.WorkerGroup.share. Where messages carry arrays without copies, the value itself."""

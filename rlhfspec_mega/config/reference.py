@@ -7,7 +7,7 @@ from rlhfspec_mega.planning.placement import ACTOR, GENERATION
 
 
 def reference_home(config: RunConfig) -> str | None:
-    """On GENERATION devices or the ACTOR's ranks; None: there is none."""
+    """GENERATION or ACTOR, the devices that hold the frozen reference; None: there is none."""
     if config.algorithm.kl_coef == 0:
         return None
     if config.placement.reference != "auto":

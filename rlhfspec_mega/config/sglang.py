@@ -1,4 +1,4 @@
-"""Checks of rollout=sglang: what must be there, and what SGLang cannot do of what the torch engine can."""
+"""Checks of rollout=sglang: what must be installed, and what the embedded engine can do but SGLang cannot."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rlhfspec_mega.planning.placement import ACTOR, ENGINE, REFERENCE, Placement
 from rlhfspec_mega.rollout.sglang_engine import pins
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, shapes_of
 
-ENGINE_BYTES = 2 << 30  # of an engine's processes on a CPU, beside weights and KV: 1.4 to 1.9 GB were measured
+ENGINE_BYTES = 2 << 30  # per engine on a CPU, besides weights and KV; measured: 1.4 to 1.9 GB
 POLICIES = ("off", "adaptive", "fixed")
-HALF = 0.5  # of a GPU's memory, where another model is on it, unless another share is set
+HALF = 0.5  # default share of a GPU's memory if another model uses the GPU, too
 INSTEAD = "use python train.py rollout=torch here"
 
 
@@ -23,23 +23,23 @@ def uses_sglang(config: RunConfig) -> bool:
 
 
 def engine_gpus(config: RunConfig) -> int:
-    """Devices of one engine."""
+    """Number of devices per engine."""
     return config.rollout.sglang.tensor_parallel if uses_sglang(config) else 1
 
 
 def engines_sleep(config: RunConfig, placement: Placement) -> bool:
-    """Whether engines give their GPU memory back while the actor, on the same devices, trains."""
+    """Whether engines free their GPU memory while the actor trains on the same devices."""
     return uses_sglang(config) and config.rollout.sglang.enable_memory_saver and placement.share_device(ACTOR, ENGINE)
 
 
 def memory_share(config: RunConfig, placement: Placement) -> float | None:
-    """Share of each GPU's memory that an SGLang engine takes; None: what SGLang chooses, nearly all."""
+    """Share of each GPU's memory for an SGLang engine; None: SGLang's default, which is nearly all."""
     shared = placement.share_device(ACTOR, ENGINE) or placement.share_device(REFERENCE, ENGINE)
     return config.rollout.sglang.mem_fraction_static or (HALF if shared else None)
 
 
 def check_sglang(config: RunConfig) -> None:
-    """Refuse rollout=sglang where SGLang is not, and options that it cannot follow.
+    """Refuse rollout=sglang if SGLang is not installed, and options that it cannot follow.
 
     Raises:
         UserError: see above.
@@ -61,7 +61,7 @@ def check_sglang(config: RunConfig) -> None:
 
 
 def check_positions(config: RunConfig, longest: int, positions: int) -> None:
-    """Raise UserError where SGLang would not start: it keeps some of the model's positions to itself."""
+    """Raise UserError if SGLang would not start, since it reserves some of the model's positions."""
     shapes = shapes_of(config.speculation, config.rollout.sglang.trees)[0] if drafts(config) else DraftShapes()
     lacking = longest + shapes.spare_positions - positions
     if uses_sglang(config) and lacking > 0:
@@ -73,6 +73,6 @@ def check_positions(config: RunConfig, longest: int, positions: int) -> None:
 
 def _check_there(config: RunConfig) -> None:
     if ray_address(config.launcher):
-        return  # GPUs and packages are elsewhere: the workers look
+        return  # GPUs and packages are on other machines: the workers check
     if missing := pins.missing(device_type(config.cluster)):
         raise UserError(f"rollout=sglang cannot be used: {missing}; or {INSTEAD}.")

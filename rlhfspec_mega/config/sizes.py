@@ -1,4 +1,4 @@
-"""Sizes that follow from the configuration: worlds, engines, updates per step, weights per rank."""
+"""Sizes derived from the configuration: ranks, engines, updates per step, weights per rank."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from rlhfspec_mega.planning.tree import most_drafted
 
 @dataclass(frozen=True)
 class Sizes:
-    """Everything derived once, before anything starts.
+    """Everything that is derived once, before anything starts.
 
     Attributes:
-        max_sequence: tokens of the longest prompt and answer together.
-        samples_per_rank: samples of one update on one data-parallel rank, at most; packing balances them by tokens.
+        max_sequence: tokens of the longest prompt and response together.
+        samples_per_rank: most samples of one update on one data-parallel rank; packing balances ranks by tokens.
         total_updates: optimizer steps of the whole run.
-        weights_per_rank: weights on the actor rank that holds most.
-        placement: where every model lies.
+        weights_per_rank: number of weights on the actor rank that holds most.
+        placement: devices of every model.
         reference_memory: bytes of a rank of the reference; 0 without one.
     """
 
@@ -74,7 +74,7 @@ class Sizes:
 
 
 def shape_and_sizes(config: RunConfig) -> tuple[ModelShape, Sizes]:
-    """Of the run's model, and of the run. Raises UserError as `model_shape` and `derive_sizes`."""
+    """The shape of the run's model and the run's sizes. Raises UserError as `model_shape` and `derive_sizes`."""
     shape = model_shape(config.model)
     return shape, derive_sizes(config, shape)
 
@@ -83,8 +83,8 @@ def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
     """Derive all sizes of a run.
 
     Raises:
-        UserError: too few devices for the parallel sizes, numbers of samples that do not divide, or no draft of this
-            model where one is named.
+        UserError: too few devices for the parallel sizes, numbers of samples that do not divide, or a directory without
+            a draft of this model.
     """
     actor, trainer, rollout = config.actor, config.trainer, config.rollout
     devices = config.cluster.nodes * config.cluster.devices_per_node
@@ -119,7 +119,7 @@ def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
 
 
 def _placement(config: RunConfig, devices: int) -> Placement:
-    """As placement.mode says; nothing else reads that option."""
+    """The placement by placement.mode; only this function reads that option."""
     actor = config.actor
     copy = actor.tensor_parallel * actor.pipeline_parallel
     if copy > devices:

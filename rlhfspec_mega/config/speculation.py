@@ -1,4 +1,4 @@
-"""Checks of speculative decoding: a draft of this model, and a refresh that can learn and ends in time."""
+"""Checks of speculative decoding: a draft that fits the model, and a refresh that learns and ends in time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rlhfspec_mega.models.shape import ModelShape
 
 
 def drafts(config: RunConfig) -> bool:
-    """Whether engines decode speculatively: there is a policy and a draft, given or made along with the model."""
+    """Whether engines decode speculatively: there is a policy, and a draft that is given or built with the model."""
     made_here = config.model.path is None and config.model.hub_name is None
     return config.speculation.policy != "off" and (config.speculation.draft_model_path is not None or made_here)
 
 
 def speculation_note(config: RunConfig) -> str | None:
-    """What to say at the start of a run that would draft if it had a draft."""
+    """The note at the start of a run that has a drafting policy but no draft."""
     if config.speculation.policy == "off" or drafts(config):
         return None
     return (
@@ -27,7 +27,7 @@ def speculation_note(config: RunConfig) -> str | None:
 
 
 def shape_of_draft(config: RunConfig, shape: ModelShape) -> DraftShape | None:
-    """The shape of the draft that a run of a model of this shape will use; None where it decodes plainly.
+    """The shape of the draft of a run with a model of this shape; None for plain decoding.
 
     Raises UserError for a directory without a draft of this model.
     """

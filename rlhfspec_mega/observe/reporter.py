@@ -1,4 +1,4 @@
-"""One object that takes a step's results to every place they go: console, metrics.jsonl, rollouts.jsonl, summary."""
+"""Records the results of each step: console, metrics.jsonl, rollouts.jsonl, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhfspec_mega.types import Sample
 
 
 def sample_metrics(samples: Sequence[Sample], group: str) -> dict[str, float]:
-    """What can be read off a set of scored samples; `group`: ROLLOUT or VAL."""
+    """Metrics of a set of scored samples; `group`: ROLLOUT or VAL."""
     lengths = [len(sample.response_tokens) for sample in samples]
     count = max(len(samples), 1)
     return {
@@ -54,7 +54,7 @@ class Reporter:
         keep_steps_before(directory / ROLLOUTS_FILE, first_step)
 
     def rewind(self, step: int) -> None:
-        """Drop what was recorded of `step` and later: these steps are done again."""
+        """Drop what was recorded of `step` and later: these steps will be repeated."""
         self._log.rewind(step)
         keep_steps_before(self._directory / ROLLOUTS_FILE, step)
 

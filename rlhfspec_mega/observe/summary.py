@@ -1,4 +1,4 @@
-"""What came of a run: summary.json and the same in words, from the lines of metrics.jsonl."""
+"""The result of a run: summary.json, and the same in words, from the lines of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def summarize(rows: Rows, wall_seconds: float) -> dict[str, Any]:
-    """The figures of a run; one that nothing was measured for is None.
+    """The figures of a run; a figure that was not measured is None.
 
     Args:
         rows: one mapping per logged step, in order, by the names of observe.metrics. A row without a reward (an
-            evaluation before the first step) counts as no step.
-        wall_seconds: of the whole run as the caller measured it.
+            evaluation before the first step) does not count as a step.
+        wall_seconds: of the whole run, as measured by the caller.
 
     Returns:
         steps; reward_first and reward_last, exact_first and exact_last (means over the first and last five steps);
@@ -69,7 +69,7 @@ def write_summary(directory: Path, summary: Mapping[str, Any]) -> Path:
 
 
 def summary_in_words(summary: Mapping[str, Any]) -> str:
-    """A few sentences for the end of a run; what was not measured is left out."""
+    """A few sentences for the end of a run; figures that were not measured are left out."""
     steps = summary["steps"]
     sentences = [f"{steps} step{'' if steps == 1 else 's'} in {_duration(summary['wall_seconds'])}."]
     if summary["reward_first"] is not None:

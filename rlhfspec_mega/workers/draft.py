@@ -9,7 +9,7 @@ from rlhfspec_mega.cluster.interface import Call, WorkerGroup
 from rlhfspec_mega.draft.refresh import DraftLearning, RefreshReport
 from rlhfspec_mega.workers.model_group import ModelGroup
 
-_LEAST_SHARE = 0.5  # a refresh begins only if this share of its seconds is forecast to be free
+_MIN_TIME_SHARE = 0.5  # a refresh begins only if this share of its seconds is forecast to be free
 
 
 class DraftGroup:
@@ -75,7 +75,7 @@ class FreedRefresh:
         """Start a refresh if one is allowed, the device is free and enough time is left."""
         if not self._wanted or self._device in {device for rank in busy for device in self._engine_devices[rank]}:
             return
-        if (seconds := min(self._seconds, seconds_left())) >= _LEAST_SHARE * self._seconds:
+        if (seconds := min(self._seconds, seconds_left())) >= _MIN_TIME_SHARE * self._seconds:
             self._wanted = False
             self._calls = self._begin(seconds)
 

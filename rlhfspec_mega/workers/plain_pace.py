@@ -12,7 +12,7 @@ from rlhfspec_mega.types import Span
 KEPT = 0.5  # weight that lengths of earlier rollouts keep at each new rollout
 
 
-class PlainPace:
+class PlainDecodingCost:
     """Cost model of plain decode steps, learnt from every step because a short profile alone is noisy.
 
     Args:
@@ -35,7 +35,7 @@ class PlainPace:
         return throughput_of(self._cost, None, slots=slots, length=length)
 
 
-class UsualLength:
+class MeanSampleLength:
     """Running mean length in tokens of the samples that an engine decodes, weighted by decode steps.
 
     Args:

@@ -61,7 +61,7 @@ class SGLangEngineWorker(EngineWorker):
         draft: Path | None = None,
         drafting: SpeculationConfig | None = None,
     ) -> None:
-        directory, positions = files_of_engine(), config.max_prompt_tokens + config.max_new_tokens
+        directory, positions = make_engine_directory(), config.max_prompt_tokens + config.max_new_tokens
         shapes, fixed = shapes_of(drafting, config.sglang.trees) if draft and drafting else (DraftShapes(), None)
         if deterministic and fixed is None:
             shapes, fixed = shapes.with_middle_only()
@@ -139,7 +139,7 @@ def _end_process(sentence: str) -> NoReturn:
     os._exit(1)
 
 
-def files_of_engine() -> Path:
+def make_engine_directory() -> Path:
     """A directory in memory that is removed when this process ends, in whatever way."""
     directory = Path(tempfile.mkdtemp(prefix="rlhfspec_mega.sglang.", dir=MEMORY if MEMORY.is_dir() else None))
     _sweepers.append(Sweeper(directory))

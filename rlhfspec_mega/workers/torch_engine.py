@@ -18,7 +18,7 @@ from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.rollout.torch_engine.profile import profile, profile_plain
 from rlhfspec_mega.types import DraftingTally, EngineReport
 from rlhfspec_mega.workers.drafting import DraftingController
-from rlhfspec_mega.workers.plain_pace import PlainPace, UsualLength
+from rlhfspec_mega.workers.plain_pace import MeanSampleLength, PlainDecodingCost
 from rlhfspec_mega.workers.serving import EngineWorker
 
 
@@ -69,8 +69,8 @@ class TorchEngineWorker(EngineWorker):
             **given,
         )
         super().__init__(engine, device)
-        self._plain_pace: PlainPace | None = None  # only for an engine without a draft
-        self._length = UsualLength(engine.max_positions // 2)
+        self._plain_pace: PlainDecodingCost | None = None  # only for an engine without a draft
+        self._length = MeanSampleLength(engine.max_positions // 2)
 
     def advance(
         self,
@@ -101,7 +101,7 @@ class TorchEngineWorker(EngineWorker):
             self.prepare()
             return self._drafting.pace(slots, length, temperature)
         if self._plain_pace is None:
-            self._plain_pace = PlainPace(profile_plain(self.engine))
+            self._plain_pace = PlainDecodingCost(profile_plain(self.engine))
         return self._plain_pace.throughput(slots, length)
 
     def end_update(self, version: int) -> None:

@@ -1,4 +1,4 @@
-"""Options of prompts, engines, speculative decoding, samples that move, and rewards."""
+"""Options of prompts, engines, speculative decoding, reallocation, and rewards."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class RolloutConfig:
         512, "prompt tokens of one engine step", unit="tokens", least=1, was=("rollout.prefill_chunk",)
     )
     dtype: str | None = option(None, "of the engines' weights; null: the actor's", choices=DTYPES)
-    # The bound: an engine that answers later would be taken for stuck when the actor restarts.
+    # Bounded: when the actor restarts, an engine that answers later would be considered stuck.
     poll_interval: float = option(
         0.05,
         "longest time an engine decodes before it answers",

@@ -1,8 +1,8 @@
-"""Every option of a run, told once: type, default, help, unit, choices, bounds, and what it needs to be read.
+"""Every option of a run, declared once: type, default, help, unit, choices, bounds, and conditions.
 
 Checks, `--help`, docs/configuration.md and error messages are made from the fields of these classes; conf/ holds named
-sets of values that differ from their defaults. Of some options (config.presets.LISTS) the value follows from the model
-and the hardware by the table conf/presets.yaml, unless a run sets it.
+sets of values that differ from the defaults. Some options (config.presets.LISTS) follow from the model and the hardware
+by the table conf/presets.yaml, unless a run sets them.
 """
 
 from __future__ import annotations

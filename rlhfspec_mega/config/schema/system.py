@@ -1,4 +1,4 @@
-"""Options of hardware, launcher, placement, weights on their way, and logs."""
+"""Options of hardware, launcher, placement, resharding, and logging."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PlacementConfig:
 
 @dataclass
 class GpuConfig:
-    """Of a data sheet; planner and simulator read it, a run looks at the GPUs themselves where it can."""
+    """A data sheet, for planner and simulator; a run reads its own GPUs instead where it can."""
 
     name: str = option("none", "of the GPU")
     memory_gib: float = option(0.0, "memory of a GPU", unit="GiB", least=0)
@@ -65,7 +65,7 @@ class LauncherConfig:
     start_timeout: float = option(
         900.0, "longest wait for workers to start", unit="seconds", above=0, was=("cluster.start_seconds",)
     )
-    # The bound: workers show a sign of life once a second.
+    # Bounded: workers send a heartbeat once a second.
     heartbeat_timeout: float = option(
         60.0,
         "a worker without a sign of life for so long is given up",
