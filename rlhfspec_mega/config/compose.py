@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from itertools import product
+from typing import Any, get_origin
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -14,7 +15,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from rlhfspec_mega.config.model_shape import model_shape
@@ -86,6 +87,7 @@ def to_run_config(composed: DictConfig) -> RunConfig:
     """
     with _in_one_sentence(()):
         composed = deepcopy(composed)
+        _resolve_containers(composed)
         unset = [key for key in from_presets() if OmegaConf.is_missing(*_parent(composed, key))]
         lacking = _fill(composed, unset) if unset else []
         config = OmegaConf.to_object(composed)
@@ -98,6 +100,24 @@ def to_run_config(composed: DictConfig) -> RunConfig:
         if lacking and any(options_read(config, lacking)):
             raise NoPresetError(config, lacking)
         return config
+
+
+def _resolve_containers(composed: DictConfig) -> None:
+    """Replace interpolated lists and mappings by their values; raise UserError if these are something else.
+
+    OmegaConf checks the types of interpolated numbers and texts only.
+    """
+    kinds = {list: ListConfig, tuple: ListConfig, dict: DictConfig}
+    for key, one in known().items():
+        parent, name = _parent(composed, key)
+        kind = kinds.get(get_origin(one.kind))
+        if (one.is_section or kind is ListConfig) and not OmegaConf.is_interpolation(parent, name):
+            continue
+        if one.is_section or (kind and not isinstance(value := parent[name], kind)):
+            given: Any = OmegaConf.to_container(parent, resolve=False)
+            raise UserError(f"{key}={given[name]} is not valid: it must be {one.expected}.")
+        if kind:
+            OmegaConf.update(composed, key, OmegaConf.to_container(value, resolve=True), merge=False)
 
 
 def _fill(composed: DictConfig, unset: Sequence[str]) -> list[str]:
@@ -113,7 +133,7 @@ def _fill(composed: DictConfig, unset: Sequence[str]) -> list[str]:
 
 def _parent(composed: DictConfig, key: str) -> tuple[DictConfig, str]:
     section, _, name = key.rpartition(".")
-    return OmegaConf.select(composed, section), name
+    return (OmegaConf.select(composed, section) if section else composed), name
 
 
 def sweep_jobs(overrides: Sequence[str]) -> list[list[str]]:

@@ -232,6 +232,9 @@ PREFIXES = ("", "", "", "", "+", "++", "~", "--", "-", "@", ".")
 def wrong_line(chance: random.Random) -> list[str]:
     names = [*known(), *group_options(), "hydra.run.dir", "hydra/launcher", "hydra.verbose"]
     names += ["--cfg", "--multirun", "--info"]
+    if chance.random() < 0.4:  # right names, so that the value is what counts
+        value = chance.choice([*VALUES, *(f"${{{key}}}" for key in known())])
+        return [f"{chance.choice(list(known()))}={value}"]
     words = []
     for _ in range(chance.randint(1, 3)):
         name = chance.choice(names)
