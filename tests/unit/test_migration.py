@@ -227,7 +227,9 @@ def alone(requests: Sequence[GenerationRequest]) -> dict[str, GenerationResult]:
 
 
 def test_the_source_decodes_on_and_a_sample_is_whole_where_it_lands() -> None:
-    first, second, requests = begin(2)
+    first, second, requests = begin(2, tokens=20)
+    for _ in range(4):  # more positions than can be copied before the next step
+        first.advance([], 0.0, MigrationOrders())
     arrived = None
     with pytest.MonkeyPatch.context() as slowly:  # else a busy machine may copy all of it within this step
         slowly.setattr(TorchEngine, "min_copy_bytes", 1)

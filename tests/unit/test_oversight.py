@@ -194,4 +194,4 @@ def test_a_collapse_is_said() -> None:
     tallies = [DraftingTally(usual_rate=0.8), DraftingTally(collapsed_rate=0.25, usual_rate=0.8)]
     assert [drafting_metrics(some)["speculation/collapsed_drafts"] for some in (tallies, tallies[:1])] == [1.0, 0.0]
     (note,) = collapse_notes([DraftingTally(collapsed_rate=0.25, usual_rate=0.8)])
-    assert "25%" in note and "80%" in note and "samples are not affected" in note
+    assert "25%" in note and "80%" in note and "no sample is affected" in note
