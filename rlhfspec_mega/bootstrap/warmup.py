@@ -27,7 +27,9 @@ WARMUP_SEED = -1  # no run has this seed: the warm-up's prompts differ from thos
 
 
 class WarmUp:
-    """Supervised steps on the built-in task with its default settings; the data and seed of a run do not matter.
+    """Supervised fine-tuning (SFT) that makes an initial model able to do the built-in task before RL.
+
+    It uses the task's default settings and a fixed seed, so that all runs can share its result.
 
     Args:
         start: directory of the initial model and its tokenizer.

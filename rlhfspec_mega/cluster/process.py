@@ -30,9 +30,11 @@ class WorkerProcess(ABC):
 
     @abstractmethod
     def post(self, message: tuple[Any, ...]) -> None:
-        """Send a message: first (import path, arguments), later (method, args).
+        """Send a message without waiting.
 
-        What cannot be sent at once is sent while the cluster waits for answers. The death of the worker is not reported
+        First (import path, arguments) of the object to build, then (method, arguments).
+
+        Bytes that the socket does not take are sent while the cluster waits for answers. A dead worker raises nothing
         here.
         """
 

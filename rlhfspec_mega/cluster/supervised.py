@@ -109,7 +109,7 @@ class SupervisedCluster(ABC):
 
     @abstractmethod
     def receive(self, processes: Sequence[WorkerProcess], seconds: float) -> None:
-        """Record the answers that these processes have sent; wait for the first one for at most so many seconds.
+        """Store the answers that these processes have sent with their calls; wait up to `seconds` for the first answer.
 
         The call of a process that has ended is answered with ("dead", how it ended).
         """

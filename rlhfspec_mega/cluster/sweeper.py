@@ -41,7 +41,7 @@ class Sweeper:
 
 
 def sweep(directory: Path, owner: int) -> None:
-    """Kill every process, other than the owner, that has a file open in the directory, and remove it."""
+    """Kill every process except `owner` that has a file open in the directory, then remove the directory."""
     end = time.monotonic() + _SWEEP_SECONDS
     while time.monotonic() < end:
         users = processes_using(directory) - {owner}  # Ray's library in the driver keeps its log open

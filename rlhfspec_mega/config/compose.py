@@ -61,7 +61,7 @@ class NoPresetError(UserError):
 
 
 def options_read(config: RunConfig, keys: Sequence[str]) -> list[str]:
-    """Those of these options that the run reads: SGLang's only with that engine."""
+    """Return the keys that this configuration uses: options of SGLang are left out unless SGLang is the engine."""
     return [key for key in keys if config.rollout.engine == "sglang" or not key.startswith("rollout.sglang.")]
 
 

@@ -80,6 +80,9 @@ def presets(weights: int, cluster: ClusterConfig) -> dict[str, tuple[Any, Line]]
 
 
 def origins(config: RunConfig, weights: int) -> dict[str, str]:
-    """For each option that has the table's value, the line it comes from, in words."""
+    """Map each option that has the preset table's value to a description of the line of the table it comes from.
+
+    `weights` is the model's number of parameters, which selects the line.
+    """
     found = presets(weights, config.cluster).items()
     return {key: f"conf/{FILE}: {line}" for key, (value, line) in found if attrgetter(key)(config) == value}

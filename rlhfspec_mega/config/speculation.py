@@ -11,7 +11,11 @@ from rlhfspec_mega.models.shape import ModelShape
 
 
 def drafts(config: RunConfig) -> bool:
-    """Whether engines decode speculatively: there is a policy, and a draft that is given or built with the model."""
+    """Return whether engines decode speculatively.
+
+    This takes a drafting policy other than "off", and a draft: the configured one, or that built with the initial
+    model.
+    """
     made_here = config.model.path is None and config.model.hub_name is None
     return config.speculation.policy != "off" and (config.speculation.draft_model_path is not None or made_here)
 

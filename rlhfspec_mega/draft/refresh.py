@@ -69,7 +69,10 @@ class _Budget:
         self._end = math.inf if seconds is None else self._last + seconds
 
     def another(self) -> bool:
-        """Whether there is time for another piece as long as the last; called after each piece."""
+        """Return whether the remaining time suffices for another piece of work like the previous one.
+
+        Call it after each.
+        """
         before, self._last = self._last, time.monotonic()
         return 2 * self._last - before <= self._end
 
@@ -163,7 +166,7 @@ class Refresher:
         return taken
 
     def tensors(self) -> dict[str, Tensor]:
-        """Copies of the current weights, float32 by DraftModel.tensors() names."""
+        """Return float32 copies of the current weights, by the names that DraftModel.tensors() uses."""
         return {name: tensor.detach().clone() for name, tensor in self._learner.weights.items()}
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -293,7 +293,7 @@ class Ledger:
         self._check_balance()
 
     def _check_balance(self) -> None:
-        """Raises RunError unless the counts add up."""
+        """Raise RunError unless every opened sample is counted exactly once: opened = settled + dropped + open."""
         in_steps = sum(map(len, self._steps.values()))
         for purpose, count in self.counts().items():
             if count["opened"] != count["settled"] + count["dropped"] + count["open"] or in_steps != len(self._entries):

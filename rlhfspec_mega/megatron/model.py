@@ -82,7 +82,10 @@ class MegatronModel:
 
     @on_megatron
     def logprobs(self, batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, float] | None:
-        """See compute_logprobs; one copy per data-parallel rank, None elsewhere."""
+        """Compute log-probs by compute_logprobs, which describes the result: (log-probs, sum of entropies).
+
+        One rank of each data-parallel replica returns it, the others return None.
+        """
         if self._unread is not None:
             self.load_weights(self._unread)
             self._unread = None

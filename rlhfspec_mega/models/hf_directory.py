@@ -116,7 +116,10 @@ class HfWeights:
         return self.lazy(name)[:]
 
     def lazy(self, name: str) -> LazyTensor:
-        """The tensor unread, for layouts that need a part of it. Raises UserError when it is not there."""
+        """Return a handle to the tensor without reading it, so that a layout can read only the part it needs.
+
+        Raises UserError if there is no such tensor.
+        """
         if name not in self._handles:
             raise UserError(f"{self.path} has no tensor {name}: the directory is incomplete or of another model.")
         view = self._handles[name].get_slice(name)

@@ -143,7 +143,7 @@ METRICS = (
 
 
 def known(name: str) -> bool:
-    """Whether the table has this metric; PHASE and NUMBER stand for any."""
+    """Return whether the table has this metric; in its entries PHASE matches any phase and NUMBER any number."""
     names = {metric.name for metric in METRICS}
     return name in names or name.startswith((TIMING, SPECULATION + "steps_verified_"))
 

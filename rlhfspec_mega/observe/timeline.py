@@ -100,7 +100,7 @@ class Timeline:
         self._spans(actor_lane(rank), spans)
 
     def reference(self, replica: int, spans: Sequence[Span]) -> None:
-        """What a replica of the reference did on devices that engines left free, in order of time."""
+        """Record how a replica of the reference spent its time on devices that engines had freed, in order of time."""
         self._spans(reference_lane(replica), spans)
 
     def freed(self, rank: int, start: float, end: float) -> None:

@@ -208,7 +208,12 @@ def _scores(survival: Floats) -> Floats:
 
 
 def _survival_given_level(scores: Floats, correlation: float) -> Floats:
-    """Probability [levels, BINS + 1] that a sample is longer than each edge, given its group's level."""
+    """Return P(length > bin edge), [levels, BINS + 1], for each level of a prompt's latent length factor.
+
+    Args:
+        scores: normal scores of the bin edges.
+        correlation: correlation of lengths within a group.
+    """
     distance = (scores - math.sqrt(correlation) * LEVELS[:, None]) / math.sqrt(1.0 - correlation)
     probabilities = _normal_tail(distance)
     probabilities[:, 0] = 1.0

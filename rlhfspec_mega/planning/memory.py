@@ -164,9 +164,9 @@ def actor_memory(shape: ModelShape, plan: ActorPlan) -> ActorMemory:
 def engine_memory(shape: ModelShape, slots: int, positions: int, dtype: str, device: str) -> EngineMemory:
     """Bytes of one engine: weights, keys and values of every slot at full length, and scores for choosing tokens.
 
-    kv = slots x positions x layers x 2 x KV heads x head_dim x bytes per number. On a CPU, a second copy of the layers'
-    matrices and the head in the CPU's own layout is counted for all matrices. Some have none in fact: those with few
-    outputs in fp32, and all in bfloat16 on a CPU that cannot compute in it.
+    kv = slots x positions x layers x 2 x KV heads x head_dim x bytes per number. On a CPU every matrix of the layers
+    and the head counts twice, because a repacked copy is kept. This overestimates: matrices with few outputs in fp32
+    are not repacked, nor is bfloat16 on a CPU that cannot compute in it.
     """
     head = shape.vocab_size * shape.hidden_size
     packed = shape.num_layers * _matrices(shape, shape.hidden_size) + head if device == "cpu" else 0

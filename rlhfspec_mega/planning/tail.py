@@ -58,7 +58,9 @@ class Consolidator:
             self._samples, self._work_seconds = samples, work_seconds
 
     def plan(self, state: RolloutState, freed: Collection[int], work_seconds: float) -> Plan | None:
-        """Moves that empty some engines, and all freed engines, earlier ones included; None if it should wait.
+        """Return a plan with migrations that empty further engines, and all freed engines, including those in `freed`.
+
+        Returns None if nothing should be done yet.
 
         Args:
             freed: engines (indices) that were freed before.

@@ -104,6 +104,9 @@ def starts(lengths: NDArray) -> Integers:
 
 
 def _parts(values: NDArray, offsets: Integers, chosen: Integers) -> NDArray:
-    """A copy of the ragged parts with these numbers, one after the other."""
+    """Copy the variable-length parts listed in `chosen` into one new array.
+
+    Part i is values[offsets[i]:offsets[i + 1]].
+    """
     bounds = zip(offsets[chosen].tolist(), offsets[chosen + 1].tolist(), strict=True)
     return np.concatenate([values[first:last] for first, last in bounds] or [values[:0]])

@@ -96,7 +96,10 @@ class LiveSample:
         return None
 
     def progress(self) -> SampleProgress:
-        """The tokens added since the last call."""
+        """Return the tokens that each unfinished sample gained since the last call.
+
+        All reports of a sample together are enough for another engine to continue it.
+        """
         new, self.reported = slice(self.reported, None), len(self.tokens)
         return SampleProgress(self.request.sample_id, self.tokens[new], self.logprobs[new], self.versions[new])
 
@@ -183,9 +186,10 @@ class RolloutEngine(Protocol):
         """
 
     def catch_up_draft(self, sample_ids: Sequence[str]) -> None:
-        """Let the draft process the tokens of running samples that it is behind with.
+        """Run the draft over the tokens of these running samples that it has not processed yet.
 
-        A migration then moves KV almost only: unprocessed features take more memory than the draft's KV of a token.
+        A migration then transfers hardly anything but KV; otherwise it would include the target's hidden states of
+        these tokens, which are larger than the draft's KV.
         """
 
     def kv_layout(self, positions: int) -> Layout:

@@ -119,11 +119,12 @@ def decode_samples(spans: Sequence[Span]) -> list[DecodeSample]:
 
 
 def decode_curve(samples: Sequence[DecodeSample]) -> DecodeCurve:
-    """Least squares of seconds per step = s(batch) + c * kv_tokens, divided by the tokens per step at each batch.
+    """Fit decode times by least squares: seconds per step = s(batch) + c * kv_tokens.
 
-    Each sample counts by its number of steps. c is 0 or more, and leaves each s at least a tenth of its step's time.
-    Seconds per token never fall as the batch grows (isotonic regression). The curve has points at measured batches,
-    and one at batch 1, which gets the values of the smallest measured batch.
+    Seconds per token are these divided by the tokens per step of each batch size. Measurements are weighted by their
+    number of steps. c is not negative, and limited so that s(batch) is at least a tenth of the step's time. Seconds per
+    token never fall as the batch grows (isotonic regression). The curve has points at the measured batch sizes, and one
+    at batch 1, which gets the values of the smallest measured batch.
     """
     given = np.array([s.batch for s in samples])
     steps = np.array([s.steps for s in samples], np.float64)

@@ -114,7 +114,10 @@ class ModelGroup:
     # Resharding
 
     def senders(self) -> dict[int, list[int]]:
-        """Ranks of the replica that sends weights: by pipeline stage, in TP order; the first rank sends."""
+        """Map each pipeline stage to the ranks, in tensor-parallel order, of the replica that provides the weights.
+
+        The first rank of each stage sends; the others only take part in the gather.
+        """
         stages: dict[int, list[int]] = {}
         for rank, position in enumerate(self.positions):
             if position.dp == 0:

@@ -113,7 +113,7 @@ def attach(scheduler: Any) -> None:
 
 
 def pools(scheduler: Any) -> dict[str, Any]:
-    """KV pools by part; both have a token's KV in the same slot."""
+    """Return the KV pools of target and draft by name; a token has the same slot in both."""
     found = {TARGET: scheduler.tp_worker.model_runner.token_to_kv_pool}
     if scheduler.draft_worker is not None:
         found[DRAFT] = scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool

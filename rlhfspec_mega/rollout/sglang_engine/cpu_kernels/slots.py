@@ -44,7 +44,11 @@ def assign_draft_cache_locs_contiguous_cpu(
 def build_draft_decode_metadata_cpu(
     req_to_token: Tensor, requests: Tensor, lengths: Tensor, branches: int, steps: int, width: int
 ) -> Tensor:
-    """[B x branches, width] slots of every branch: the request's, then its own (generate_draft_decode_kv_indices)."""
+    """CPU version of SGLang's generate_draft_decode_kv_indices.
+
+    Returns the KV slots that each draft branch attends to, [B x branches, width]: first those of the request, then
+    those of the branch's own draft tokens.
+    """
     found = req_to_token.new_zeros(len(lengths) * branches, width)
     for i, (row, length) in enumerate(zip(requests.tolist(), lengths.tolist(), strict=True)):
         for branch in range(branches):
