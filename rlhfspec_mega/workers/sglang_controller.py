@@ -49,7 +49,7 @@ class SGLangController:
             self.control.force(NOT_FIXED)
 
     def pace(self) -> Throughput:
-        """Predict throughput from measured step times and recent acceptance, which is taken to be equal at every depth."""
+        """Predict throughput from measured step times and recent acceptance, taken to be the same at every depth."""
         table, chance = self._measured.table, self.accepted / (1.0 + self.accepted)
         depths = map(self._shapes.depth_of, table.counts)
         tokens = [1.0 + sum(chance**layer for layer in range(1, depth + 1)) for depth in depths]
