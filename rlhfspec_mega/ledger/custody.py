@@ -108,7 +108,7 @@ class Custody:
     def departed(self, rank: int, sample_id: str) -> bool:
         """The source reports that the destination took the sample.
 
-        Returns whether the sample is lost since that one has died.
+        Returns True if the sample is lost because the destination has died meanwhile.
 
         Raises RunError for a sample that it was not ordered to send.
         """

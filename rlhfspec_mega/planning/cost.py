@@ -146,7 +146,10 @@ class CostModel:
         return max(seconds, MIN_SECONDS)
 
     def fit(self, measurements: Sequence[StepCost]) -> None:
-        """Replace all that is known by a profile. One without drafts keeps the draft's costs. ValueError if empty."""
+        """Replace what was learnt by a profile; the draft's costs are kept if the profile has none.
+
+        ValueError if it is empty.
+        """
         if not measurements:
             raise ValueError("a cost model cannot be fitted to no measurements")
         rows = np.array([self._verify_row(m.batch, m.kv_tokens, m.tokens) for m in measurements])

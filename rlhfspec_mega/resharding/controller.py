@@ -31,7 +31,7 @@ class _Plan:
     buckets: list[Bucket]
 
     def by_stage(self) -> list[tuple[int, list[Bucket]]]:
-        """Buckets of each pipeline stage that has any, by stage."""
+        """Group the target's buckets by the pipeline stage that sends them; stages in ascending order."""
         stages = sorted({bucket.owner for bucket in self.buckets})
         return [(stage, [bucket for bucket in self.buckets if bucket.owner == stage]) for stage in stages]
 

@@ -10,10 +10,10 @@ LEARNT_FILE = "learnt.json"
 
 
 class Learnt:
-    """The file of one run.
+    """The file in a run's directory that holds learnt models by name.
 
     Args:
-        resumed: read the file of the run that is resumed.
+        resumed: start from the contents of the existing file.
     """
 
     def __init__(self, run_dir: Path, resumed: bool) -> None:

@@ -29,7 +29,7 @@ def sampling_params(request: GenerationRequest, generated: int) -> dict[str, Any
 
 
 def aborted(output: Mapping[str, Any]) -> bool:
-    """Whether SGLang has given the request up in this output."""
+    """Whether this output says that SGLang has aborted the request."""
     reason = output["meta_info"].get("finish_reason")
     return reason is not None and reason["type"] == "abort"
 
@@ -62,14 +62,14 @@ class SGLangSample(LiveSample):
 
     @property
     def rid(self) -> str:
-        """Id of the request."""
+        """The request's id in SGLang."""
         return f"{self.request.sample_id}/{self.attempt}/"  # SGLang aborts by prefix
 
     def take(self, output: Mapping[str, Any], version: int) -> None:
-        """File an output of the stream: all tokens of this request so far, with their log-probs.
+        """Process an output of the stream: all tokens of this request so far, with their log-probs.
 
-        Raises RunError for log-probs that do not belong to the tokens (speculation has lost some upstream before), and
-        for a sample that SGLang gave up or ended otherwise than it was asked to.
+        Raises RunError for log-probs that do not match the tokens (SGLang's speculation has lost some in earlier
+        versions), and for a sample that SGLang aborted or ended for another reason than requested.
         """
         tokens, meta = output["output_ids"], output["meta_info"]
         found, reason = meta["output_token_logprobs"], meta.get("finish_reason")
@@ -91,9 +91,9 @@ class SGLangSample(LiveSample):
             self._end(reason)
 
     def _end(self, reason: Mapping[str, Any]) -> None:
-        """Note why it ended: by a stop token, the last one allowed included, which SGLang calls an end by length.
+        """Record why the sample ended; SGLang calls it an end by length if the last allowed token is a stop token.
 
-        Raises RunError unless that is what was asked for.
+        Raises RunError for any other reason.
         """
         stopped = self.tokens[-1] in self.request.stop_tokens
         if not stopped and (reason["type"] == "stop" or len(self.tokens) < self.request.max_new_tokens):

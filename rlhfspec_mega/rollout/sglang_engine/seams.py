@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Seam:
-    """A function, method or class of SGLang.
+    """A function, method or class of SGLang that this project depends on.
 
     Attributes:
         module: where it is defined.
-        name: qualified, in the module.
-        parameters: of the function, in order, those that are relied upon; the rest may follow.
-        attributes: names that its body (of a class: its body or its base's in the same module) must speak of.
+        name: qualified name in the module.
+        parameters: parameters that must come first, in this order; others may follow.
+        attributes: names that its source (of a class also its base's in the same module) must contain.
     """
 
     module: str
@@ -23,12 +23,12 @@ class Seam:
 
     @property
     def target(self) -> str:
-        """As HookRegistry.register takes it."""
+        """The name for HookRegistry.register."""
         return f"{self.module}.{self.name}"
 
 
 def _seam(module: str, name: str, parameters: str = "", attributes: str = "") -> Seam:
-    """Of a module of sglang.srt; parameters and attributes are separated by spaces."""
+    """A Seam in a module of sglang.srt; parameters and attributes are separated by spaces."""
     return Seam(f"sglang.srt.{module}", name, tuple(parameters.split()), tuple(attributes.split()))
 
 
