@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import rlhfspec_mega.megatron.quick_start  # noqa: F401
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.cluster.supervised import Group

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -165,6 +168,13 @@ def test_a_forbidden_import_is_found(module: str, line: str, words: str) -> None
 )
 def test_a_permitted_import_is_let_through(module: str, line: str) -> None:
     assert violations(module, line) == []
+
+
+def test_a_training_rank_starts_without_torchs_compiler() -> None:
+    """On a CPU, where nothing is compiled: see megatron.quick_start, which only helps if it is imported first."""
+    line = "import sys, rlhfspec_mega.workers.megatron; sys.exit('torch._inductor.compile_fx' in sys.modules)"
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    assert subprocess.run([sys.executable, "-c", line], cwd=ROOT, env=environment, check=False).returncode == 0
 
 
 def test_the_command_imports_nothing_heavy_at_the_top() -> None:
