@@ -11,7 +11,6 @@ from typing import Any
 from rlhfspec_mega.bootstrap.cache import cache_root, cached, made_once
 from rlhfspec_mega.bootstrap.first_draft import DraftRecipe, make_draft
 from rlhfspec_mega.bootstrap.warmup import WarmUp
-from rlhfspec_mega.config.schema.generation import DataConfig, RolloutConfig
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.speculation import drafts
 from rlhfspec_mega.data.prompts import make_prompts
@@ -70,7 +69,7 @@ def warm_model(config: RunConfig, shape: ModelShape, run_dir: Path, console: Con
             WarmUp(config, shape, start, run_dir, console).run(directory)
 
     name = config.model.name
-    recipe = (_MODEL_VERSION, asdict(shape), asdict(config.sft_warmup), asdict(DataConfig()))
+    recipe = (_MODEL_VERSION, asdict(shape), asdict(config.sft_warmup), asdict(RunConfig().data))
     return cached(config, name, recipe, make, console.note, f"Model {name}")
 
 
@@ -89,8 +88,8 @@ def first_draft(config: RunConfig, model: Path, console: Console) -> Path:
 
     def make(directory: Path) -> None:
         tokenizer = load_tokenizer(model)
-        # The built-in task as it stands by default: the draft must not depend on the run that happens to make it.
-        stream, _ = make_prompts(DataConfig(), tokenizer, RolloutConfig.max_prompt_tokens, 0, seed=recipe.seed)
+        default = RunConfig()  # the built-in task's settings: the draft must not depend on the run that builds it
+        stream, _ = make_prompts(default.data, tokenizer, default.rollout.max_prompt_tokens, 0, seed=recipe.seed)
         prompts = [prompt.tokens for prompt in stream.next_batch(recipe.prompts)]
         make_draft(model, directory, prompts, stop_tokens(tokenizer, model), recipe, console)
 

@@ -6,9 +6,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 
-from rlhfspec_mega.config.schema.generation import DataConfig, RolloutConfig
 from rlhfspec_mega.config.schema.run import RunConfig
-from rlhfspec_mega.config.schema.training import ActorConfig, TrainerConfig
 from rlhfspec_mega.config.sizes import derive_sizes
 from rlhfspec_mega.data.chain_sums import demonstration
 from rlhfspec_mega.data.prompts import make_prompts
@@ -37,23 +35,24 @@ class WarmUp:
     """
 
     def __init__(self, config: RunConfig, shape: ModelShape, start: Path, run_dir: Path, console: Console) -> None:
-        self._recipe = config.sft_warmup
+        self._recipe, default = config.sft_warmup, RunConfig()
         self._config = copy.deepcopy(config)
         self._config.seed = WARMUP_SEED
-        # Every model made here fits one device many times over: pure data parallelism is the quickest layout.
-        actor = self._config.actor = ActorConfig(tensor_parallel=1)
+        # Every model built here is far smaller than a device: pure data parallelism is the fastest layout.
+        actor = self._config.actor = default.actor
+        actor.tensor_parallel = 1
         optimizer = actor.optimizer
         optimizer.lr, optimizer.warmup_steps = self._recipe.lr, self._recipe.warmup_steps
         optimizer.schedule, optimizer.min_lr_ratio, optimizer.betas = "linear", 0.0, (0.9, 0.95)
-        # The model must not depend on the run that happens to make it.
-        self._config.rollout = RolloutConfig(engines=config.rollout.engines)
-        self._config.trainer = TrainerConfig()
+        # The model must not depend on the run that happens to build it.
+        self._config.rollout, self._config.trainer = default.rollout, default.trainer
+        self._config.rollout.engines = config.rollout.engines
         self._sizes = derive_sizes(self._config, shape)
         self._shape, self._start, self._run_dir, self._console = shape, start, run_dir, console
         self._tokenizer = load_tokenizer(start)
         limit = self._config.rollout.max_prompt_tokens
         self._stream, self._held_out = make_prompts(
-            DataConfig(), self._tokenizer, limit, self._recipe.eval_prompts, seed=WARMUP_SEED
+            default.data, self._tokenizer, limit, self._recipe.eval_prompts, seed=WARMUP_SEED
         )
 
     def run(self, directory: Path) -> None:

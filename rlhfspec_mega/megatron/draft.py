@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+import rlhfspec_mega.megatron.quick_start  # noqa: F401
 from rlhfspec_mega.draft.directory import load_draft, load_target_ids
 from rlhfspec_mega.draft.distillation import state_of, weights_of
 from rlhfspec_mega.draft.refresh import DraftLearning, Refresher, RefreshReport

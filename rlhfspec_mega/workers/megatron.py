@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-import rlhfspec_mega.megatron.quick_start  # noqa: F401
 from rlhfspec_mega.draft.refresh import DraftLearning, RefreshReport
 from rlhfspec_mega.megatron.checkpoint_files import FileSum, SavedPart, first_damage
 from rlhfspec_mega.megatron.description import ModelDescription, ParallelRanks
