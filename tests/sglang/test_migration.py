@@ -146,7 +146,9 @@ def test_no_sample_is_lost(
 def dies_with_its_scheduler(cluster: LocalCluster, engines: Group) -> None:
     """An engine that is asked for nothing is given up, too, when the processes that decode have ended."""
     assert [engines.launches(rank) for rank in range(2)] == [1, 1]
-    processes = psutil.Process().children(recursive=True)
+    # Other tests' engines may live in this process: the death of their schedulers would end it.
+    workers = [one for one in psutil.Process().children() if "rlhfspec_mega.cluster.child" in one.cmdline()]
+    processes = [process for one in workers for process in one.children(recursive=True)]
     schedulers = [process for process in processes if "sglang::scheduler" in " ".join(process.cmdline())]
     schedulers[0].kill()
     end = time.monotonic() + 30.0
