@@ -23,7 +23,7 @@ sglang-cpu: $(SGLANG)/.installed
 
 # Few slots: samples wait for one, and the last ones move.
 demo-sglang: $(SGLANG)/.installed
-	$(SGLANG)/bin/python train.py rollout=sglang rollout.slots=16 trainer.steps=10 name=demo-sglang-$$(date +%Y%m%d-%H%M%S)
+	$(SGLANG)/bin/python train.py rollout=sglang rollout.max_running_requests=16 trainer.steps=10 name=demo-sglang-$$(date +%Y%m%d-%H%M%S)
 
 test-sglang: $(SGLANG)/.installed
 	OMP_NUM_THREADS=1 $(SGLANG)/bin/python $(PYTEST) tests/sglang

@@ -16,7 +16,7 @@ from rlhfspec_mega.stop import RESUME_STATUS
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from rlhfspec_mega.config.schema import RunConfig
+    from rlhfspec_mega.config.schema.run import RunConfig
 
 
 def main() -> None:
@@ -30,31 +30,41 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: sys.exit(_say("Terminated.", 128 + number)))
     with errors_in_one_sentence():
-        check_command_line()
+        if text := answer_or_check():
+            print(text)
+            return
     hydra.main(config_path=str(CONF_DIR), config_name=CONFIG_NAME, version_base="1.3")(job)()
 
 
-def check_command_line() -> None:
-    """Raise UserError for a bad command line, of a sweep before its first run starts."""
-    from hydra._internal.utils import get_args_parser  # Hydra's own flags; it offers no public way to read them
+def answer_or_check() -> str | None:
+    """Answer a command that only asks something, such as --help, and return the answer; else check the command line.
 
+    Raises UserError for a bad command line; that of a sweep before its first run starts.
+    """
     from rlhfspec_mega.config.checks import check_config
     from rlhfspec_mega.config.compose import load_config, sweep_jobs
+    from rlhfspec_mega.config.describe import explained, help_text
+    from rlhfspec_mega.config.flags import parse_flags
 
-    arguments = get_args_parser().parse_args()
-    if arguments.help or arguments.hydra_help or arguments.shell_completion:
-        return
-    jobs = sweep_jobs(arguments.overrides) if arguments.multirun else [arguments.overrides]
+    flags = parse_flags(sys.argv[1:])
+    if flags.help:
+        return help_text()
+    if flags.hydra_help or flags.shell_completion or flags.version:
+        return None
+    jobs = sweep_jobs(flags.overrides) if flags.multirun else [flags.overrides]
     for number, overrides in enumerate(jobs):
         config = load_config(overrides)
-        if arguments.multirun:
+        if flags.cfg == "job":
+            return explained(config)
+        if flags.multirun:
             config.name = numbered(config.name, number)
-        if not arguments.cfg and not arguments.info:
+        if not flags.cfg and not flags.info:
             check_config(config)
+    return None
 
 
 def job(composed: DictConfig) -> None:
-    """One run. Hydra calls it."""
+    """One run; called by Hydra."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -69,12 +79,12 @@ def job(composed: DictConfig) -> None:
 
 
 def numbered(name: str, number: int) -> str:
-    """The name of one run of a sweep."""
+    """Name of one run of a sweep."""
     return f"{name}_{number}"
 
 
 def train(config: RunConfig, overrides: list[str]) -> None:
-    """Claim the run's directory and train; a run refused before its workers start leaves no directory behind."""
+    """Reserve the run's directory and train; a run that is refused before its workers start leaves no directory."""
     from rlhfspec_mega.config.output_dir import claimed_output_dir
 
     with claimed_output_dir(config, overrides):
@@ -85,9 +95,15 @@ def train(config: RunConfig, overrides: list[str]) -> None:
 
 @contextmanager
 def errors_in_one_sentence() -> Iterator[None]:
-    """End the process: status 2 for bad input, 1 for a run that cannot go on, 75 for one to resume, 130 on Ctrl-C."""
+    """Exit status: 2 for bad input, 1 for a run that cannot go on, 75 for one that can be resumed, 130 on Ctrl-C."""
+    from rlhfspec_mega.config.compose import NoPresetError
+
     try:
         yield
+    except NoPresetError as error:
+        from rlhfspec_mega.config.advice import with_advice
+
+        sys.exit(_say(with_advice(error), 2))
     except UserError as error:
         sys.exit(_say(error, 2))
     except RunError as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.samples import PROGRESS_SECONDS, Target, sample
+from rlhfspec_mega.bootstrap.cache import cache_root
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.draft.directory import load_draft, load_target_ids, write_draft
 from rlhfspec_mega.draft.distillation import initial_draft
@@ -19,7 +20,6 @@ from rlhfspec_mega.draft.examples import collect_examples
 from rlhfspec_mega.draft.model import DraftModel
 from rlhfspec_mega.draft.refresh import DraftLearning, Refresher
 from rlhfspec_mega.draft.shape import DraftShape, draft_shape
-from rlhfspec_mega.making.cache import cache_root
 
 PHASES = ((2e-3, 0.6), (6e-4, 0.25), (2e-4, 0.15))  # learning rate and share of the steps
 SAMPLING_SEED = 5

@@ -28,16 +28,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhfspec_mega.algorithm.experience import Experience, starts
-from rlhfspec_mega.algorithm.microbatch import Shard
-from rlhfspec_mega.algorithm.packing import micro_batches
 from rlhfspec_mega.algorithms.choice import make_algorithm
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.local import LocalCluster
-from rlhfspec_mega.config.schema import AlgorithmConfig
+from rlhfspec_mega.config.schema.training import AlgorithmConfig
 from rlhfspec_mega.ledger.entry import Purpose
 from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.megatron.description import ParallelRanks
+from rlhfspec_mega.rl.experience import Experience, starts
+from rlhfspec_mega.rl.microbatch import Shard
+from rlhfspec_mega.rl.packing import micro_batches
 from rlhfspec_mega.types import Prompt, Sample, SampleState
 
 SAMPLES, LENGTH, PROMPT, MEMBERS, BUDGET = 16384, 4096, 256, 16, 16384
@@ -164,7 +164,7 @@ def _padded(
 def one_run(variant: str, count: int) -> dict[str, float]:
     """Seconds and the driver's peak memory in GiB, of one variant in this process."""
     with tempfile.TemporaryDirectory(prefix="benchmark.") as directory:
-        limits = {"deadline_seconds": 600.0, "start_seconds": 120.0, "silence_seconds": 60.0, "max_restarts": 0}
+        limits = {"call_timeout": 600.0, "start_timeout": 120.0, "heartbeat_timeout": 60.0, "max_restarts": 0}
         cluster = LocalCluster(Path(directory), threads=1, use_gpus=False, **limits)
         try:
             nodes = cluster.launch("node", [WorkerSpec("benchmarks.driver.Node")] * NODES)

@@ -3,8 +3,8 @@
     python -m benchmarks.freshness [--steps 60] [--seeds 1]
 
 The policy moves away from what the draft imitates, and a refresh follows it. Every variant is a whole run of train.py
-(the demo's configuration, `trainer.eval_every=0`), one after the other, under drafting=fixed: the same number of draft
-tokens in every step, so that nothing but the draft changes what a step yields. The samples of both are the same, as no
+(the demo's configuration, `trainer.eval_every=0`), one after the other, under speculation=fixed: the same number of
+draft tokens in every step, so that only the draft changes what a step yields. The samples of both are the same, as no
 draft changes a token. Prints tokens per step of each fifth of the run; the last line is one JSON object: last fifth
 over first fifth, with the refresh and without, and in the last fifth the one over the other.
 """
@@ -28,8 +28,8 @@ from rlhfspec_mega.observe.figures import drafting_figures
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
 PARTS = 5
-FIXED = "drafting=fixed"
-VARIANTS: Mapping[str, tuple[str, ...]] = {"refreshed": (FIXED,), "left alone": (FIXED, "drafting.refresh_every=0")}
+FIXED = "speculation=fixed"
+VARIANTS: Mapping[str, tuple[str, ...]] = {"refreshed": (FIXED,), "left alone": (FIXED, "speculation.refresh_every=0")}
 
 
 def run(output: Path, name: str, steps: int, seed: int, options: Sequence[str]) -> list[dict[str, Any]]:
@@ -38,7 +38,7 @@ def run(output: Path, name: str, steps: int, seed: int, options: Sequence[str]) 
     command += [f"seed={seed}", "trainer.eval_every=0", "trainer.export=false", "logger.tensorboard=false", *options]
     subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
     lines = (output / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [row for row in map(json.loads, lines) if "loss" in row]
+    return [row for row in map(json.loads, lines) if "actor/loss" in row]
 
 
 def by_fifth(rows: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -56,7 +56,7 @@ def measure(steps: int, seeds: int) -> list[dict[str, Any]]:
                 started = time.monotonic()
                 rows = run(Path(directory), f"{variant.split()[0]}-{seed}", steps, seed, options)
                 fifths = by_fifth(rows)
-                kept = [row["draft_refresh_kept"] for row in rows if "draft_refresh_kept" in row]
+                kept = [row["draft/refresh_kept"] for row in rows if "draft/refresh_kept" in row]
                 seconds = time.monotonic() - started
                 found.append({"variant": variant, "seed": seed, "tokens_per_step": fifths, "kept": kept})
                 figures = "  ".join(f"{value:.3f}" for value in fifths)

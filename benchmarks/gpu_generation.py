@@ -31,12 +31,12 @@ import torch
 from benchmarks.paired import Interval, ratio_interval
 from benchmarks.samples import load_target, word_prompts, words_target
 from benchmarks.sglang_engines import DEVICE, PORTABLE, decode, ours, save, settings, started, stock
+from rlhfspec_mega.bootstrap.start import first_draft
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.data.tokenizer import make_byte_tokenizer
 from rlhfspec_mega.draft.directory import write_draft
 from rlhfspec_mega.draft.shape import draft_shape, draft_tensors
-from rlhfspec_mega.making.start import first_draft
 from rlhfspec_mega.models.hf_directory import config_of, write_json
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
@@ -49,7 +49,7 @@ from rlhfspec_mega.rollout.sglang_engine.profile import measure
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, trees
 from rlhfspec_mega.sampling.noise import sample_seed
 from rlhfspec_mega.simulate.curves import CostCurves, DecodeCurve, MigrationTimes
-from rlhfspec_mega.simulate.workload import LENGTH_LAWS, draw_workload
+from rlhfspec_mega.simulate.workload import LENGTH_DISTRIBUTIONS, draw_workload
 
 BATCHES = (1, 4, 16, 64, 256)
 TOKENS, PROMPT, WARM_UP = 128, 120, 16  # of a response in a batch that stays whole, of a prompt, and to warm up
@@ -115,7 +115,7 @@ def _unseeded(engine: Any, prompts: Sequence[Sequence[int]], lengths: Sequence[i
 
 def scenarios() -> dict[str, list[int]]:
     """Lengths of responses, by name."""
-    decay = draw_workload(LENGTH_LAWS["chat"].scaled(SCALE), DECAY, 8, seed=1).lengths
+    decay = draw_workload(LENGTH_DISTRIBUTIONS["chat"].scaled(SCALE), DECAY, 8, seed=1).lengths
     whole = {f"batch {batch}": [TOKENS] * batch for batch in BATCHES}
     return whole | {"decay": np.clip(decay, 1, LONGEST).tolist()}
 
@@ -245,7 +245,7 @@ def _plain_curve(tables: Mapping[int, StepTable]) -> DecodeCurve:
     batches = tables[LENGTHS[-1]].batches  # the fewest
     slopes, bases = [], []
     for batch in batches:
-        seconds = [tables[length].of(batch)[0] for length in LENGTHS]
+        seconds = [tables[length].seconds_at(batch)[0] for length in LENGTHS]
         slope, base = np.polyfit([batch * length for length in LENGTHS], seconds, 1)
         slopes.append(max(float(slope), 0.0))
         bases.append(max(float(base), 1e-6))

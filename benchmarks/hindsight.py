@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.contenders import MOST_NODES
 from rlhfspec_mega.planning.cost import CostModel, step_cost
-from rlhfspec_mega.planning.strategy import ranked
+from rlhfspec_mega.planning.strategy import rank_nodes
 from rlhfspec_mega.planning.tree import Batch, DraftingPolicy, DraftTree, Floats, Ints, StepRecord
 
 
@@ -43,12 +43,12 @@ class Hindsight:
 
     def choose(self, batch: Batch, tree: DraftTree) -> Ints:
         self._own = len(self._policy.choose(batch, tree))
-        return np.sort(ranked(tree, tree.survival, self.max_nodes))
+        return np.sort(rank_nodes(tree, tree.survival, self.max_nodes))
 
     def observe(self, record: StepRecord) -> None:
         self._policy.observe(record)
         batch, tree = record.batch, record.tree
-        order = ranked(tree, tree.survival, self.max_nodes)
+        order = rank_nodes(tree, tree.survival, self.max_nodes)
         accepted = record.accepted[np.searchsorted(record.chosen, order)]
         tokens = batch.size + np.concatenate((np.zeros(1), np.cumsum(accepted, dtype=np.float64)))
         drafting = float(

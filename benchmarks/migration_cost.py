@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from benchmarks.rollout_fleet import Fleet, LoadedEngine
-from rlhfspec_mega.rollout.migration.messages import MigrationOrder, Orders
+from rlhfspec_mega.rollout.migration.messages import MigrationOrder, MigrationOrders
 from rlhfspec_mega.rollout.migration.wire import Address
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.types import GenerationRequest, Landing
@@ -44,15 +44,15 @@ class CopyingEngine(LoadedEngine):
         started, last = time.perf_counter(), 0.0
         for step in range(steps):
             if destination is not None:
-                if not departures._leaving:
+                if not departures._outgoing:
                     departures.order(MigrationOrder(ids[step % len(ids)], destination))
-                departures.turn(last)
-                for sample_id in [i for i, one in departures._leaving.items() if one.caught_up]:
+                departures.on_step_boundary(last)
+                for sample_id in [i for i, one in departures._outgoing.items() if one.caught_up]:
                     departures._give_up(sample_id)
             begun = time.perf_counter()
             self.engine.poll(0.0)
             last = time.perf_counter() - begun
-        for sample_id in list(departures._leaving):
+        for sample_id in list(departures._outgoing):
             departures._give_up(sample_id)
         return (self.engine.stats()["generated_tokens"] - tokens) / (time.perf_counter() - started)
 
@@ -60,7 +60,7 @@ class CopyingEngine(LoadedEngine):
 def measure_migrations(fleet: Fleet, requests: list[GenerationRequest], rounds: int) -> MigrationFigures:
     """Samples go to and fro between two engines while they are decoded."""
     engines, lengths = fleet.engines, {r.sample_id: len(r.prompt_tokens) for r in requests}
-    addresses = [meeting.address for meeting in engines.call("meet", 1.0, phase="meet")]
+    addresses = [peer.address for peer in engines.call("join_migration", 1.0, phase="join migration")]
     landings: list[Landing] = []
     held: list[list[str]] = [[r.sample_id for r in requests], []]
     given = [[SampleSnapshot(request, [], [], []) for request in requests], []]
@@ -70,12 +70,12 @@ def measure_migrations(fleet: Fleet, requests: list[GenerationRequest], rounds: 
         moving = moving or held[1][: max(1, len(requests) // 2)]
         if not moving:
             break
-        orders = [Orders(expects=True), Orders(expects=True)]
+        orders = [MigrationOrders(expects_arrivals=True), MigrationOrders(expects_arrivals=True)]
         orders[source].moves = [MigrationOrder(name, addresses[1 - source]) for name in moving]
         for _ in range(12):
             arguments = [(given[rank], 0.25, orders[rank]) for rank in range(2)]
             reports = engines.scatter("advance", arguments, phase="migrate")
-            given, orders = [[], []], [Orders(expects=True), Orders(expects=True)]
+            given, orders = [[], []], [MigrationOrders(expects_arrivals=True), MigrationOrders(expects_arrivals=True)]
             for rank, report in enumerate(reports):
                 landings += report.migration.landings
                 held[rank] += [arrived.sample_id for arrived in report.migration.arrived]
@@ -96,14 +96,14 @@ def measure_migrations(fleet: Fleet, requests: list[GenerationRequest], rounds: 
 def source_rate(fleet: Fleet, requests: list[GenerationRequest], steps: int, repeats: int) -> list[float]:
     """Decode rate of an engine with back-to-back stage-one copies over its rate without, in alternating order."""
     engines = fleet.engines
-    addresses = [meeting.address for meeting in engines.call("meet", 1.0, phase="meet")]
+    addresses = [peer.address for peer in engines.call("join_migration", 1.0, phase="join migration")]
     snapshots = [SampleSnapshot(request, [], [], []) for request in requests]
     lasting = max(1, requests[0].max_new_tokens // (2 * steps) - 2)  # repeats before the samples end
     ratios = []
     for repeat in range(repeats):
         if repeat % lasting == 0:
             engines.call("clear", phase="clear")
-            engines.call("advance", snapshots, 0.5, Orders(), phase="warm up", ranks=[0])
+            engines.call("advance", snapshots, 0.5, MigrationOrders(), phase="warm up", ranks=[0])
         rates = {}
         for copying in (True, False) if repeat % 2 else (False, True):
             destination = addresses[1] if copying else None

@@ -36,7 +36,7 @@ from rlhfspec_mega.types import GenerationRequest, Prompt, Sample, Span
 
 MEMBERS, GROUPS = 8, 16
 SHORT, LONG = 64, 480  # tokens of samples to learn from, and of those that are decoded meanwhile
-OPTIONS = ["drafting=off", "algorithm.kl_coef=0", f"rollout.max_new_tokens={LONG}", "trainer.eval_every=0"]
+OPTIONS = ["speculation=off", "algorithm.kl_coef=0", f"rollout.max_new_tokens={LONG}", "trainer.eval_every=0"]
 
 
 class Recorder(Timeline):

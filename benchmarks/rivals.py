@@ -11,7 +11,7 @@ import numpy as np
 
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
-from rlhfspec_mega.planning.strategy import CalibratedPolicy, places, ranked
+from rlhfspec_mega.planning.strategy import CalibratedPolicy, index_within_row, rank_nodes
 from rlhfspec_mega.planning.tree import Batch, DraftTree, Ints, StepRecord
 
 SGLANG_TIERS: Mapping[int, Sequence[int]] = {1: (1, 3, 7), 8: (0, 1, 3), 32: (0, 1), 64: (0,)}
@@ -67,7 +67,7 @@ class EmaTiers(CalibratedPolicy):
         return self._usable_depth(batch, self._tier(batch).steps)
 
     def expand(self, batch: Batch, tree: DraftTree) -> Ints:
-        return self._may_be_parents(batch, tree)
+        return self._possible_parents(batch, tree)
 
     def choose(self, batch: Batch, tree: DraftTree) -> Ints:
         """All that can be used: the rule trusts its chain."""
@@ -160,13 +160,13 @@ class Bandit(CalibratedPolicy):
         tree.survival[tree.last_layer][tree.ranks[tree.last_layer] >= arm.width] = 0.0
         if tree.depth >= arm.depth:
             return np.zeros(0, np.int64)
-        parents = self._may_be_parents(batch, tree)
+        parents = self._possible_parents(batch, tree)
         parents = parents[tree.survival[parents] > 0.0]
         parents = parents[np.argsort(-tree.survival[parents], kind="stable")]
-        return np.sort(parents[places(tree.rows[parents]) < arm.width])
+        return np.sort(parents[index_within_row(tree.rows[parents]) < arm.width])
 
     def choose(self, batch: Batch, tree: DraftTree) -> Ints:
-        return np.sort(ranked(tree, tree.survival, self._arm(batch).tokens))
+        return np.sort(rank_nodes(tree, tree.survival, self._arm(batch).tokens))
 
     def observe(self, record: StepRecord) -> None:
         batch = record.batch

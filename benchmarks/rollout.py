@@ -34,7 +34,7 @@ from benchmarks.samples import Target, load_target, word_prompts, words_target
 from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.sampling.noise import sample_seed
 from rlhfspec_mega.simulate.curves import CostCurves
-from rlhfspec_mega.simulate.workload import LENGTH_LAWS, draw_workload
+from rlhfspec_mega.simulate.workload import LENGTH_DISTRIBUTIONS, draw_workload
 from rlhfspec_mega.types import GenerationRequest
 
 RESULTS = Path(__file__).parent / "results"
@@ -51,7 +51,7 @@ def requests_of(law: str, start: str, repeat: int, prompts: list[tuple[int, ...]
 
     Skewed: lengths are sorted into groups, and every other group, for the first engine, is one of the long half.
     """
-    workload = draw_workload(LENGTH_LAWS[law].scaled(SCALES[law]), SAMPLES, MEMBERS, seed=FIRST_SEED + repeat)
+    workload = draw_workload(LENGTH_DISTRIBUTIONS[law].scaled(SCALES[law]), SAMPLES, MEMBERS, seed=FIRST_SEED + repeat)
     lengths = np.minimum(workload.lengths, LONGEST)
     groups = lengths.reshape(-1, MEMBERS)
     if start == "skewed":
@@ -172,12 +172,12 @@ def run(model: str, pairs: int, rounds: int, long: int) -> dict[str, Any]:
         for one in realities:
             found.append(compared(one))
             print_scenario(found[-1])
-        meeting, _ = fleet.engines.call("meet", 1.0, phase="meet")
+        peer, _ = fleet.engines.call("join_migration", 1.0, phase="join migration")
         migrations = described(measure_migrations(fleet, _long(target, prompts, 4, long), rounds))
         rates = source_rate(fleet, _long(target, prompts, 6, long), steps=60, repeats=pairs)
     first, *others = realities
     rate = statistics.median(rates)
-    curves = curves_of(first.recorder, PROMPT + positions, meeting.copy_seconds, rate)
+    curves = curves_of(first.recorder, PROMPT + positions, peer.copy_seconds, rate)
     predictions = []
     for one in others:
         predictions.append({"law": one.law, "start": one.start} | as_predicted(curves, one))

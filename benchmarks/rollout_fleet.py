@@ -15,7 +15,8 @@ from benchmarks.samples import Target
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.cluster.meeting_point import MeetingPoint
-from rlhfspec_mega.config.schema import ActorConfig, ReallocationConfig, RolloutConfig
+from rlhfspec_mega.config.schema.generation import ReallocationConfig, RolloutConfig
+from rlhfspec_mega.config.schema.training import ActorConfig
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.ledger.entry import Purpose
 from rlhfspec_mega.ledger.ledger import Ledger
@@ -27,13 +28,13 @@ from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.reallocation import Reallocator
 from rlhfspec_mega.planning.rollout_state import MigrationCost
 from rlhfspec_mega.planning.tail import Consolidator, TailPolicy
-from rlhfspec_mega.rollout.assignment import held_at_once
+from rlhfspec_mega.rollout.assignment import max_samples_per_engine
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.reallocation import FIRST_DOWNTIME, Reallocation, ScoringWork
 from rlhfspec_mega.rollout.scoring import Scoring
 from rlhfspec_mega.types import GenerationRequest, MigrationEvent, Prompt, Sample, Span, TailTally, TensorInfo
-from rlhfspec_mega.workers.engine import TorchEngineWorker
 from rlhfspec_mega.workers.scorer_group import ScorerGroup
+from rlhfspec_mega.workers.torch_engine import TorchEngineWorker
 
 ENGINES, SLOTS = 2, 8
 POLL_SECONDS, SCORED_AT_ONCE = 0.05, 512
@@ -101,12 +102,15 @@ class Fleet:
         self._rollouts = 0
 
     def __enter__(self) -> Fleet:
-        limits: dict[str, Any] = {"deadline_seconds": 300.0, "start_seconds": 120.0, "silence_seconds": 120.0}
+        limits: dict[str, Any] = {"call_timeout": 300.0, "start_timeout": 120.0, "heartbeat_timeout": 120.0}
         self.cluster = LocalCluster(
             Path(self._directory.name) / "logs", threads=1, use_gpus=False, max_restarts=0, **limits
         )
         config = RolloutConfig(
-            slots=SLOTS, max_prompt_tokens=self._prompt, max_new_tokens=self._longest, prefill_chunk=512
+            max_running_requests=SLOTS,
+            max_prompt_tokens=self._prompt,
+            max_new_tokens=self._longest,
+            chunked_prefill_size=512,
         )
         arguments = {"shape": self._target.shape, "config": config, "dtype": "float32", "device": "cpu"}
         specs = [WorkerSpec("benchmarks.migration_cost.CopyingEngine", arguments, (rank,)) for rank in range(ENGINES)]
@@ -177,7 +181,7 @@ class Fleet:
             self.cluster.wait,
             revive=_no_revival,
             poll_seconds=POLL_SECONDS,
-            at_once=held_at_once(SLOTS) if mechanism == "queue" else None,
+            max_per_engine=max_samples_per_engine(SLOTS) if mechanism == "queue" else None,
             reallocation=self._reallocation(lengths, fuses) if moves else None,
             timeline=recorder,
         )

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from rlhfspec_mega.bootstrap.start import warm_model
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.model_shape import model_shape
-from rlhfspec_mega.config.schema import DataConfig
+from rlhfspec_mega.config.schema.generation import DataConfig
 from rlhfspec_mega.data.chain_sums import TERM, ChainSums
 from rlhfspec_mega.data.prompts import encode_prompts
 from rlhfspec_mega.data.tokenizer import load_tokenizer
-from rlhfspec_mega.making.start import warm_model
 from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer

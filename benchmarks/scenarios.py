@@ -16,7 +16,7 @@ from benchmarks.samples import PREFILL_CHUNK, Target
 from rlhfspec_mega.draft.directory import load_draft
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
-from rlhfspec_mega.planning.oversight import OverseenPolicy
+from rlhfspec_mega.planning.oversight import MonitoredPolicy
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.rollout.torch_engine.profile import ScriptedPolicy, profile
 from rlhfspec_mega.sampling.noise import sample_seed
@@ -76,15 +76,15 @@ class Bench:
         self._plain = self._engine(positions, None)
         self.engine = self._engine(positions, draft)
         self.costs = profile(self.engine)
-        self._overseen: dict[tuple[str, float], OverseenPolicy] = {}
+        self._overseen: dict[tuple[str, float], MonitoredPolicy] = {}
 
-    def overseen(self, contender: Contender, temperature: float) -> OverseenPolicy:
+    def overseen(self, contender: Contender, temperature: float) -> MonitoredPolicy:
         """A contender's policy; it keeps what it learns at a temperature, which not all tell from another."""
         key = contender.name, temperature
         if key not in self._overseen:
             assert contender.make is not None
             policy = contender.make(AcceptanceModel(), self.cost_model())
-            self._overseen[key] = OverseenPolicy(policy, collapse_ratio=0.5, stops=False)
+            self._overseen[key] = MonitoredPolicy(policy, collapse_ratio=0.5, stops=False)
         return self._overseen[key]
 
     def cost_model(self) -> CostModel:

@@ -20,7 +20,7 @@ import torch
 from rlhfspec_mega.models.hf_directory import HfWeights
 from rlhfspec_mega.planning.draft_tokens import StepTable
 from rlhfspec_mega.rollout.sglang_engine import cpu_kernels, launch
-from rlhfspec_mega.rollout.sglang_engine.choice import FREE, DraftingControl
+from rlhfspec_mega.rollout.sglang_engine.choice import NOT_FIXED, DraftingControl
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.rollout.sglang_engine.profile import measure
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, chains
@@ -64,7 +64,7 @@ def ours(chosen: launch.EngineSettings, directory: Path) -> tuple[SGLangEngine, 
     control = DraftingControl(engine, directory) if chosen.draft else None
     if control:
         control.learn_costs(_costs(engine, chosen, control))
-        control.force(FREE)
+        control.force(NOT_FIXED)
     send(made, chosen.model, 0)
     return made, control
 

@@ -27,14 +27,14 @@ import psutil
 
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.config.compose import load_config
-from rlhfspec_mega.rollout.migration.messages import Orders
+from rlhfspec_mega.rollout.migration.messages import MigrationOrders
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.run import Run
 from rlhfspec_mega.startup import started
 from rlhfspec_mega.system import system
 from rlhfspec_mega.trainer import train_step
 from rlhfspec_mega.types import EngineReport
-from rlhfspec_mega.workers.engine import TorchEngineWorker
+from rlhfspec_mega.workers.torch_engine import TorchEngineWorker
 
 VARIANTS = ("supervised", "bare")
 
@@ -60,7 +60,7 @@ class SwitchedEngine(TorchEngineWorker):
         self,
         samples: Sequence[SampleSnapshot],
         seconds: float,
-        orders: Orders | None = None,
+        orders: MigrationOrders | None = None,
         forget: bool = False,
     ) -> EngineReport:
         if self.reports:

@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rlhfspec_mega.bootstrap.cache import cache_root
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.data.tokenizer import load_tokenizer, make_byte_tokenizer
-from rlhfspec_mega.making.cache import cache_root
 from rlhfspec_mega.models.initialize import initial_tensors
 from rlhfspec_mega.types import TensorInfo
 

@@ -64,7 +64,8 @@ def demo_speeds(worktree: Path) -> dict[str, float]:
         lines = (Path(output) / "demo" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     times = [row["time"] for row in rows if "time" in row][:STEPS]
-    rollouts = [row["seconds/generate"] for row in rows[1:] if "seconds/generate" in row]
+    generate = ("timing_s/generate", "seconds/generate")  # today's name, and that of earlier versions
+    rollouts = [row[name] for row in rows[1:] for name in generate if name in row]
     return {
         "demo steps/s": (len(times) - 1) / (times[-1] - times[0]),
         "rollouts/s": 1.0 / statistics.mean(rollouts),

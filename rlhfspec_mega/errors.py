@@ -10,19 +10,19 @@ class RunError(Exception):
 
 
 class CheckpointError(RunError):
-    """A checkpoint that could not be saved; workers and earlier checkpoints are untouched, so the run may go on."""
+    """A checkpoint could not be saved; workers and earlier checkpoints are intact, so the run may go on."""
 
 
 class WorkerDied(RunError):
-    """A worker process ended. Another may take its place: the work it held is known to the driver."""
+    """A worker process ended; the driver knows what work it held and may restart it."""
 
 
 class SilentEngineError(RunError):
-    """The processes behind an engine are there and do nothing any more: a worker that sees it ends, as if they died."""
+    """The processes behind an engine exist but no longer answer; the worker that notices this ends itself."""
 
 
 class Stopped(Exception):
-    """A run that a signal stopped after a step and a checkpoint: exit status 75, to be resumed."""
+    """A signal stopped the run after a step and a checkpoint (exit status 75); it can be resumed."""
 
     def __init__(self, steps: int, name: str) -> None:
         super().__init__(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhfspec_mega.config.schema import RolloutConfig
+from rlhfspec_mega.config.schema.generation import RolloutConfig
 from rlhfspec_mega.ledger.entry import Purpose
 from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.rollout.manager import Progress, RolloutManager
@@ -32,10 +32,10 @@ class SampleGenerator:
     """Generates groups of samples through the rollout manager.
 
     Args:
-        stops: tokens that end a response; they belong to it but not to its text.
+        stops: tokens that end a response; they count as response tokens but are not part of its text.
 
     Attributes:
-        ledger: every sample made here is entered in it.
+        ledger: records every sample made here.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class SampleGenerator:
         progress: Progress | None = None,
         scoring: Scoring | None = None,
     ) -> list[Sample]:
-        """`members` samples of each prompt, in order of prompt, then member, at the run's temperature.
+        """`members` samples of each prompt at the run's temperature, ordered by prompt, then member.
 
         Args:
-            scoring: is handed each sample as it finishes, see RolloutManager.generate.
+            scoring: receives each sample as it finishes, see RolloutManager.generate.
         """
         samples = [
             Sample(f"{step}.{prompt.index}.{member}", step, prompt, member)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec_mega.algorithms.policy_gradient import PolicyGradient
-from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.data.prompts import PromptStream
 from rlhfspec_mega.generation import SampleGenerator
 from rlhfspec_mega.ledger.ledger import Ledger
@@ -22,11 +22,11 @@ from rlhfspec_mega.types import Prompt
 
 @dataclass
 class Run:
-    """Made by startup.started.
+    """The parts of a started run; built by startup.started.
 
     Attributes:
-        model: the Hugging Face directory the actor and the reference start from.
-        started: seconds of time.monotonic().
+        model: the Hugging Face directory from which the actor and the reference start.
+        started: start time in seconds of time.monotonic().
         beginning: state of prompts and ledger before the first step.
     """
 

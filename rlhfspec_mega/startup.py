@@ -1,4 +1,4 @@
-"""Everything a run needs, made in the order in which bad input is cheapest to refuse: data, reward, model, workers."""
+"""Everything a run needs, built in the order in which bad input is found most cheaply: data, reward, model, workers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rlhfspec_mega.algorithms.choice import make_algorithm
+from rlhfspec_mega.bootstrap.start import start_draft, start_model, start_tokenizer
 from rlhfspec_mega.config.notes import notes
 from rlhfspec_mega.config.output_dir import output_dir
-from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sizes import shape_and_sizes, size_rows
 from rlhfspec_mega.data.prompts import make_prompts
 from rlhfspec_mega.generation import SampleGenerator, stop_tokens
-from rlhfspec_mega.making.start import start_draft, start_model, start_tokenizer
 from rlhfspec_mega.observe.console import Console
 from rlhfspec_mega.observe.timeline import TIMELINE_FILE, Timeline
 from rlhfspec_mega.reward.runner import RewardRunner
@@ -25,7 +25,7 @@ from rlhfspec_mega.system.system import System
 
 @contextmanager
 def started(config: RunConfig) -> Iterator[Run]:
-    """Start a run in its already claimed output directory; every process it started ends with it.
+    """Start a run in its output directory, which was reserved before; every process it started ends with it.
 
     Raises:
         UserError: bad data, reward function or model.

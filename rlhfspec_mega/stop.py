@@ -1,4 +1,4 @@
-"""Signals: the first asks the run to finish its step, save and leave; a repeated one ends it at once."""
+"""Signals: the first one asks the run to finish its step, save and exit; the same signal again ends it at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StopSignals:
     """Watches for signals while used as a context manager.
 
     Args:
-        note: says a sentence to the user.
+        note: prints a sentence for the user.
 
     Attributes:
         received: name of the signal that asked the run to stop, None while it may go on.
@@ -30,7 +30,9 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         for number in SIGNALS:
-            if self._before[number] is not signal.SIG_IGN:  # a job in the background ignores Ctrl-C
+            if (
+                self._before[number] is not signal.SIG_IGN
+            ):  # a shell's background job ignores Ctrl-C, and must go on doing so
                 signal.signal(number, self._handle)
         return self
 
@@ -39,7 +41,10 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """SIGTERM after SIGUSR1 is a batch system's second warning, not a second wish: only a repeated one is."""
+        """Record the signal; the same signal again ends the run at once.
+
+        A batch system may send SIGTERM after SIGUSR1, so another signal does not.
+        """
         name = signal.Signals(number).name
         if number in self._seen and number != signal.SIGUSR1:
             if number == signal.SIGINT:

@@ -7,11 +7,12 @@ from numpy.typing import NDArray
 
 from rlhfspec_mega import checkpoints
 from rlhfspec_mega.checkpoints.recovery import driver_state, recover, resume
-from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.draft.refresh import RefreshReport
 from rlhfspec_mega.errors import CheckpointError, Stopped, WorkerDied
 from rlhfspec_mega.ledger.entry import Purpose
 from rlhfspec_mega.observe.figures import collapse_notes, drafting_metrics, tail_metrics
+from rlhfspec_mega.observe.metrics import VAL
 from rlhfspec_mega.observe.reporter import Reporter, sample_metrics
 from rlhfspec_mega.run import Run
 from rlhfspec_mega.startup import started
@@ -41,7 +42,7 @@ def run(config: RunConfig) -> None:
 
 
 def train(run: Run, reporter: Reporter, first: int, signals: StopSignals) -> None:
-    """Steps `first` to the last; after each a checkpoint where one is due or a signal asks for it."""
+    """Run steps `first` to the last, with a checkpoint when one is due or a signal asks for it."""
     trainer = run.config.trainer
     with run.phases.measure("reshard"):
         run.system.reshard(first)
@@ -65,11 +66,11 @@ def train(run: Run, reporter: Reporter, first: int, signals: StopSignals) -> Non
 def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
     """One step of RL: every sample generated is trained on exactly once."""
     system, algorithm, phases = run.system, run.algorithm, run.phases
-    refreshes = system.training.draft is not None and is_due(step + 1, run.config.drafting.refresh_every)
+    refreshes = system.training.draft is not None and is_due(step + 1, run.config.speculation.refresh_every)
     samples, scored, metrics = rollout(run, step, refreshes)
     experience = algorithm.experience(samples)
     with phases.measure("draft"):
-        refreshed = system.draft.take_freed() if refreshes else None  # the actor is needed from here on
+        refreshed = system.draft.take_freed() if refreshes else None  # the actor must be free from here on
     with phases.measure("reference"):
         if scored is not None:
             algorithm.take_reference(samples, experience, scored)
@@ -95,7 +96,11 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
 
 
 def rollout(run: Run, step: int, refreshes: bool) -> tuple[list[Sample], dict[str, NDArray] | None, dict[str, float]]:
-    """Samples with their rewards, the reference's log-probs by sample id if it lies on their devices, and metrics."""
+    """Generate and score the samples of a step.
+
+    Returns the samples with rewards, the reference's log-probs by sample id (None unless the reference lies on
+    generation devices), and metrics.
+    """
     trainer, system = run.config.trainer, run.system
     with run.phases.measure("generate"):
         prompts = run.prompts.next_batch(trainer.prompts_per_step)
@@ -112,50 +117,52 @@ def rollout(run: Run, step: int, refreshes: bool) -> tuple[list[Sample], dict[st
         tallies, tail = system.rollout.take_tallies("generate"), system.rollout.take_tail()
     for note in collapse_notes(tallies):
         run.console.note(note)
-    moved = {} if trainer.deterministic else tail_metrics(tail)  # then nothing moves, and the rest is the clock's
+    moved = (
+        {} if trainer.deterministic else tail_metrics(tail)
+    )  # no sample moves then, and the other figures depend on the clock
     return samples, scoring.results if scoring else None, drafting_metrics(tallies) | moved
 
 
 def refresh_draft(run: Run, done: RefreshReport | None) -> dict[str, float]:
-    """Train the draft on the actor's own recent samples; it stays as it was if that does not help.
+    """Train the draft on the actor's recent samples; a refresh that does not raise acceptance is discarded.
 
     Args:
-        done: of a refresh while samples were generated, in time that was free: then there is none now.
+        done: report of a refresh that already took place during the rollout; None: refresh now.
     """
-    drafting = run.config.drafting
+    speculation = run.config.speculation
     if done is not None:
         report = done
     elif run.config.trainer.deterministic:
-        report = run.system.draft.now(steps=drafting.refresh_steps)
+        report = run.system.draft.now(steps=speculation.refresh_steps)
     else:
-        report = run.system.draft.now(seconds=drafting.refresh_seconds)
-    lengths = {"draft_expected_length_before": report.before, "draft_expected_length_after": report.after}
+        report = run.system.draft.now(seconds=speculation.refresh_seconds)
+    lengths = {"draft/expected_length_before": report.before, "draft/expected_length_after": report.after}
     measured = {name: length for name, length in lengths.items() if length is not None}
     fused_seconds = 0.0 if done is None else report.seconds
-    return measured | {"draft_refresh_kept": float(report.kept), "fused_refresh_seconds": fused_seconds}
+    return measured | {"draft/refresh_kept": float(report.kept), "draft/fused_refresh_seconds": fused_seconds}
 
 
 def score(run: Run, samples: list[Sample]) -> None:
-    """Fill reward and exactness."""
+    """Fill in reward and exactness of each sample."""
     for sample, result in zip(samples, run.rewards.score(samples), strict=True):
         sample.reward, sample.exact = result.value, result.exact
     run.ledger.advance([sample.sample_id for sample in samples], SampleState.SCORED)
 
 
 def evaluate(run: Run, step: int) -> dict[str, float]:
-    """Greedy answers to the held-out prompts with the weights of now."""
+    """Decode the held-out prompts greedily with the current weights and score the answers."""
     with run.phases.measure("evaluate"):
         samples = run.generator.greedy(run.held_out, step)
-        run.system.rollout.take_tallies("evaluate")  # a step's figures are those of its own samples
+        run.system.rollout.take_tallies("evaluate")  # the figures of a step cover its training samples only
         run.system.rollout.take_tail()
         run.timeline.take_live()
         score(run, samples)
         run.ledger.settle(step, Purpose.EVALUATE)
-    return {f"eval_{name}": value for name, value in sample_metrics(samples).items()}
+    return sample_metrics(samples, VAL)
 
 
 def finish(run: Run, reporter: Reporter) -> None:
-    """The last checkpoint, evaluation, export and summary."""
+    """Save the last checkpoint, evaluate, export, and write the summary."""
     trainer = run.config.trainer
     save(run, trainer.steps)
     metrics = evaluate(run, trainer.steps) if trainer.eval_every else {}
@@ -168,12 +175,12 @@ def finish(run: Run, reporter: Reporter) -> None:
 
 
 def shuffle_generator(config: RunConfig, step: int) -> torch.Generator:
-    """Random numbers of the shuffle control: a function of seed and step, so that a checkpoint need not hold them."""
+    """Generator for shuffled advantages: a function of seed and step, so that checkpoints need not hold its state."""
     return torch.Generator().manual_seed(config.seed * 1_000_003 + step)
 
 
 def save(run: Run, step: int) -> None:
-    """A checkpoint from which the run goes on as if it had not stopped. Raises CheckpointError."""
+    """Save a checkpoint from which the run resumes exactly. Raises CheckpointError."""
     with run.phases.measure("checkpoint"):
         keep = run.config.trainer.keep_checkpoints
         checkpoints.save(run.directory, step, run.system.actor, driver_state(run), keep)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class SampleState(StrEnum):
-    """Where a sample is on its way from prompt to update."""
+    """Stage of a sample between prompt and update."""
 
     PENDING = "pending"
     GENERATING = "generating"
@@ -19,7 +19,7 @@ class SampleState(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why generation of a sample ended."""
+    """Why the generation of a sample ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -78,7 +78,7 @@ class GenerationResult:
 
 @dataclass
 class SampleProgress:
-    """What an unfinished sample has gained since it was last reported; the lists have equal length."""
+    """New tokens of an unfinished sample since the last report; the lists have equal length."""
 
     sample_id: str
     tokens: list[int]
@@ -87,12 +87,12 @@ class SampleProgress:
 
 
 class Span(NamedTuple):
-    """A stretch of a worker's time and what filled it.
+    """An interval of a worker's time and what it was spent on.
 
     Attributes:
         start: seconds since the epoch, as time.time() gives them.
-        seconds: how long it took.
-        arguments: shown with it, e.g. {"batch": 8, "steps": 40, "draft_tokens": 960}.
+        seconds: duration.
+        arguments: shown in the timeline, e.g. {"batch": 8, "steps": 40, "draft_tokens": 960}.
     """
 
     name: str
@@ -102,14 +102,15 @@ class Span(NamedTuple):
 
 
 class MigrationEvent(NamedTuple):
-    """A sample that has moved from one engine to another.
+    """A sample that has migrated from one engine to another.
 
     Attributes:
         source, destination: ranks of the engines.
-        departed, arrived: end of its last step there, start of its first step here; seconds since the epoch.
-        settled_bytes, delta_bytes: copied in stage one, while it was decoded, and in stage two, while it was not; 0 of
-            one that is prefilled again.
-        begun: it had tokens; others wait here for their first as they would have waited there.
+        departed, arrived: end of its last step on the source, start of its first step on the destination; seconds since
+            the epoch.
+        settled_bytes, delta_bytes: KV copied in stage one, while the sample was still decoded, and in stage two, while
+            it was not; 0 if it is prefilled again.
+        begun: whether it had response tokens; a sample without any only changes the queue it waits in.
     """
 
     sample_id: str
@@ -123,7 +124,7 @@ class MigrationEvent(NamedTuple):
 
     @property
     def downtime(self) -> float:
-        """Seconds in which the sample was decoded nowhere."""
+        """Seconds in which no engine decoded the sample."""
         return self.arrived - self.departed
 
 
@@ -132,10 +133,8 @@ class Landing(NamedTuple):
 
     Attributes:
         source: name of the engine process it came from.
-        departed, arrived: end of its last step there, start of its first step here; seconds since the epoch.
-        settled_bytes, delta_bytes: copied in stage one, while it was decoded, and in stage two, while it was not.
-        step_seconds: how long its first step here took.
-        begun: see MigrationEvent.
+        departed, arrived, settled_bytes, delta_bytes, begun: see MigrationEvent.
+        step_seconds: duration of its first step here.
     """
 
     sample_id: str
@@ -150,13 +149,14 @@ class Landing(NamedTuple):
 
 @dataclass
 class MigrationReport:
-    """What became of an engine's migrations since its last report.
+    """Outcomes of an engine's migrations since its last report.
 
     Attributes:
-        departed: samples that their destinations have taken.
-        kept: samples whose order came to nothing: they ended, took too long, or their destination is gone.
-        arrived: samples taken from others, with all their tokens so far.
-        landings: of samples that arrived, now or earlier.
+        departed: samples that their destinations have taken over.
+        kept: samples that were ordered to leave and did not: they finished, took too long, or their destination is
+            gone.
+        arrived: samples taken over from other engines, with all their tokens so far.
+        landings: of samples that arrived now or earlier.
     """
 
     departed: list[str] = field(default_factory=list)
@@ -167,12 +167,12 @@ class MigrationReport:
 
 @dataclass
 class EngineReport:
-    """What an engine answers after decoding for a while.
+    """What an engine worker returns after decoding for a while.
 
     Attributes:
-        unfinished: samples that it still holds.
-        migration: what became of samples sent to and from other engines.
-        spans: what the time went into since the last report.
+        unfinished: samples that the engine still holds.
+        migration: outcomes of migrations from and to other engines.
+        spans: what the engine's time was spent on since the last report.
     """
 
     finished: list[GenerationResult]
@@ -187,19 +187,19 @@ TALLY_EDGES = (0, 1, 2, 4, 8, 16)  # classes of draft tokens verified for a samp
 
 @dataclass
 class DraftingTally:
-    """What speculation did on an engine over a while; sums, so that tallies of engines and steps add up.
+    """Sums over an engine's decode steps that describe speculation; tallies of engines and steps can be added.
 
     Attributes:
         sample_steps: decode steps, counted once per sample.
-        drafted_sample_steps: those that verified a draft token.
-        verified, accepted: draft tokens.
+        drafted_sample_steps: those that verified at least one draft token.
+        verified, accepted: numbers of draft tokens.
         sample_steps_by_verified: sample steps by class of draft tokens verified, see TALLY_EDGES.
-        paired_seconds, paired_plain_seconds: of steps before a control of plain steps, and what their tokens would
-            have taken at the pace of its last one.
-        calibration_error: of the predicted probabilities of acceptance, so far; None before the first outcome.
-        predicted_accepted, realised_accepted: draft tokens accepted per step with drafting, lately.
-        collapsed_rate: acceptance of first draft tokens that stopped drafting; None while it goes on.
-        usual_rate: of first draft tokens, before.
+        paired_seconds, paired_plain_seconds: seconds of drafted steps just before a control of plain steps, and the
+            seconds that plain steps at the control's speed would have needed for the same tokens.
+        calibration_error: error of predicted acceptance probabilities so far; None before the first outcome.
+        predicted_accepted, realised_accepted: recent means of draft tokens accepted per drafted step.
+        collapsed_rate: acceptance rate of first draft tokens that made drafting stop; None while drafting goes on.
+        usual_rate: usual acceptance rate of first draft tokens before that.
     """
 
     sample_steps: int = 0
@@ -218,13 +218,13 @@ class DraftingTally:
 
 @dataclass
 class TailTally:
-    """What was done about the long tail of rollouts.
+    """Sums that describe the long tail of rollouts.
 
     Attributes:
-        downtimes: seconds in which each sample that moved with its KV was decoded nowhere.
-        freed_device_seconds: engines spent without samples while others still had some.
-        fused_tasks: samples that engines scored in that time, the last of them perhaps beyond its end.
-        fused_seconds: of that time that it took.
+        downtimes: for each sample that migrated with its KV, seconds in which no engine decoded it.
+        freed_device_seconds: time that engines had no samples while others still had some.
+        fused_tasks: samples scored in that time; the last of them may have ended later.
+        fused_seconds: part of that time spent on scoring.
     """
 
     migrations: int = 0
@@ -236,7 +236,7 @@ class TailTally:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """Load figures of one engine, the manager's input for decisions."""
+    """Load of one engine, which the rollout manager's decisions are based on."""
 
     running: int
     waiting: int
@@ -248,7 +248,7 @@ class EngineLoad:
 
 
 class WeightTarget(StrEnum):
-    """Whose weights an update brings to the engines."""
+    """The model that a weight update is for: the policy or the draft."""
 
     ACTOR = "actor"
     DRAFT = "draft"

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhfspec_mega.cluster.local import LocalCluster
 
-LIMITS = {"deadline_seconds": 60.0, "start_seconds": 120.0, "silence_seconds": 60.0, "max_restarts": 3}
+LIMITS = {"call_timeout": 60.0, "start_timeout": 120.0, "heartbeat_timeout": 60.0, "max_restarts": 3}
 
 
 def local_cluster(directory: Path, *, use_gpus: bool = False, **limits: Any) -> LocalCluster:

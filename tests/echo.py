@@ -70,7 +70,7 @@ class Echo:
         import torch
         import torch.distributed as dist
 
-        seconds = timedelta(seconds=rendezvous.deadline_seconds)
+        seconds = timedelta(seconds=rendezvous.call_timeout)
         rank, size = rendezvous.rank, rendezvous.world_size
         dist.init_process_group("gloo", rank=rank, world_size=size, timeout=seconds, **rendezvous.arguments())
         total = torch.tensor([value])

@@ -81,8 +81,8 @@ class EngineContract:
     def test_same_tokens_after_migration(self, engine: RolloutEngine, other: RolloutEngine, with_kv: bool) -> None:
         engine.submit(REQUESTS)
         found = decode(engine, lambda: engine.load().generated_tokens >= 12)
-        there = [r.sample_id for r in REQUESTS if engine.holds(r.sample_id)]
-        there.sort(key=engine.waits, reverse=True)  # before they begin
+        there = [r.sample_id for r in REQUESTS if engine.has_sample(r.sample_id)]
+        there.sort(key=engine.is_waiting, reverse=True)  # before they begin
         moved = [hand_over(engine, other, name, with_kv) for name in there]
         found |= finish(engine)
         snapshots = [snapshot for snapshot in moved if snapshot is not None]
@@ -114,7 +114,7 @@ class EngineContract:
     def test_abort_returns_progress_and_what_was_aborted_can_come_again(self, engine: RolloutEngine) -> None:
         engine.submit(REQUESTS)
         found = decode(engine, lambda: engine.load().generated_tokens >= 12)
-        kept = next(request for request in REQUESTS if engine.holds(request.sample_id))
+        kept = next(request for request in REQUESTS if engine.has_sample(request.sample_id))
         others = [request for request in REQUESTS if request is not kept]
         ids = [request.sample_id for request in others]
         aborted = {result.sample_id: result for result in engine.abort([*ids, *ids, "unknown"])}
@@ -152,24 +152,24 @@ class EngineContract:
         """Of several samples: in an engine that decodes all the time it is a matter of moments."""
         for request in long_requests(12):
             engine.submit([request])
-            assert engine.settled(request.sample_id) is None
+            assert engine.committed_positions(request.sample_id) is None
             decode(engine, until=functools.partial(begun, engine, request.sample_id))
-            settled = engine.settled(request.sample_id)
+            settled = engine.committed_positions(request.sample_id)
             assert settled is not None and settled["target"] >= len(request.prompt_tokens)
             for part, last in settled.items():
-                kv = engine.settled_kv(request.sample_id, part, 0, last)
+                kv = engine.committed_kv(request.sample_id, part, 0, last)
                 assert kv.shape == engine.kv_layout(last).parts[part] and bool(kv.any())
             engine.clear()
 
     def test_an_engine_knows_what_it_has(self, engine: RolloutEngine) -> None:
         (request,) = long_requests(1)
-        assert not engine.holds("s0")
+        assert not engine.has_sample("s0")
         engine.submit([request])
-        assert engine.holds("s0") and engine.waits("s0") and engine.request("s0") == request
+        assert engine.has_sample("s0") and engine.is_waiting("s0") and engine.request("s0") == request
         decode(engine, lambda: begun(engine, "s0"))
-        assert engine.holds("s0")
+        assert engine.has_sample("s0")
         finish(engine)
-        assert not engine.holds("s0") and not engine.waits("s0")
+        assert not engine.has_sample("s0") and not engine.is_waiting("s0")
         with pytest.raises(RunError, match="s0"):
             engine.export_sample("s0")
 
@@ -250,7 +250,7 @@ class EngineContract:
             engine.update_weights([("model.norm.weight", 0, torch.zeros(32))])
         with pytest.raises(RunError, match=r"elements 900 to 932 of model\.embed_tokens\.weight"):
             engine.update_weights([("model.embed_tokens.weight", 900, torch.zeros(32))])
-        with pytest.raises(RunError, match="Update 3 was ended, but update 2"):
+        with pytest.raises(RunError, match="end weight update 3, but update 2"):
             engine.end_update(3)
 
     def test_update_refuses_what_is_not_finite(self, engine: RolloutEngine) -> None:
@@ -300,9 +300,9 @@ class EngineContract:
         if bad.sample_id != "good":
             with pytest.raises(UserError, match=sentence):
                 engine.import_sample(SampleSnapshot(bad, [], [], []))
-        assert not engine.holds("good") and engine.load().waiting == 1
+        assert not engine.has_sample("good") and engine.load().waiting == 1
         engine.submit([good])
-        assert engine.holds("good") and engine.load().waiting == 2
+        assert engine.has_sample("good") and engine.load().waiting == 2
 
     # What drives it
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlhfspec_mega.config.schema import RolloutConfig
+from rlhfspec_mega.config.schema.generation import RolloutConfig
 from rlhfspec_mega.ledger.entry import Purpose
 from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.models.initialize import initial_tensors
@@ -14,11 +14,11 @@ from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.reallocation import Reallocation
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, Prompt, Sample
-from rlhfspec_mega.workers.engine import TorchEngineWorker
+from rlhfspec_mega.workers.torch_engine import TorchEngineWorker
 
 SHAPE = ModelShape("llama", 16, 1, 2, 1, 8, 32, 31, 64, 1e4, 1e-5, True)
 TENSORS = mapping_for("llama").hf_tensors(SHAPE)
-CONFIG = RolloutConfig(slots=3, max_prompt_tokens=16, max_new_tokens=16, prefill_chunk=8)
+CONFIG = RolloutConfig(max_running_requests=3, max_prompt_tokens=16, max_new_tokens=16, chunked_prefill_size=8)
 
 
 class Answered:

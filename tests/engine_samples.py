@@ -156,7 +156,7 @@ def generate(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -> di
 
 
 def begun(engine: RolloutEngine, sample_id: str) -> bool:
-    return engine.holds(sample_id) and not engine.waits(sample_id)
+    return engine.has_sample(sample_id) and not engine.is_waiting(sample_id)
 
 
 def decode(engine: RolloutEngine, until: Callable[[], Any]) -> dict[str, GenerationResult]:
@@ -170,8 +170,8 @@ def decode(engine: RolloutEngine, until: Callable[[], Any]) -> dict[str, Generat
 
 def hand_over(source: RolloutEngine, target: RolloutEngine, sample_id: str, with_kv: bool) -> SampleSnapshot | None:
     """Move a sample as migration does: its settled KV is copied, then the rest is exported; None: it has just ended."""
-    settled = (source.settled(sample_id) if with_kv else None) or {}
-    kv = {part: source.settled_kv(sample_id, part, 0, last).clone() for part, last in settled.items()}
+    settled = (source.committed_positions(sample_id) if with_kv else None) or {}
+    kv = {part: source.committed_kv(sample_id, part, 0, last).clone() for part, last in settled.items()}
     try:
         snapshot = source.export_sample(sample_id, with_kv=False)
     except RunError:

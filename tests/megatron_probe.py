@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from rlhfspec_mega.algorithm.microbatch import MicroBatch
+import rlhfspec_mega.megatron.quick_start  # noqa: F401
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.cluster.supervised import Group
-from rlhfspec_mega.config.schema import ActorConfig
+from rlhfspec_mega.config.schema.training import ActorConfig
 from rlhfspec_mega.megatron.description import Learning, ModelDescription, ParallelRanks, ParallelSizes, describe
 from rlhfspec_mega.megatron.groups import positions
 from rlhfspec_mega.megatron.model import MegatronModel, on_megatron
@@ -21,6 +21,7 @@ from rlhfspec_mega.megatron.rendezvous import Rendezvous
 from rlhfspec_mega.megatron.weights import mapped_parameters, merge_parameter
 from rlhfspec_mega.models.hf_directory import read_shape
 from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.rl.microbatch import MicroBatch
 from tests.clusters import local_cluster
 
 
@@ -125,7 +126,7 @@ def merged(model: MegatronModel, use_gradients: bool) -> dict[str, torch.Tensor]
 
 def start_probes(tmp_path: Path, world_size: int, device: str = "cpu") -> tuple[LocalCluster, Group]:
     """A cluster with one group of Probes; the caller closes the cluster."""
-    cluster = local_cluster(tmp_path, use_gpus=device == "cuda", deadline_seconds=120)
+    cluster = local_cluster(tmp_path, use_gpus=device == "cuda", call_timeout=120)
     arguments = {"world_size": world_size, "meeting_point": str(tmp_path / "meet"), "device": device}
     specs = [
         WorkerSpec("tests.megatron_probe.Probe", {"rank": rank, **arguments}, devices=(rank,))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfspec_mega.rollout.sglang_engine.states import StateSwitch, start_with_most
+from rlhfspec_mega.rollout.sglang_engine.states import StateSwitch, start_with_largest
 
 STOP, VOCABULARY = 0, 23
 
@@ -115,7 +115,7 @@ class FakeEagleWorker:
         self.speculative_num_steps = arguments["speculative_num_steps"]
         assert self.speculative_num_steps in self.candidates, "the real one does not start"
         given = SimpleNamespace(**arguments)
-        start_with_most(_first_state, given)
+        start_with_largest(_first_state, given)
         self.tokens = given.speculative_num_draft_tokens
         self.most = max(self.candidates) + 1
         assert self.tokens == self.most

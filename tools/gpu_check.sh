@@ -1,28 +1,28 @@
 #!/usr/bin/env bash
-# Checks and measures everything that needs a GPU, in stages of a few minutes; run it again to go on where it stopped.
+# Checks and measures everything that needs a GPU, in stages of a few minutes. Run it again to continue where it was.
 #
 #     tools/gpu_check.sh [STAGE...]      default: all stages, in this order
 #
 #   torch      the torch engine and Megatron on CUDA: tests/gpu/test_cuda.py, test_scoring.py
-#   identity   SGLang's tokens are the torch engine's, whatever is drafted
-#   chi_square SGLang's samples have the model's probabilities
-#   contract   what holds for every engine; the worker around SGLang's: profile, moves, sleep
-#   migration  KV of samples that move against a prefill's; 500 samples while an engine dies or freezes
-#   weights    updates of target and draft; sleep
-#   pressure   a pool of KV so small that SGLang retracts requests
-#   train      train.py rollout=sglang: a scheduler killed, resumed, the same run as the torch engine's
-#   trees      as identity, drafting trees
+#   identity   SGLang generates the same tokens as the torch engine, with any draft
+#   chi_square SGLang samples from the model's distribution
+#   contract   the contract of all engines; the worker around SGLang: profile, migrations, sleep
+#   migration  KV of migrated samples equals that of a prefill; 500 samples while an engine dies or freezes
+#   weights    weight updates of target and draft; sleep
+#   pressure   a KV pool so small that SGLang retracts requests
+#   train      train.py rollout=sglang: with a killed scheduler, resumed, and equal to a run with the torch engine
+#   trees      as identity, with draft trees
 #   models     as identity: Qwen2, Qwen3, untied embeddings, a reduced draft vocabulary; TP 2 where there are two GPUs
-#   mutations  a wrong draft offset, noise seed, slot of KV and a dropped hook are noticed
-#   updates    seconds of a weight update, 8 billion weights
-#   curve      seconds of a step by batch, length and draft tokens, 8 billion weights
-#   speed      tokens per second beside SGLang's own settings (SPEED_MODEL=tiny or small)
+#   mutations  tests detect a wrong draft offset, noise seed or KV slot, and a dropped hook
+#   updates    seconds of a weight update of an 8B model
+#   curve      seconds of a decode step of an 8B model, by batch, length and draft tokens
+#   speed      tokens per second, compared with SGLang's own settings (SPEED_MODEL=tiny or small)
 #   generation the torch engine's drafting policies on CUDA: benchmarks.generation
 #
-# SGLang's tests are those of make test-sglang; docs/sglang.md lists what only a GPU can show.
-# Needs an NVIDIA GPU, this package's [gpu] and [test] extras (or their sources on PYTHONPATH). Each stage writes
-# $GPU_OUT/gpu_STAGE.json (default: benchmarks/results) with GPU, driver and versions when it has passed; a stage whose
-# file exists is skipped: delete it to run the stage again. The first stage that fails ends the script.
+# The SGLang tests are those of make test-sglang; docs/sglang.md lists what only a GPU can show.
+# Needs an NVIDIA GPU, this package's [gpu] and [test] extras (or their sources on PYTHONPATH). A stage that
+# passes writes $GPU_OUT/gpu_STAGE.json (default: benchmarks/results) with GPU, driver and versions. A stage whose file
+# exists is skipped: delete the file to run it again. The first stage that fails ends the script.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${GPU_OUT:-benchmarks/results}
@@ -30,7 +30,7 @@ python=${PYTHON:-python3}
 mkdir -p "$out"
 export OMP_NUM_THREADS=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export TRITON_F32_DEFAULT=ieee # tests compare in float32; Triton would round products to TF32
-# SGLang finds the plug-in by this package's metadata, which sources alone do not have.
+# SGLang finds the plug-in through this package's metadata, which plain sources do not have.
 "$python" -c 'import importlib.metadata as m; m.distribution("rlhfspec-mega")' 2>/dev/null || "$python" setup.py -q egg_info
 
 tests() { # STAGE FILE... -- [pytest options]

@@ -1,10 +1,11 @@
-"""Replay a saved rollout through the trainer alone: no engines, no sampling; the same samples, another parallel layout.
+r"""Replays a saved rollout through the trainer, without engines, for instance with other parallel sizes.
 
-    python -m tools.replay outputs/tiny/rollouts.jsonl --step 0 --out replay_pp2 \\
+    python -m tools.replay outputs/tiny/rollouts.jsonl --step 0 --out replay_pp2 \
         actor.tensor_parallel=1 actor.pipeline_parallel=2 model.path=DIR
 
-DIR is the model the step began with: for step 0 `start_model` in the run's summary.json.
-Writes OUT/replay.json (per-token log-probs of every sample, the update's metrics) and OUT/model (the weights after it).
+DIR is the model with which the step began; for step 0 this is `start_model` in the run's summary.json.
+Writes OUT/replay.json (per-token log-probs of every sample, and metrics of the update) and OUT/model (the weights after
+the update).
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from rlhfspec_mega.errors import RunError, UserError
 
 
 def replay(rollouts: Path, step: int, out: Path, overrides: list[str]) -> dict[str, Any]:
-    """Recompute log-probs and make the step's updates from the weights of model.path; returns what replay.json holds.
+    """Recompute log-probs and repeat the step's updates from the weights of model.path; returns replay.json's data.
 
     Raises:
-        UserError: bad configuration, rollouts or model.
+        UserError: configuration, rollouts or model are unusable.
         RunError: a worker failed.
     """
     from rlhfspec_mega.algorithms.choice import make_algorithm
@@ -38,15 +39,15 @@ def replay(rollouts: Path, step: int, out: Path, overrides: list[str]) -> dict[s
 
     config = load_config([*overrides, f"output_dir={out.parent}", f"name={out.name}"])
     if config.algorithm.kl_coef > 0:
-        config.placement.reference = ACTOR  # there are no engines
+        config.placement.reference = ACTOR  # a replay has no engines
     sizes = check_config(config)
     if config.model.path is None:
-        raise UserError("A replay starts from weights on disk: give model.path=DIR, the model the rollout began with.")
+        raise UserError("A replay needs the model with which the step began: give its directory as model.path=DIR.")
     samples = read_rollouts(rollouts, step)
     members = len({sample.member for sample in samples})
     if len(samples) % members:
         raise UserError(
-            f"{rollouts} holds incomplete groups of step {step}: a replay needs logger.rollouts_per_step=0."
+            f"{rollouts} has incomplete groups of step {step}: replay a run with logger.rollouts_per_step=0."
         )
     out.mkdir(parents=True)
     shape = model_shape(config.model)
@@ -72,8 +73,8 @@ def replay(rollouts: Path, step: int, out: Path, overrides: list[str]) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rollouts", type=Path, help="rollouts.jsonl of a run that logged all its samples")
-    parser.add_argument("--step", type=int, default=0, help="which step of it (default 0)")
-    parser.add_argument("--out", type=Path, required=True, help="a new directory")
+    parser.add_argument("--step", type=int, default=0, help="step to replay (default 0)")
+    parser.add_argument("--out", type=Path, required=True, help="directory to create for the results")
     parser.add_argument("overrides", nargs="*", help="option=value, as for train.py")
     arguments = parser.parse_intermixed_args()
     try:

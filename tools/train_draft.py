@@ -1,9 +1,10 @@
-"""Make a first EAGLE-3 draft of a Hugging Face model, from its own samples.
+"""Train a first EAGLE-3 draft for a Hugging Face model, on the model's own samples.
 
     python -m tools.train_draft --model DIR --out DRAFT --prompts prompts.jsonl --samples 4096 --draft-vocab 32000
 
-DRAFT is a directory that SGLang loads, too; a run takes it with drafting.path=DRAFT. Without --prompts the built-in
-task's are used. All samples are held in memory with their hidden states: 4 * hidden size numbers per token.
+DRAFT is a directory that SGLang can load too; a run uses it with speculation.draft_model_path=DRAFT. Without --prompts,
+the prompts of the built-in task are used. All samples are kept in memory with their hidden states: 4 * hidden size
+numbers per token.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from rlhfspec_mega.errors import RunError, UserError
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory of the target")
-    parser.add_argument("--out", type=Path, required=True, help="where the draft is written")
+    parser.add_argument("--out", type=Path, required=True, help="directory for the draft")
     parser.add_argument("--prompts", help="JSONL or Parquet file of prompts; default: the built-in task's")
     parser.add_argument("--prompt-column", default="question")
     parser.add_argument("--chat-template", action="store_true", help="prompts are user messages")
-    parser.add_argument("--samples", type=int, default=4096, help="sampled responses (default 4096)")
+    parser.add_argument("--samples", type=int, default=4096, help="responses to sample (default 4096)")
     parser.add_argument("--members", type=int, default=2, help="responses to one prompt (default 2)")
     parser.add_argument(
         "--max-prompt-tokens",
         type=int,
         default=256,
-        help="longer prompts are left out; messages call it rollout.max_prompt_tokens (default 256)",
+        help="longer prompts are left out; error messages call this rollout.max_prompt_tokens (default 256)",
     )
     parser.add_argument("--max-new-tokens", type=int, default=320)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--steps", type=int, default=1200, help="training steps (default 1200)")
-    parser.add_argument("--batch-tokens", type=int, default=512, help="tokens of a training step (default 512)")
+    parser.add_argument("--batch-tokens", type=int, default=512, help="tokens per training step (default 512)")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--draft-vocab", type=int, help="most frequent tokens that the draft knows (default: all)")
+    parser.add_argument("--draft-vocab", type=int, help="most frequent tokens in the draft's vocabulary (default: all)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     arguments = parser.parse_args()
     try:
@@ -51,18 +52,18 @@ def main() -> int:
 
 
 def train_draft(arguments: argparse.Namespace) -> None:
-    """Raises UserError for a bad model, prompts, numbers or output directory."""
+    """Sample, train and write the draft. Raises UserError for an unusable model, prompt, number or output directory."""
     numbers = ("samples", "members", "steps", "batch_tokens", "learning_rate", "temperature")
     for name in (*numbers, "max_prompt_tokens", "max_new_tokens"):
         if getattr(arguments, name) <= 0:
             raise UserError(f"--{name.replace('_', '-')} must be above 0.")
     if arguments.draft_vocab is not None and arguments.draft_vocab < 2:
         raise UserError("--draft-vocab must be at least 2.")
-    from rlhfspec_mega.config.schema import DataConfig
+    from rlhfspec_mega.bootstrap.first_draft import DraftRecipe, make_draft
+    from rlhfspec_mega.config.schema.generation import DataConfig
     from rlhfspec_mega.data.prompts import make_prompts
     from rlhfspec_mega.data.tokenizer import load_tokenizer
     from rlhfspec_mega.generation import stop_tokens
-    from rlhfspec_mega.making.first_draft import DraftRecipe, make_draft
     from rlhfspec_mega.observe.console import Console
 
     _check_device(arguments.device)
@@ -82,7 +83,7 @@ def train_draft(arguments: argparse.Namespace) -> None:
         kind="files" if arguments.prompts else "chain_sums",
         train=[arguments.prompts] if arguments.prompts else [],
         prompt_column=arguments.prompt_column,
-        answer_column=arguments.prompt_column,  # no answers are needed
+        answer_column=arguments.prompt_column,  # not used, because answers are not needed
         chat_template=arguments.chat_template,
     )
     stream, _ = make_prompts(data, tokenizer, arguments.max_prompt_tokens, 0, seed=recipe.seed)
@@ -90,7 +91,7 @@ def train_draft(arguments: argparse.Namespace) -> None:
     with Console(recipe.steps) as console:
         stops = stop_tokens(tokenizer, arguments.model)
         make_draft(arguments.model, arguments.out, prompts, stops, recipe, console, arguments.device)
-        console.note(f"The draft is in {arguments.out}: use it with drafting.path={arguments.out}.")
+        console.note(f"The draft is in {arguments.out}: use it with speculation.draft_model_path={arguments.out}.")
 
 
 def _check_device(name: str) -> None:
@@ -107,7 +108,7 @@ def _check_device(name: str) -> None:
 
 
 def _check_out(out: Path) -> None:
-    """Refuse at once what could not be written to at the end."""
+    """Raise UserError before any work if the draft could not be written to `out`."""
     from rlhfspec_mega.draft.directory import check_place
 
     check_place(out)
@@ -116,7 +117,7 @@ def _check_out(out: Path) -> None:
     except OSError as error:
         raise UserError(f"--out {out} cannot be made ({error.strerror}): choose another place.") from None
     if not os.access(out.parent, os.W_OK):
-        raise UserError(f"--out {out} cannot be made (no right to write there): choose another place.")
+        raise UserError(f"--out {out} cannot be made (no permission to write there): choose another place.")
 
 
 if __name__ == "__main__":

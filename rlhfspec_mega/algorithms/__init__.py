@@ -1,1 +1,1 @@
-"""One file for each algorithm: the models it needs, how it makes experience of samples, and what it updates."""
+"""One file per algorithm: which models it needs, how it turns samples into experience, and what it updates."""

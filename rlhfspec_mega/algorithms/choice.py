@@ -1,4 +1,4 @@
-"""Which algorithm a run uses: one of ours, or with an advantage or a loss of one's own by import path."""
+"""Chooses the algorithm of a run: one of this package, or one with a user's advantage or loss by import path."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from rlhfspec_mega.algorithms.grpo import GRPO
 from rlhfspec_mega.algorithms.policy_gradient import PolicyGradient
 from rlhfspec_mega.algorithms.rloo import RLOO
 from rlhfspec_mega.config.import_path import BadImportPath, load_function
-from rlhfspec_mega.config.schema import AlgorithmConfig
+from rlhfspec_mega.config.schema.training import AlgorithmConfig
 from rlhfspec_mega.errors import UserError
 
 OURS: dict[str, type[PolicyGradient]] = {"grpo": GRPO, "rloo": RLOO}
 
 
 class OwnAdvantage(PolicyGradient):
-    """With a user's function of the rewards [prompts, members]."""
+    """An algorithm whose advantages come from a user's function of the rewards [prompts, members]."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], *args: Any) -> None:
         super().__init__(*args)
         self._function = function
 
     def advantages(self, rewards: Tensor) -> Tensor:
-        """What the function gives."""
+        """The function's result."""
         return self._function(rewards)
 
 
@@ -38,9 +38,9 @@ def make_algorithm(config: AlgorithmConfig, members: int, samples_per_update: in
     Raises UserError for an import path that leads to no function.
     """
     arguments = (config, members, samples_per_update, _own(config.loss, "algorithm.loss") if config.loss else None)
-    if config.advantage in OURS:
-        return OURS[config.advantage](*arguments)
-    return OwnAdvantage(_own(config.advantage, "algorithm.advantage"), *arguments)
+    if config.adv_estimator in OURS:
+        return OURS[config.adv_estimator](*arguments)
+    return OwnAdvantage(_own(config.adv_estimator, "algorithm.adv_estimator"), *arguments)
 
 
 def _own(path: str, option: str) -> Callable[..., Any]:

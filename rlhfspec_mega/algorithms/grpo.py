@@ -1,16 +1,16 @@
-"""GRPO (DeepSeekMath, arXiv 2402.03300): a sample's reward against its group's mean, over its standard deviation."""
+"""GRPO (DeepSeekMath, arXiv 2402.03300): a sample's reward minus its group's mean, over the standard deviation."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from rlhfspec_mega.algorithm.advantages import grpo
 from rlhfspec_mega.algorithms.policy_gradient import PolicyGradient
+from rlhfspec_mega.rl.advantages import grpo
 
 
 class GRPO(PolicyGradient):
-    """Without the division (normalize_by_std=false) it is Dr. GRPO (arXiv 2503.20783)."""
+    """Group-relative advantages; without the division (algorithm.norm_adv_by_std=false) Dr. GRPO (arXiv 2503.20783)."""
 
     def advantages(self, rewards: Tensor) -> Tensor:
         """See advantages.grpo."""
-        return grpo(rewards, self._config.normalize_by_std)
+        return grpo(rewards, self._config.norm_adv_by_std)

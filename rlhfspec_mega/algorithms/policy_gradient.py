@@ -1,4 +1,4 @@
-"""What GRPO and RLOO share: log-probs of actor and reference, advantages within groups, clipped updates."""
+"""The part that GRPO and RLOO share: log-probs of actor and reference, advantages within groups, clipped updates."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhfspec_mega.algorithm.advantages import learning_samples, shaped_rewards, shuffled
-from rlhfspec_mega.algorithm.experience import Experience, Floats
-from rlhfspec_mega.algorithm.losses import kl_estimate
-from rlhfspec_mega.algorithm.microbatch import WEIGHTS, TokenLoss
-from rlhfspec_mega.algorithm.objectives import policy_metrics, policy_objective
-from rlhfspec_mega.algorithm.token_weights import token_weights
-from rlhfspec_mega.config.schema import AlgorithmConfig
+from rlhfspec_mega.config.schema.training import AlgorithmConfig
 from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.rl.advantages import learning_samples, shaped_rewards, shuffled
+from rlhfspec_mega.rl.experience import Experience, Floats
+from rlhfspec_mega.rl.losses import kl_estimate
+from rlhfspec_mega.rl.microbatch import WEIGHTS, TokenLoss
+from rlhfspec_mega.rl.objectives import policy_metrics, policy_objective
+from rlhfspec_mega.rl.token_weights import token_weights
 from rlhfspec_mega.types import Sample
 from rlhfspec_mega.workers.model_group import ModelGroup
 
@@ -25,12 +25,12 @@ ACTOR, REFERENCE = "actor", "reference"
 
 
 class PolicyGradient(ABC):
-    """An algorithm without a critic: every sample has one advantage, by the rewards of its group.
+    """An algorithm without a critic: advantages follow from the rewards of a sample's group.
 
     Args:
         members: samples of each prompt.
-        samples_per_update: of a mini-batch, at most.
-        loss: of one's own, in place of the clipped policy gradient; its attribute `metrics` names what it reports.
+        samples_per_update: most samples of a mini-batch.
+        loss: a user's loss in place of the clipped policy gradient; its attribute `metrics` names what it reports.
     """
 
     def __init__(
@@ -42,20 +42,23 @@ class PolicyGradient(ABC):
 
     @abstractmethod
     def advantages(self, rewards: Tensor) -> Tensor:
-        """Of float64 rewards [prompts, members], shaped; the same shape, or one for every response token, flat."""
+        """Advantages of shaped float64 rewards [prompts, members].
+
+        The same shape, or flat with one per response token.
+        """
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Names of the models that it needs."""
+        """Names of the models that the algorithm needs."""
         return (ACTOR, REFERENCE) if self._config.kl_coef > 0 else (ACTOR,)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether it compares the actor with a frozen model."""
+        """Whether the algorithm compares the actor with a frozen reference."""
         return REFERENCE in self.models
 
     def experience(self, samples: Sequence[Sample]) -> Experience:
-        """Scored samples, in order of prompt and member, as arrays with the engines' log-probs."""
+        """The experience of scored samples, ordered by prompt and member, with the engines' log-probs."""
         made = Experience.of(
             [sample.prompt.tokens for sample in samples], [sample.response_tokens for sample in samples]
         )
@@ -65,11 +68,11 @@ class PolicyGradient(ABC):
         return made
 
     def add_reference(self, experience: Experience, reference: ModelGroup) -> None:
-        """Add the frozen reference's log-probs."""
+        """Compute and add the frozen reference's log-probs."""
         experience.columns["reference_logprobs"], _ = reference.logprobs(experience, "reference")
 
     def take_reference(self, samples: Sequence[Sample], experience: Experience, found: Mapping[str, Floats]) -> None:
-        """Add the frozen reference's log-probs, by sample id, as they were computed beside generation.
+        """Add the frozen reference's log-probs that were computed during the rollout, by sample id.
 
         Raises RunError unless there is one for every response token of every sample.
         """
@@ -85,30 +88,30 @@ class PolicyGradient(ABC):
     def add_old_logprobs(
         self, experience: Experience, actor: ModelGroup, refresh_follows: bool = False
     ) -> dict[str, float]:
-        """Add the log-probs of the actor as it is before this step's updates.
+        """Compute and add the log-probs of the actor before this step's updates.
 
         Args:
             refresh_follows: whether a draft learns from these samples before the next call.
 
         Returns:
-            entropy per token, and how far the engines' log-probs of the same tokens lie from the actor's.
+            entropy per token, and the differences between the engines' log-probs and the actor's.
         """
         column, entropy = actor.logprobs(experience, "logprobs", refresh_follows=refresh_follows)
         experience.columns["old_logprobs"] = column
         differences = np.abs(column.astype(np.float64) - experience.columns["engine_logprobs"])
         return {
-            "policy_entropy": entropy,
-            "logprob_difference_mean": float(differences.mean()) if len(column) else 0.0,
-            "logprob_difference_max": float(differences.max(initial=0.0)),
+            "actor/old_entropy": entropy,
+            "rollout/logprob_diff_mean": float(differences.mean()) if len(column) else 0.0,
+            "rollout/logprob_diff_max": float(differences.max(initial=0.0)),
         }
 
     def add_advantages(self, experience: Experience, generator: torch.Generator) -> None:
-        """Add advantages from the rewards.
+        """Compute and add advantages.
 
         Args:
-            generator: of the shuffle control.
+            generator: for the shuffle control.
 
-        Raises RunError for advantages that are neither one a sample nor one a response token.
+        Raises RunError for advantages that are neither one per sample nor one per response token.
         """
         config, columns = self._config, experience.columns
         rewards, truncated = (
@@ -119,7 +122,7 @@ class PolicyGradient(ABC):
             policy, reference = (
                 torch.from_numpy(columns[name]).double() for name in ("old_logprobs", "reference_logprobs")
             )
-            summed = experience.summed(kl_estimate(policy, reference, config.kl_estimator).numpy())
+            summed = experience.summed(kl_estimate(policy, reference, config.kl_loss_type).numpy())
             kl = torch.from_numpy(summed).view(-1, self._members)
         found = self.advantages(shaped_rewards(rewards, truncated, kl, config))
         if config.shuffle_advantages:
@@ -128,31 +131,33 @@ class PolicyGradient(ABC):
         tokens = int(experience.response_offsets[-1])
         if len(flat) not in (len(experience), tokens):
             raise RunError(
-                f"algorithm.advantage={config.advantage} gave {len(flat)} advantages for {len(experience)} samples "
-                f"with {tokens} response tokens: give one for each sample or one for each token."
+                f"algorithm.adv_estimator={config.adv_estimator} gave {len(flat)} advantages for "
+                f"{len(experience)} samples of {tokens} response tokens: give one for each sample or each token."
             )
         columns["advantages"] = experience.spread(flat) if len(flat) == len(experience) else flat.astype(np.float32)
 
     def update(self, experience: Experience, actor: ModelGroup) -> dict[str, float]:
-        """Optimizer steps over all samples, each used exactly once, in mini-batches in the order given.
+        """Run the optimizer steps of a step: every sample is used exactly once, in mini-batches in the given order.
 
         Returns:
-            The metrics of MegatronModel.accumulate and .step, averaged over the mini-batches; "skipped" is their sum.
+            The metrics of MegatronModel.accumulate and .step as `actor/NAME`, averaged over the mini-batches; skipped
+            updates are summed.
         """
         results = []
         for first in range(0, len(experience), self._samples_per_update):
             batch = experience.select(np.arange(len(experience))[first : first + self._samples_per_update])
             learns = learning_samples(torch.from_numpy(batch.per_sample["truncated"]), self._config)
             lengths = torch.from_numpy(batch.response_lengths)
-            weights, _ = token_weights(lengths, learns, self._config.loss_average)
+            weights, _ = token_weights(lengths, learns, self._config.loss_agg_mode)
             batch.columns[WEIGHTS] = batch.spread(weights.numpy())
             results.append(actor.accumulate(batch, self._loss, self._metrics) | actor.step())
-        metrics = {name: sum(result[name] for result in results) / len(results) for name in results[0]}
-        return metrics | {"skipped": sum(result["skipped"] for result in results)}
+        sums = {name: sum(result[name] for result in results) for name in results[0]}
+        metrics = {f"actor/{name}": value / len(results) for name, value in sums.items()}
+        return metrics | {"actor/skipped_updates": sums["skipped_updates"]}
 
     @staticmethod
     def note_on_samples(samples: Sequence[Sample], experience: Experience) -> None:
-        """Give each sample its part of what was computed, for the records: its advantage, the mean over its tokens."""
+        """Record each sample's log-probs and advantage (the mean over its tokens) in the Sample objects."""
         for name in ("old_logprobs", "reference_logprobs"):
             if name in experience.columns:
                 for sample, part in zip(samples, experience.by_sample(experience.columns[name]), strict=True):

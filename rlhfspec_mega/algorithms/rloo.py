@@ -1,11 +1,11 @@
-"""RLOO (arXiv 2402.14740): a sample's reward against the mean reward of the others of its group."""
+"""RLOO (arXiv 2402.14740): a sample's reward minus the mean reward of the other samples of its group."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from rlhfspec_mega.algorithm.advantages import rloo
 from rlhfspec_mega.algorithms.policy_gradient import PolicyGradient
+from rlhfspec_mega.rl.advantages import rloo
 
 
 class RLOO(PolicyGradient):

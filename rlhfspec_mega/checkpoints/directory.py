@@ -1,4 +1,7 @@
-"""The directory of a run's checkpoints: every change is one rename, so that a process killed anywhere leaves order."""
+"""The directory of a run's checkpoints.
+
+Every change is one rename, so that it stays consistent if the process is killed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ _PARTIAL, _REPLACED, _BAD = ".partial", ".replaced", ".bad"
 
 
 class CheckpointDirectory:
-    """Checkpoints by the number of steps done. A directory step_<number> is complete: it got its name when it was."""
+    """Checkpoints by number of finished steps. A directory gets the name step_<number> only when it is complete."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -23,12 +26,12 @@ class CheckpointDirectory:
         return self.root / f"{_PREFIX}{step}"
 
     def steps(self) -> list[int]:
-        """Complete checkpoints, oldest first, whether good or damaged since."""
+        """Steps of complete checkpoints, oldest first, damaged ones included."""
         names = [path.name.removeprefix(_PREFIX) for path in self.root.glob(f"{_PREFIX}*")]
         return sorted(int(name) for name in names if name.isdecimal())
 
     def latest(self) -> int | None:
-        """What the file `latest` names, there or not; None when the file is missing or not ours."""
+        """The step that the file `latest` names, whether that checkpoint exists or not; None without a valid file."""
         try:
             name = (self.root / _LATEST).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError):
@@ -37,11 +40,11 @@ class CheckpointDirectory:
         return int(number) if name.startswith(_PREFIX) and number.isdecimal() else None
 
     def set_aside(self) -> list[Path]:
-        """Checkpoints found bad by earlier loads."""
+        """Checkpoints that earlier loads found to be bad."""
         return sorted(self.root.glob(f"{_PREFIX}*{_BAD}"))
 
     def begin(self, step: int) -> Path:
-        """An empty directory to write a checkpoint into."""
+        """Create an empty directory to write a checkpoint into."""
         self.root.mkdir(exist_ok=True)
         sync(self.root.parent)
         partial = self._beside(step, _PARTIAL)
@@ -51,13 +54,13 @@ class CheckpointDirectory:
     def abandon(self, step: int) -> None:
         """Remove what a failed save wrote."""
         shutil.rmtree(self._beside(step, _PARTIAL), ignore_errors=True)
-        with contextlib.suppress(OSError):  # there is an error to report already
+        with contextlib.suppress(OSError):  # another error is already being reported
             self._next_latest.unlink()
 
     def commit(self, step: int) -> None:
-        """Make the begun checkpoint the latest one. Its files must be on disk.
+        """Make the checkpoint that was begun the latest one. Its files must be on disk.
 
-        One of the same step stays as step_<number>.replaced until drop_unfinished.
+        An older checkpoint of the same step is kept as step_<number>.replaced until drop_unfinished.
         """
         final, replaced = self.path(step), self._beside(step, _REPLACED)
         self._write_next_latest(step)
@@ -75,7 +78,7 @@ class CheckpointDirectory:
         sync(self.root)
 
     def mark_bad(self, step: int) -> None:
-        """Keep a checkpoint under a name by which it is neither loaded nor counted."""
+        """Rename a checkpoint so that it is neither loaded nor counted."""
         bad = self._beside(step, _BAD)
         self._remove(bad)
         os.rename(self.path(step), bad)
@@ -86,7 +89,10 @@ class CheckpointDirectory:
             self._remove(self.path(step))
 
     def drop_unfinished(self) -> None:
-        """Remove what killed processes left half written or half removed; put back what one was about to replace."""
+        """Remove what killed processes left half written or half removed.
+
+        Restore a checkpoint that was about to be replaced.
+        """
         for left in self.root.glob(f"{_PREFIX}*{_REPLACED}"):
             final = left.with_suffix("")
             if final.exists():
@@ -98,10 +104,9 @@ class CheckpointDirectory:
         self._next_latest.unlink(missing_ok=True)
 
     def drop_newer_than_latest(self) -> None:
-        """Remove complete checkpoints that `latest` does not name yet.
+        """Remove complete checkpoints newer than `latest`.
 
-        Their save never returned, so the run went on from an earlier one: they belong to a history that was given up,
-        and would later be taken for checkpoints of this one.
+        Their save never returned, so the run continued from an earlier checkpoint; they belong to an abandoned history.
         """
         latest = self.latest()
         for step in self.steps():
@@ -119,7 +124,7 @@ class CheckpointDirectory:
         return self.path(step).with_suffix(suffix)
 
     def _remove(self, path: Path) -> None:
-        """Remove a directory, if it is there, so that no half of it ever passes for a checkpoint."""
+        """Remove a directory, if it exists, so that a partly removed one is never taken for a checkpoint."""
         if not path.exists():
             return
         doomed = path.with_name(f"{path.name}{_PARTIAL}")

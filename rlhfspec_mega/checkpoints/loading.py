@@ -1,4 +1,4 @@
-"""Loads the newest good checkpoint: every file is verified before Megatron reads one, and bad ones are told of."""
+"""Loads the newest good checkpoint: all files are verified before Megatron reads one; bad checkpoints are reported."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def load_latest(
 ) -> dict[str, Any] | None:
     """Load the checkpoint that `latest` names, or the newest good one before it, into the actor.
 
-    Bad ones are reported and renamed step_<number>.bad once a good one is found.
+    Bad ones are reported, and renamed step_<number>.bad once a good one is found.
 
     Args:
-        warn: takes a sentence about every checkpoint passed over and whatever else does not come back.
+        warn: called with a sentence for every checkpoint that is skipped and for everything that cannot be restored.
 
-    Returns the driver's state with "step", or None where there has never been a checkpoint.
+    Returns the driver's state with "step", or None if there has never been a checkpoint.
 
     Raises:
-        UserError: there are checkpoints, and none can be used.
-        RunError: a worker failed to read what had been verified.
+        UserError: there are checkpoints, but none can be used.
+        RunError: a worker failed to read files that had been verified.
     """
     directory = CheckpointDirectory(run_dir / CHECKPOINTS)
     directory.drop_unfinished()
@@ -78,7 +78,7 @@ def _none_good(directory: CheckpointDirectory, bad: dict[int, str]) -> UserError
 
 
 def _verified_state(path: Path, step: int, actor: ModelGroup, identity: dict[str, Any]) -> dict[str, Any]:
-    """The driver's state of a checkpoint all of whose files are as they were written; raises BadCheckpoint."""
+    """The driver's state of a checkpoint whose files are all intact; raises BadCheckpoint."""
     manifest = Manifest.read(path)
     if manifest.step != step:
         raise BadCheckpoint(f"it is one of step {manifest.step} under another name")

@@ -12,19 +12,19 @@ from rlhfspec_mega.checkpoints.directory import write_durably
 from rlhfspec_mega.megatron.checkpoint_files import FileSum
 
 MANIFEST_FILE = "manifest.json"
-FORMAT = 1  # raise it when older code could not read what is written now
+FORMAT = 1  # increase it when older code could not read the new files
 
 
 class BadCheckpoint(Exception):
-    """A checkpoint that must not be used; the message says why, without naming it."""
+    """A checkpoint that must not be used; the message gives the reason without naming the checkpoint."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """Contents of a checkpoint.
 
     Attributes:
-        step: steps done.
+        step: finished steps.
         belongs_to: precision and model shape (MegatronModel.identity).
         files: by path inside the checkpoint.
     """
@@ -45,7 +45,7 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Raises BadCheckpoint when there is none, or it is damaged or of an unknown format."""
+        """Read it. Raises BadCheckpoint if it is missing, damaged or of an unknown format."""
         try:
             content = json.loads((directory / MANIFEST_FILE).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -62,14 +62,14 @@ class Manifest:
         return cls(content["step"], content["belongs_to"], files)
 
     def check_owner(self, identity: dict[str, Any]) -> None:
-        """Raises BadCheckpoint when it belongs to another model or precision than `identity`."""
+        """Raises BadCheckpoint if the checkpoint belongs to another model or precision than `identity`."""
         for key in identity.keys() | self.belongs_to.keys():
             there, here = self.belongs_to.get(key), identity.get(key)
             if there != here:
                 raise BadCheckpoint(f"it belongs to another model: its {key} is {there}, and this run's is {here}")
 
     def check_sizes(self, directory: Path) -> None:
-        """Raises BadCheckpoint when a file is missing or has another length."""
+        """Raises BadCheckpoint if a file is missing or has another length."""
         for name, (size, _) in self.files.items():
             try:
                 found = (directory / name).stat().st_size

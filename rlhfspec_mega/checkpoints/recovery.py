@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: when a run is resumed, and when a rank of the actor has died in the middle of one."""
+"""Continuing from a checkpoint: when a run is resumed, and when a rank of the actor has died."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhfspec_mega.run import Run
 
 
 def driver_state(run: Run) -> dict[str, Any]:
-    """What a checkpoint holds beside the actor's part; JSON."""
+    """What a checkpoint holds besides the actor's part, as JSON."""
     return {
         "prompts": run.prompts.state_dict(),
         "ledger": run.ledger.state_dict(),
@@ -20,7 +20,7 @@ def driver_state(run: Run) -> dict[str, Any]:
 
 
 def resume(run: Run) -> int:
-    """Load the newest good checkpoint, if there is any; the number of steps done."""
+    """Load the newest good checkpoint, if there is one; returns the number of finished steps."""
     state = checkpoints.load_latest(run.directory, run.system.actor, run.console.note)
     if state is None:
         run.prompts.load_state_dict(run.beginning["prompts"])
@@ -40,16 +40,16 @@ def resume(run: Run) -> int:
 
 
 def recover(run: Run, reporter: Reporter, death: WorkerDied) -> int:
-    """Start the actor anew and go back to the last checkpoint; the step to go on with.
+    """Restart the actor and go back to the last checkpoint; returns the step to continue with.
 
-    Raises RunError when the actor has died too often without a step between.
+    Raises RunError if the actor has died too often without a finished step in between.
     """
     with run.phases.measure("recover"):
         while True:
             run.console.note(f"{death} The actor is started anew from the last checkpoint.")
             if not run.system.may_restart_actor():
-                most = run.config.cluster.max_restarts
-                raise RunError(f"{death} It was restarted cluster.max_restarts={most} times without a step between.")
+                most = run.config.launcher.max_restarts
+                raise RunError(f"{death} It was restarted launcher.max_restarts={most} times without a step between.")
             try:
                 run.system.restart_actor()
                 run.system.actor.load_weights(run.model)

@@ -1,4 +1,7 @@
-"""Saves a checkpoint: room first, then every rank's part, the driver's state, the manifest, and `latest` last."""
+"""Saves a checkpoint.
+
+Check disk space, then write every rank's part, the driver's state, the manifest, and `latest`.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,12 @@ def save(run_dir: Path, step: int, actor: ModelGroup, state: dict[str, Any], kee
     """Write `checkpoints/step_<step>`, make it the latest, and remove all but the newest `keep` complete ones.
 
     Args:
-        step: steps done so far.
+        step: finished steps.
         state: the driver's part, JSON.
 
     Raises:
-        CheckpointError: no room, or a rank or the driver could not write. Nothing of this save is left, the ones
-            before it are untouched and so are the workers: the run may go on.
+        CheckpointError: no space, or a rank or the driver could not write. Nothing of this save is left; earlier
+            checkpoints and the workers are unaffected, so the run may go on.
         RunError: a worker died.
     """
     directory = CheckpointDirectory(run_dir / CHECKPOINTS)
@@ -71,7 +74,7 @@ def _write(partial: Path, manifest: Manifest, actor: ModelGroup, state: dict[str
 
 
 def _require_visible(partial: Path, manifest: Manifest) -> None:
-    """Refuse a checkpoint whose parts lie on the disks of several nodes: no load could use it."""
+    """Refuse a checkpoint whose parts lie on the local disks of several nodes: it could not be loaded."""
     try:
         manifest.check_sizes(partial)
     except BadCheckpoint as error:
@@ -82,7 +85,7 @@ def _require_visible(partial: Path, manifest: Manifest) -> None:
 
 
 def _require_room(run_dir: Path, directory: CheckpointDirectory, identity: dict[str, Any]) -> None:
-    """Refuse early what would fill the disk; raises CheckpointError."""
+    """Raise CheckpointError if the disk has too little space for it."""
     needed, free = _expected_size(directory, identity), shutil.disk_usage(run_dir).free
     if needed > free:
         raise CheckpointError(
@@ -92,7 +95,7 @@ def _require_room(run_dir: Path, directory: CheckpointDirectory, identity: dict[
 
 
 def _expected_size(directory: CheckpointDirectory, identity: dict[str, Any]) -> int:
-    """Bytes of the checkpoint before, else of weights and optimizer."""
+    """Bytes of the previous checkpoint, else an estimate from weights and optimizer."""
     try:
         return Manifest.read(directory.path(directory.steps()[-1])).size
     except (IndexError, BadCheckpoint):

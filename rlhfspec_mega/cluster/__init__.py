@@ -1,1 +1,1 @@
-"""Worker groups keyed by role, behind one interface: local spawned processes here, other launchers beside it."""
+"""Worker processes in groups by role, behind one interface, with a launcher for one machine and one for Ray."""

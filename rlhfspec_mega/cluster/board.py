@@ -1,4 +1,4 @@
-"""Anonymous memory between a local worker and the driver: the time of the last sign of life, and stacks on demand."""
+"""Memory shared by a local worker and the driver: the worker's last heartbeat, and its Python stacks on request."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ BEAT_SECONDS = 1.0
 
 
 class Board:
-    """The driver's end; `descriptor` is passed on to the worker. The stacks follow the beat in the file."""
+    """The driver's end; `descriptor` is passed to the worker. The file holds the heartbeat, then the stacks."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("rlhfspec_mega.worker")
         os.pwrite(self.descriptor, _BEAT.pack(time.monotonic()), 0)
-        self._asked_at = _BEAT.size  # where the stacks asked for last begin
-        self._last_beat = 0.0  # of a closed board
+        self._asked_at = _BEAT.size  # where the stacks of the last request begin
+        self._last_beat = 0.0  # kept after the board is closed
 
     def last_beat(self) -> float:
         if self.descriptor < 0:
@@ -27,7 +27,7 @@ class Board:
         return float(_BEAT.unpack(os.pread(self.descriptor, _BEAT.size, 0))[0])
 
     def expect_stacks(self) -> None:
-        """What is written from now on are the stacks asked for."""
+        """Stacks written from now on belong to the current request."""
         if self.descriptor >= 0:
             self._asked_at = os.fstat(self.descriptor).st_size
 
@@ -38,7 +38,7 @@ class Board:
         return os.pread(self.descriptor, size, self._asked_at).decode(errors="replace")
 
     def close(self) -> None:
-        """The last beat stays known, the stacks do not. Safe to call twice."""
+        """Release the memory; the last heartbeat stays readable, stacks do not. Safe to call twice."""
         if self.descriptor >= 0:
             self._last_beat = self.last_beat()
             os.close(self.descriptor)
@@ -46,9 +46,9 @@ class Board:
 
 
 def start_beating(descriptor: int) -> None:
-    """The worker's end: a thread writes the time once a second for as long as the interpreter runs.
+    """The worker's end: a thread writes a heartbeat once a second as long as the interpreter runs.
 
-    A stopped or frozen process falls silent; one that waits in a collective does not, which is what deadlines are for.
+    A stopped or frozen process falls silent. One that waits in a collective does not; deadlines cover that case.
     """
     os.lseek(descriptor, _BEAT.size, os.SEEK_SET)  # faulthandler writes at the descriptor's position
     page = mmap.mmap(descriptor, _BEAT.size)

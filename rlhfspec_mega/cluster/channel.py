@@ -1,4 +1,4 @@
-"""Whole messages over a socket: the driver's end never waits, a worker's end does."""
+"""Whole messages over a socket: the driver's end never blocks, a worker's end does."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from collections.abc import Generator, Iterator, Sequence
 
 _LENGTH = struct.Struct("!Q")  # parts of the message that follows, then bytes of each
 
-_MOST_PARTS = 512  # handed to the kernel at once; it takes 1024
+_MOST_PARTS = 512  # per system call; the kernel's limit is 1024
 
 
 class Channel:
-    """One end of a connected socket. On a blocking socket, `send` and `receive` wait; otherwise they do what they can.
+    """One end of a connected socket.
 
-    A connection that has ended takes no more messages without a complaint: `receive` tells of it.
+    On a blocking socket `send` and `receive` wait; otherwise they do what is possible at once. `send` does not report a
+    closed connection; `receive` does.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -25,12 +26,12 @@ class Channel:
         self._incoming = self._messages()
 
     def fileno(self) -> int:
-        """For selectors."""
+        """File descriptor, for selectors."""
         return self._socket.fileno()
 
     @property
     def sending(self) -> bool:
-        """Whether something is left to `flush`."""
+        """Whether `flush` has something left to send."""
         return bool(self._outgoing)
 
     @property
@@ -38,14 +39,14 @@ class Channel:
         return self._socket.fileno() < 0
 
     def send(self, parts: Sequence[memoryview]) -> None:
-        """Queue a message and send what the socket takes of it; the parts must not change until all is sent."""
+        """Queue a message and send as much as the socket takes; the parts must not change until all of it is sent."""
         lengths = b"".join(_LENGTH.pack(part.nbytes) for part in parts)
         self._outgoing.append(memoryview(_LENGTH.pack(len(parts)) + lengths))
         self._outgoing += (part for part in parts if part.nbytes)
         self.flush()
 
     def flush(self) -> None:
-        """Send what the socket takes of the queue."""
+        """Send as much of the queue as the socket takes."""
         try:
             while self._outgoing:
                 sent = self._socket.sendmsg(itertools.islice(self._outgoing, _MOST_PARTS))
@@ -59,7 +60,10 @@ class Channel:
             self._outgoing.clear()
 
     def receive(self) -> list[bytearray] | None:
-        """The next message, None while it has not come whole. Raises EOFError, once, when the connection has ended."""
+        """The next message; None if it has not arrived completely.
+
+        Raises EOFError, once, when the connection is closed.
+        """
         return next(self._incoming)
 
     def close(self) -> None:
@@ -76,7 +80,7 @@ class Channel:
             yield parts
 
     def _exactly(self, size: int) -> Generator[None, None, bytearray]:
-        """So many bytes; yields whenever the socket has no more for now."""
+        """Read exactly so many bytes; yields whenever the socket has no more for now."""
         buffer = bytearray(size)
         rest = memoryview(buffer)
         while rest:

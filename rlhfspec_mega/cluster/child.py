@@ -1,4 +1,4 @@
-"""Main module of a local worker process: builds one object and executes calls on it until the driver goes away."""
+"""Main module of a local worker process: builds one object and executes calls on it until the driver disconnects."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def serve(channel: Channel) -> None:
             message = channel.receive()
         except EOFError:
             return
-        assert message is not None  # the socket is a blocking one
+        assert message is not None  # the socket blocks
         channel.send(pack(executor.execute(unpack(message))))
 
 
@@ -44,7 +44,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, file=board, all_threads=True)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # one that came before now is served
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # handles one that arrived earlier, too
     start_beating(board)
     serve(Channel(socket.socket(fileno=descriptor)))
     # Skip the interpreter's shutdown: threads of gloo or CUDA may wait for peers that are gone.

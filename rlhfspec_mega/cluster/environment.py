@@ -1,4 +1,4 @@
-"""Environment variables that every worker gets, whatever starts it."""
+"""Environment variables of every worker, under any launcher."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ HOST = "RLHFSPEC_MEGA_HOST"  # a worker's address for workers of other machines;
 
 
 def worker_environment(threads: int) -> dict[str, str]:
-    """Variables over those of the driver. `threads`: of a worker's computation."""
+    """Variables that replace or extend those of the driver. `threads`: threads of a worker's computation."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "passive",  # busy waits of idle workers would take the core from the others
+        "OMP_WAIT_POLICY": "passive",  # idle workers must not occupy a core by busy waiting
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's order of communication and computation relies on it
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # what torch's deterministic algorithms ask of cuBLAS
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # required by torch's deterministic algorithms
         "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
     }

@@ -1,4 +1,4 @@
-"""The worker's side of a call, the same under every launcher: build the object, run a method, answer in plain data."""
+"""The worker's side of a call, under any launcher: build the object, run a method, answer with plain data."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rlhfspec_mega.errors import RunError, UserError
 
 
 class Executor:
-    """Holds the worker object that the first message builds; later messages are (method, args)."""
+    """Holds the worker's object, which the first message builds; later messages are (method, args)."""
 
     def __init__(self) -> None:
         self._worker: Any = None
 
     def execute(self, message: tuple[Any, ...]) -> Answer:
-        """Answer one message; never raises."""
+        """Execute a message and return the answer; never raises."""
         if self._worker is not None:
             method, args = message
             return _answer(lambda: getattr(self._worker, method)(*args))

@@ -1,4 +1,4 @@
-"""What the rest of the system knows of workers: groups, calls in flight, and waits that always end."""
+"""What the rest of the system knows of workers: groups, calls in flight, and waits with deadlines."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Answer = tuple[str, Any]
 class WorkerSpec:
     """One worker to start: `import_path` names a class, `arguments` are its keyword arguments.
 
-    `devices` are the device indices of the cluster it may use (CUDA_VISIBLE_DEVICES on GPUs, a place on CPUs).
-    With `numbered` the class is also told, as `launch`, how often a process was started for this rank, this one
-    included: peers that start anew together meet under another name than the ones before.
+    `devices` are indices of the cluster's devices that it may use (CUDA_VISIBLE_DEVICES on GPUs). With `numbered` the
+    class also gets `launch`, the number of times a process was started for this rank, the current one included: ranks
+    that restart together use it to rendezvous under a new name.
     """
 
     import_path: str
@@ -32,7 +32,10 @@ class WorkerSpec:
 
 @dataclass(eq=False)
 class Call:
-    """A method call on one worker; `sent` in seconds of time.monotonic(), `launch` tells processes of a rank apart."""
+    """A method call on one worker.
+
+    `sent`: seconds of time.monotonic(); `launch`: the process of the rank it went to.
+    """
 
     role: str
     rank: int
@@ -49,12 +52,12 @@ class Call:
 
     @property
     def dead(self) -> bool:
-        """Whether the worker ended, or was given up, before it answered."""
+        """Whether the worker ended, or was declared dead, before it answered."""
         return self.answer is not None and self.answer[0] == "dead"
 
     @property
     def error(self) -> UserError | RunError | None:
-        """What a finished call failed with."""
+        """The exception of a failed call; None if it succeeded."""
         if self.answer is None or self.answer[0] == "ok":
             return None
         kind, payload = self.answer
@@ -65,7 +68,7 @@ class Call:
         return RunError(self._sentence(f"failed with {payload.strip().splitlines()[-1]}"))
 
     def result(self) -> Any:
-        """The method's return value; raises the call's error. Only when done."""
+        """The method's return value; raises the call's error. Only for finished calls."""
         if self.answer is None:
             raise RuntimeError(f"{self.method} on {self.role} rank {self.rank} has not answered yet")
         if error := self.error:
@@ -78,53 +81,53 @@ class Call:
 
 
 class WorkerGroup(Protocol):
-    """The workers of one role. A worker executes one call at a time, in the order they came."""
+    """The workers of one role. A worker executes one call at a time, in order of arrival."""
 
     role: str
     size: int
 
     def start(self, rank: int, method: str, *args: Any) -> Call:
-        """Begin a call on one worker. Raises RunError when it is still busy; a dead one answers that it is."""
+        """Start a call on one worker. Raises RunError if it is still busy; a dead worker's call fails."""
 
     def call(self, method: str, *args: Any, phase: str, ranks: Sequence[int] | None = None) -> list[Any]:
-        """The same call on all (or these) workers; results in rank order."""
+        """The same call on all workers (or on these ranks); results in rank order."""
 
     def scatter(self, method: str, arguments: Sequence[tuple[Any, ...]], phase: str) -> list[Any]:
         """One call per worker, each with its own arguments; results in rank order."""
 
     def share(self, value: Any) -> Any:
-        """An argument, in place of `value`, for calls on several workers: it travels once to each node, or not at all.
+        """A handle to pass instead of `value` to several workers: the value is transferred once per node at most.
 
-        The value must not change until the calls have ended.
+        The value must not change until the calls have finished.
         """
 
     def ranks(self, *states: WorkerState) -> list[int]:
-        """Ranks in one of these states now."""
+        """Ranks that are in one of these states."""
 
     def serving(self) -> list[int]:
-        """Ranks that may be given work."""
+        """Ranks that may be given new work."""
 
     def alive(self) -> list[int]:
-        """Ranks that hold what they were given, a suspect one included."""
+        """Ranks whose processes hold their state, suspected ones included."""
 
     def launches(self, rank: int) -> int:
-        """How often a process was started for this rank: tells a restarted worker from the one before it."""
+        """How many processes were started for this rank; tells a restarted worker from its predecessor."""
 
     def still_there(self, call: Call) -> bool:
-        """Whether the process that a call went to lives and holds its rank: what it answered is true of the rank."""
+        """Whether the process that received a call is alive and still holds its rank, so that its answer is valid."""
 
     def confirm(self, rank: int, version: int) -> None:
         """Record that a worker holds the weights of this policy version."""
 
 
 class Background(Protocol):
-    """Work on replaceable workers that goes on while the driver waits for something else; rollout.session is one."""
+    """Work on replaceable workers that continues while the driver waits for something else, such as rollout.session."""
 
     def calls(self) -> Sequence[Call]:
-        """In flight."""
+        """Calls in flight."""
 
-    def heard(self, calls: Sequence[Call]) -> None:
-        """These have been answered, or their workers are dead; others may begin."""
+    def handle_answers(self, calls: Sequence[Call]) -> None:
+        """Process answered calls and those of dead workers; may start other calls."""
 
 
 class Cluster(Protocol):
@@ -145,14 +148,13 @@ class Cluster(Protocol):
         needs_weights: bool = True,
         together: int = 1,
     ) -> WorkerGroup:
-        """Begin to start a group, beside others; `wait_started` must follow before its first call.
+        """Start a group without waiting; `wait_started` must follow before its first call.
 
         Args:
-            replaceable: a worker that dies is started again by the cluster; the death of any other worker ends
-                whatever is waited for.
-            needs_weights: a replaceable worker serves only with the current policy's weights.
-            together: so many replaceable workers, from a multiple of it on, are one replica of a model: when one dies,
-                all are ended and started anew.
+            replaceable: the cluster restarts a worker that dies; the death of any other worker ends every wait.
+            needs_weights: a replaceable worker gets work only when it holds the current policy's weights.
+            together: number of consecutive replaceable workers that form one replica of a model: when one dies, all of
+                them are ended and restarted.
         """
 
     def wait_started(self) -> None:
@@ -167,40 +169,40 @@ class Cluster(Protocol):
         seconds: float | None = None,
         check: bool = True,
     ) -> list[Call]:
-        """Wait for all calls (or the first); the finished ones.
+        """Wait for all calls, or for the first one; returns the finished ones.
 
         Args:
             seconds: longest time from the start of a call to its answer; default: the cluster's deadline.
-            check: raise what a call failed with; otherwise failures stay in the calls, and a replaceable worker that
-                passes the deadline is given up.
+            check: raise the errors of failed calls; otherwise they stay in the calls, and a replaceable worker that
+                exceeds the deadline is declared dead.
 
         Raises:
             UserError: a worker raised one.
-            WorkerDied: a worker of these calls died, or any that is not replaceable.
-            RunError: a worker failed, went silent or did not answer in time; phase, role, ranks and the last thing
-                each did are named, and the Python stacks of all workers are in a file.
+            WorkerDied: a worker of these calls died, or one that is not replaceable.
+            RunError: a worker failed, went silent or did not answer in time; the message names phase, role, ranks and
+                what each did last, and the Python stacks of all workers are in a file.
         """
 
     def beside(self, work: Background) -> AbstractContextManager[None]:
-        """Inside, every wait also attends to this work: what it raises ends the wait."""
+        """Context in which every wait also serves this background work; its errors end the wait."""
 
     def look(self, phase: str, calls: Sequence[Call] = ()) -> None:
-        """Take note of exits, silence and answers to these calls, and raise what a wait would; returns at once."""
+        """Process exits, silence and answers without waiting, and raise what a wait would."""
 
     def publish(self, version: int) -> None:
-        """Say which policy version is current: workers that need weights serve again once they confirmed it."""
+        """Set the current policy version: workers that need weights get work again once they have confirmed it."""
 
     def settle(self, role: str, seconds: float) -> None:
-        """Wait until no worker of a role is busy; end those that are not idle in time."""
+        """Wait until no worker of a role is busy; end those that are still busy after `seconds`."""
 
     def end(self, role: str) -> None:
-        """End all workers of a role, so that it can be launched anew."""
+        """End all workers of a role, so that it can be launched again."""
 
     def progressed(self) -> None:
-        """A step was finished: every worker may be restarted anew."""
+        """A step has finished: counts of restarts begin anew."""
 
     def may_restart(self, role: str) -> bool:
-        """Count a restart of a whole role; whether there may be one more."""
+        """Count a restart of a whole role; returns whether it is allowed."""
 
     def close(self) -> None:
         """End every worker; safe to call twice."""

@@ -1,4 +1,4 @@
-"""Which workers are alive and may serve: a state machine without clock, threads or processes of its own."""
+"""Which workers are alive and may be given work: a state machine without clock, threads or processes of its own."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from enum import StrEnum
 
 
 class WorkerState(StrEnum):
-    """What a worker process is, as far as the driver can tell."""
+    """State of a worker process as far as the driver can tell."""
 
-    STARTING = "starting"  # launched; has not reported that its object is built
-    REJOINING = "rejoining"  # runs, but holds no weights or old ones
+    STARTING = "starting"  # launched; has not yet reported that its object is built
+    REJOINING = "rejoining"  # alive, without weights or with old ones
     SERVING = "serving"
     SUSPECT = "suspect"  # silent for longer than suspect_seconds
     DEAD = "dead"
@@ -22,10 +22,10 @@ class Health:
     """What is known of one worker.
 
     Attributes:
-        heard: time of its last sign of life.
-        needs_weights: serves only with the current policy's weights (engines; not actor ranks, which make them).
-        version: policy version it confirmed last.
-        resumes: what a SUSPECT worker is when it is heard again; None in every other state.
+        heard: time of its last heartbeat or answer.
+        needs_weights: works only with the current policy's weights (engines; not actor ranks, which make them).
+        version: policy version that it confirmed last.
+        resumes: state that a SUSPECT worker returns to when it is heard again; None in every other state.
         why: how a DEAD worker ended, e.g. "exit status -9" or "silent for 61 s".
     """
 
@@ -38,24 +38,24 @@ class Health:
 
     @property
     def underlying(self) -> WorkerState:
-        """The state as it would be without doubt about the worker: suspicion only covers it."""
+        """The state without suspicion: that of the worker before it became SUSPECT."""
         return self.resumes or self.state
 
     def _becomes(self, state: WorkerState) -> Health:
         return replace(self, resumes=state) if self.resumes else replace(self, state=state)
 
     def may_serve(self, version: int | None) -> bool:
-        """Whether it may serve the policy `version`: it needs no weights, or has confirmed these."""
+        """Whether it may work with policy `version`: it needs no weights, or has confirmed this version."""
         return not self.needs_weights or (self.version is not None and self.version == version)
 
     def heard_at(self, now: float) -> Health:
-        """A sign of life; the dead stay dead."""
+        """After a heartbeat; a DEAD worker stays DEAD."""
         if self.state is WorkerState.DEAD:
             return self
         return replace(self, state=self.underlying, resumes=None, heard=max(self.heard, now))
 
     def judged(self, now: float, suspect_seconds: float, dead_seconds: float) -> Health:
-        """What its silence until now makes of it."""
+        """After its silence up to `now`."""
         silence = now - self.heard
         if self.state in (WorkerState.STARTING, WorkerState.DEAD) or silence <= suspect_seconds:
             return self
@@ -64,20 +64,20 @@ class Health:
         return replace(self, state=WorkerState.SUSPECT, resumes=self.underlying)
 
     def ended(self, why: str) -> Health:
-        """Its process is gone or given up; the first cause counts."""
+        """After its process has ended or was declared dead; the first cause is kept."""
         if self.state is WorkerState.DEAD:
             return self
         return replace(self, state=WorkerState.DEAD, resumes=None, why=why)
 
     def published(self, version: int) -> Health:
-        """`version` is the policy of now."""
+        """After `version` has become the current policy."""
         if self.may_serve(version) or self.underlying is not WorkerState.SERVING:
             return self
         return self._becomes(WorkerState.REJOINING)
 
     def confirmed(self, version: int, current: int | None) -> Health:
-        """It holds all weights of `version`."""
-        if self.underlying in (WorkerState.STARTING, WorkerState.DEAD):  # a process that has ended sent this
+        """After it has confirmed all weights of `version`."""
+        if self.underlying in (WorkerState.STARTING, WorkerState.DEAD):  # sent by a process that has ended since
             return self
         health = replace(self, version=version)
         return health._becomes(WorkerState.SERVING if health.may_serve(current) else WorkerState.REJOINING)
@@ -122,14 +122,14 @@ class Liveness:
         self.version: int | None = None
 
     def launched(self, role: str, rank: int, now: float, *, needs_weights: bool) -> None:
-        """A process was started for a worker that is new, forgotten or DEAD. Raises RuntimeError for any other."""
+        """A process was started for a worker that is new, forgotten or DEAD. Raises RuntimeError in any other state."""
         known = self._workers.get((role, rank))
         if known is not None and known.state is not WorkerState.DEAD:
             raise RuntimeError(f"{role} rank {rank} is {known.state}: only a new or dead worker can be launched")
         self._workers[role, rank] = Health(WorkerState.STARTING, now, needs_weights)
 
     def started(self, role: str, rank: int, now: float) -> None:
-        """The worker has built its object. Raises RuntimeError when it had reported that before."""
+        """The worker has built its object. Raises RuntimeError if it had reported that before."""
         known = self._workers.get((role, rank))
         if known is None or known.state is WorkerState.DEAD:
             return
@@ -140,11 +140,11 @@ class Liveness:
         self.heard(role, rank, now)
 
     def heard(self, role: str, rank: int, now: float) -> None:
-        """A sign of life of the worker."""
+        """A heartbeat or answer of the worker."""
         self._report(role, rank, lambda health: health.heard_at(now))
 
     def look(self, now: float) -> list[tuple[str, int]]:
-        """Judge every worker by its silence; those (role, rank) that became DEAD by it, sorted."""
+        """Judge every worker by its silence; returns the (role, rank) that became DEAD by it, sorted."""
         dead = []
         for key, health in self._workers.items():
             after = health.judged(now, self._suspect_seconds, self._dead_seconds)
@@ -158,10 +158,10 @@ class Liveness:
         self._report(role, rank, lambda health: health.ended(why))
 
     def publish(self, version: int) -> None:
-        """`version` is the policy of now.
+        """`version` is the current policy from now on.
 
-        After a return to a checkpoint publish its version before training goes on: the numbers after it come again,
-        for other weights.
+        After a return to a checkpoint, publish that checkpoint's version before training continues: later version
+        numbers will be used again for other weights.
         """
         self.version = version
         self._workers = {key: health.published(version) for key, health in self._workers.items()}
@@ -175,7 +175,7 @@ class Liveness:
         self._workers = {key: health for key, health in self._workers.items() if key[0] != role}
 
     def health(self, role: str, rank: int) -> Health:
-        """What is known of the worker. Raises RuntimeError for one never launched, or forgotten."""
+        """What is known of the worker. Raises RuntimeError if it was never launched, or forgotten."""
         if (role, rank) not in self._workers:
             raise RuntimeError(f"{role} rank {rank} is not in the record of workers")
         return self._workers[role, rank]

@@ -1,4 +1,4 @@
-"""cluster.launcher=local: workers are processes of this machine, started at once, no daemon, no port."""
+"""launcher=local: workers are child processes on this machine, without a daemon or a port."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from rlhfspec_mega.cluster.supervised import SupervisedCluster
 
 logger = logging.getLogger(__name__)
 
-_EXIT_SECONDS = 5.0  # from the end of a worker's connection to its exit status
-_KILL_SECONDS = 5.0  # from SIGKILL to the end of a process; one that is stuck in the kernel takes longer
+_EXIT_SECONDS = 5.0  # between the end of a worker's connection and its exit
+_KILL_SECONDS = 5.0  # between SIGKILL and the end of a process, unless it hangs in the kernel
 
 
 def visible_devices(devices: Sequence[int], environment: Mapping[str, str]) -> str:
-    """CUDA_VISIBLE_DEVICES of a worker: its indices count among the devices that this process was given (by Slurm)."""
+    """CUDA_VISIBLE_DEVICES of a worker: its indices refer to the devices given to this process (e.g. by Slurm)."""
     given = environment.get("CUDA_VISIBLE_DEVICES")
     names = given.split(",") if given else None
     return ",".join(names[index] if names else str(index) for index in devices)
@@ -56,13 +56,16 @@ class _LocalProcess(WorkerProcess):
             )
         ours.setblocking(False)
         self.channel = Channel(ours)
-        self._killed: float | None = None  # when
+        self._killed: float | None = None  # when SIGKILL was sent
 
     def post(self, message: tuple[Any, ...]) -> None:
         self.channel.send(pack(message))
 
     def read(self) -> bool:
-        """Take what has come; whether an answer was filed. The end of the connection is the end of the worker."""
+        """Read what has arrived; returns whether an answer was complete.
+
+        A closed connection means that the worker ended.
+        """
         try:
             message = self.channel.receive()
         except EOFError:
@@ -90,13 +93,13 @@ class _LocalProcess(WorkerProcess):
             return
         self._board.expect_stacks()
         for number in (signal.SIGUSR1, signal.SIGCONT):
-            self._process.send_signal(number)  # Popen sends none to a process it has reaped
+            self._process.send_signal(number)  # Popen sends no signal to a process that it has reaped
 
     def stacks(self) -> str:
         return self._board.stacks()
 
     def strike(self) -> None:
-        """Begin to kill it, with its children (checkpoint writers); safe to call twice."""
+        """Kill the process and its children (checkpoint writers), without waiting; safe to call twice."""
         if self._killed is not None:
             return
         self._killed = time.monotonic()
@@ -123,7 +126,7 @@ class _LocalProcess(WorkerProcess):
 
 @contextlib.contextmanager
 def _blocked(number: signal.Signals) -> Iterator[None]:
-    """Processes started meanwhile begin with this signal blocked: it waits until they have a handler for it."""
+    """Processes started in this context begin with the signal blocked, until they have a handler for it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield
@@ -132,10 +135,10 @@ def _blocked(number: signal.Signals) -> Iterator[None]:
 
 
 class LocalCluster(SupervisedCluster):
-    """Starts processes and ends every one of them.
+    """Starts worker processes on this machine and ends every one of them.
 
     Args:
-        threads: of a worker's computation.
+        threads: threads of a worker's computation.
         use_gpus: workers see the devices of their spec through CUDA_VISIBLE_DEVICES; otherwise none.
         supervision: log_dir, deadlines and limits; see SupervisedCluster.
     """
@@ -166,7 +169,7 @@ class LocalCluster(SupervisedCluster):
         super().close()
 
     def _exchange(self, processes: Sequence[WorkerProcess], seconds: float) -> bool:
-        """Once something can be sent to any worker or received from these, do so; whether an answer was filed."""
+        """Wait for the first event and send and receive what is possible; returns whether an answer was complete."""
         answered = False
         with selectors.PollSelector() as selector:
             for process in dict.fromkeys([*processes, *self._processes.values()]):
@@ -184,7 +187,7 @@ class LocalCluster(SupervisedCluster):
 
     @staticmethod
     def _strike(processes: Iterable[WorkerProcess]) -> None:
-        """Kill all of them at once: each is then waited for no longer than one would be."""
+        """Kill all of them first, and only then wait, so that the waits overlap."""
         for process in processes:
             assert isinstance(process, _LocalProcess)
             process.strike()

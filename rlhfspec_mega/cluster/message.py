@@ -1,4 +1,4 @@
-"""Plain objects as messages: pickled, with arrays beside the pickle so that they are not copied on their way out."""
+"""Plain objects as messages: pickled, with arrays out of band so that they are not copied when sent."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def pack(value: Any) -> list[memoryview]:
 
 
 def unpack(parts: Sequence[bytearray]) -> Any:
-    """What was packed; its arrays use the parts' memory."""
+    """The packed object; its arrays share the parts' memory."""
     head, *buffers = parts
     return pickle.loads(head, buffers=buffers)

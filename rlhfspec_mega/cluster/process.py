@@ -1,4 +1,4 @@
-"""One worker as a launcher holds it: its pending call, the last thing it did, signs of life and stacks."""
+"""The driver's view of one worker process: its pending call, last answer, heartbeats and stacks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rlhfspec_mega.errors import RunError
 
 
 class WorkerProcess(ABC):
-    """A worker's process. Launchers implement how messages, signs of life and stacks travel.
+    """A worker's process. Launchers implement how messages, heartbeats and stacks are transported.
 
-    Nothing here waits for the worker, except `kill`, for a bounded time. After `kill` everything may still be called:
-    messages and requests for stacks do nothing, the last sign of life stays, there is an exit reason and no stacks.
+    No method waits for the worker, except `kill`, for a bounded time. After `kill` all methods may still be called:
+    messages and requests for stacks do nothing, the last heartbeat stays, and there is an exit reason.
 
     Attributes:
-        pending: the call it works on; a finished one is forgotten.
-        built: whether the first call, which builds its object, succeeded; None before its answer.
+        pending: the call in progress, None if there is none.
+        built: whether the first call, which builds the worker's object, succeeded; None before its answer.
     """
 
     def __init__(self, role: str, rank: int, spec: WorkerSpec, log: Path) -> None:
@@ -30,31 +30,36 @@ class WorkerProcess(ABC):
 
     @abstractmethod
     def post(self, message: tuple[Any, ...]) -> None:
-        """Send (import path, arguments) first, (method, args) later; what cannot be sent at once is
-        sent while the cluster waits for answers. A dead worker is noticed elsewhere."""
+        """Send a message without waiting.
+
+        First (import path, arguments) of the object to build, then (method, arguments).
+
+        Bytes that the socket does not take are sent while the cluster waits for answers. A dead worker raises nothing
+        here.
+        """
 
     @abstractmethod
     def last_beat(self) -> float:
-        """When it last showed a sign of life, in seconds of this process's time.monotonic()."""
+        """Time of the last heartbeat, in seconds of this process's time.monotonic()."""
 
     @abstractmethod
     def exit_reason(self) -> str | None:
-        """How the process ended ("exit status -9") or why it counts as ended, None while it runs."""
+        """How the process ended ("exit status -9") or why it is considered dead; None while it runs."""
 
     @abstractmethod
     def ask_stacks(self) -> None:
-        """Begin to collect its Python stacks; a stopped process is woken for it, as it is about to be ended."""
+        """Request its Python stacks; a stopped process is continued for this, since it is about to be ended."""
 
     @abstractmethod
     def stacks(self) -> str:
-        """The stacks asked for last, as far as they have come."""
+        """The requested stacks, as far as they have arrived."""
 
     @abstractmethod
     def kill(self) -> None:
         """End the process and its children, and wait a few seconds for it; safe to call twice."""
 
     def start(self, method: str, message: tuple[Any, ...]) -> Call:
-        """Begin a call. Raises RunError when another is pending."""
+        """Start a call. Raises RunError if another one is pending."""
         if self.pending is not None:
             raise RunError(
                 f"{self.role} rank {self.rank} is still busy with {self.pending.method}, asked for {method}."
@@ -64,7 +69,7 @@ class WorkerProcess(ABC):
         return self.pending
 
     def answered(self, answer: Answer) -> None:
-        """File the answer to the pending call."""
+        """Record the answer to the pending call."""
         if self.pending is None:
             return
         if self.built is None:
@@ -73,7 +78,7 @@ class WorkerProcess(ABC):
         self.pending.answer, self.pending = answer, None
 
     def last_thing(self) -> str:
-        """What it does, or did last, in words."""
+        """What the worker is doing, or did last, in words."""
         now = time.monotonic()
         words = []
         if self.pending is not None:

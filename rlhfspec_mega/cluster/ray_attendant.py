@@ -1,4 +1,4 @@
-"""One small actor per node: signals worker processes there and reads their stacks, also of those that do not answer."""
+"""One small Ray actor per node that signals worker processes and reads their stacks, even if they do not respond."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rlhfspec_mega.cluster.environment import worker_environment
 from rlhfspec_mega.cluster.ray_worker import Identity
 
 _WRITE_SECONDS = 1.5  # longest wait for a worker to write its stacks
-_QUIET_SECONDS = 0.1  # they are complete when no more came for so long
+_QUIET_SECONDS = 0.1  # stacks are complete after this long without new output
 
 
 class Attendant:
-    """Runs on the node of the workers it is asked about."""
+    """Runs on the node of the worker processes it deals with."""
 
     def __init__(self) -> None:
         # Ctrl-C in a terminal reaches every process: workers are ended by the driver, with this actor's help.
@@ -29,7 +29,10 @@ class Attendant:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def stacks(self, worker: Identity) -> str:
-        """Python stacks of all its threads; a stopped process is woken. Empty when it is gone or does not react."""
+        """Python stacks of all threads of a process; a stopped process is continued.
+
+        Empty if it is gone or does not react.
+        """
         file = Path(f"/proc/{worker.pid}/fd/{worker.stacks}")
         try:
             if psutil.Process(worker.pid).create_time() != worker.created:
@@ -48,7 +51,7 @@ class Attendant:
             return ""
 
     def end(self, worker: Identity) -> None:
-        """SIGKILL to the process and its children; of a process that is gone, to the children."""
+        """SIGKILL to the process and its children; to the children alone if the process is gone."""
         with suppress(psutil.NoSuchProcess):
             if psutil.Process(worker.pid).create_time() != worker.created:
                 return  # the number has been given to another process, which it is not while the group exists
@@ -57,13 +60,13 @@ class Attendant:
 
 
 class Attendants:
-    """The attendant of every node, started when it is first asked for."""
+    """The attendant of every node, started on first use."""
 
     def __init__(self) -> None:
         self._actors: dict[str, Any] = {}
 
     def at(self, node: str) -> Any:
-        """Handle of the attendant on the node of this id."""
+        """The attendant on the node with this id."""
         if node not in self._actors:
             self._actors[node] = (
                 ray.remote(Attendant)

@@ -25,7 +25,7 @@ try:
     from ray._private import ray_constants
     from ray._private import worker as ray_driver
 except ModuleNotFoundError:
-    raise UserError("cluster.launcher=ray needs Ray: pip install 'rlhfspec-mega[ray]'.") from None
+    raise UserError("launcher=ray needs Ray: pip install 'rlhfspec-mega[ray]'.") from None
 
 _REACH_SECONDS = 5.0  # longest wait for a cluster's port to answer
 _LONGEST_DIRECTORY = 40  # characters; Ray's sockets lie 60 deeper, and the kernel takes 107
@@ -88,8 +88,8 @@ class RayInstance:
 def _join(address: str) -> None:
     if "://" in address:
         raise UserError(
-            f"cluster.address={address} is a Ray Client address: run on a node of the cluster with "
-            "cluster.address=auto, or submit the run with `ray job submit`."
+            f"launcher.address={address} is a Ray Client address: run on a node of the cluster with "
+            "launcher.address=auto, or submit the run with `ray job submit`."
         )
     try:
         with _loopback() if _on_loopback_only(address) else nullcontext():
@@ -97,7 +97,7 @@ def _join(address: str) -> None:
     except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
         raise UserError(
             f"The Ray cluster at {address} cannot be joined: {_first_line(error).rstrip('.')}. Check `ray status` on "
-            "this machine, which must be one of its nodes, or set cluster.address=null for an own instance."
+            "this machine, which must be one of its nodes, or set launcher.address=null for an own instance."
         ) from error
 
 
@@ -107,13 +107,13 @@ def _on_loopback_only(address: str) -> bool:
         return False
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise UserError(f"cluster.address={address} is not host:port, such as 10.0.0.1:6379, or auto.")
+        raise UserError(f"launcher.address={address} is not host:port, such as 10.0.0.1:6379, or auto.")
     hosts = {ray.util.get_node_ip_address(), LOOPBACK} if host in (LOOPBACK, "localhost") else {host}
     answering = [name for name in hosts if _answers(f"{name}:{port}")]
     if not answering:
         raise UserError(
             f"No Ray cluster answers at {address}: start one with `ray start --head`, whose port is 6379 unless told "
-            "otherwise, correct cluster.address, or set it to null for an own instance."
+            "otherwise, correct launcher.address, or set it to null for an own instance."
         )
     return answering == [LOOPBACK]
 

@@ -1,4 +1,4 @@
-"""cluster.launcher=ray: workers are Ray actors in placement groups, on any number of nodes."""
+"""launcher=ray: workers are Ray actors in placement groups, on any number of nodes."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class RayCluster(SupervisedCluster):
                 places,
                 threads=threads,
                 use_gpus=use_gpus,
-                seconds=supervision["start_seconds"],
+                seconds=supervision["start_timeout"],
                 where=self._instance.name,
             )
         except BaseException:

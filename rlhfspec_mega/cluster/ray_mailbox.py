@@ -1,4 +1,4 @@
-"""The actor through which senders hand references of buckets to receivers, at most two unreleased at a time."""
+"""The Ray actor through which senders pass references of buckets to receivers, at most two unreleased at a time."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-IN_FLIGHT = 2  # the next bucket is put while the engines load the last
+IN_FLIGHT = 2  # the next bucket is stored while engines load the last one
 _FOREVER = 2**62  # more buckets than any run sends
 
 
 class Mailbox:
-    """Counts buckets over all updates; keeps the references of those that some receiver has not released.
+    """Counts buckets over all updates and keeps references that some receiver has not released.
 
-    Waits end after `deadline` seconds with what they wait for undone, which the answer tells: callers make sentences.
+    A wait that exceeds `deadline` seconds returns what is missing; the callers turn this into errors.
     """
 
     def __init__(self, receivers: int, deadline: float) -> None:
@@ -24,7 +24,7 @@ class Mailbox:
         self._changed = asyncio.Condition()
 
     async def reserve(self) -> list[int]:
-        """Wait until another bucket may be posted; the receivers that stand in the way after the deadline."""
+        """Wait until another bucket may be posted; returns the receivers that block it at the deadline."""
         oldest = self._posted - IN_FLIGHT
         await self._wait(lambda: min(self._released) > oldest)
         return [index for index, count in enumerate(self._released) if count <= oldest]
@@ -37,23 +37,26 @@ class Mailbox:
             self._tidy()
 
     async def take(self, receiver: int, number: int) -> tuple[int, list[Any]] | None:
-        """Release all buckets before `number` and wait for that one: its id and reference; None: it did not come."""
+        """Release all buckets before `number` and wait for that one.
+
+        Returns its id and reference, or None at the deadline.
+        """
         await self.release(receiver, number)
         await self._wait(lambda: self._posted > number)
         return self._buckets.get(number)
 
     async def release(self, receiver: int, count: int) -> None:
-        """The receiver is done with the first `count` buckets."""
+        """The receiver has loaded the first `count` buckets."""
         async with self._changed:
             self._released[receiver] = max(self._released[receiver], count)
             self._tidy()
 
     async def drop(self, receiver: int) -> None:
-        """Nobody waits for this receiver any more."""
+        """Do not wait for this receiver from now on."""
         await self.release(receiver, _FOREVER)
 
     def _tidy(self) -> None:
-        """Forget what all have released, with which Ray frees it, and wake those who wait."""
+        """Forget buckets that all receivers have released, so that Ray frees them, and wake the waiting callers."""
         done = min(self._released)
         for number in [number for number in self._buckets if number < done]:
             del self._buckets[number]

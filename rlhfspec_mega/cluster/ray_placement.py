@@ -18,11 +18,11 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Place:
-    """A worker's share of a bundle.
+    """A worker's share of a placement group's bundle.
 
     Attributes:
-        gpus: that Ray shall give it, perhaps a fraction of one.
-        visible: GPUs that it is told of instead, where a worker has several and Ray cannot share them out.
+        gpus: GPUs to request from Ray, maybe a fraction of one.
+        visible: GPU ids to set instead, for a worker with several GPUs, which Ray cannot share between actors.
     """
 
     group: PlacementGroup
@@ -115,14 +115,14 @@ class Reservation:
                 raise UserError(
                     f"The Ray cluster at {where} had no room for this run within {seconds:g} s: it asks for "
                     f"{_in_words(bundles)}, and {_amounts(ray.available_resources())} are free. Wait for other jobs, "
-                    "add nodes, or raise cluster.start_seconds."
+                    "add nodes, or raise launcher.start_timeout."
                 )
         nodes = _node_of_bundle(group)
         return sorted(range(len(bundles)), key=lambda bundle: (nodes[bundle], bundle))
 
 
 def devices_of_bundle(places: Mapping[str, Sequence[tuple[int, ...]]]) -> int:
-    """Devices that are reserved together: as many as the worker with most of them has."""
+    """Devices per bundle: as many as the worker with most devices has."""
     return max(len(devices) for ranks in places.values() for devices in ranks)
 
 

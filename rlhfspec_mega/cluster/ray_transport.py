@@ -74,7 +74,7 @@ class ObjectStoreAddress:
 
 
 class ObjectStoreSender:
-    """Puts buckets into the store of its node, waiting until every receiver has released the last but one."""
+    """Puts buckets into its node's object store, at most two that some receiver has not released."""
 
     def __init__(self, address: ObjectStoreAddress) -> None:
         self._address = address
@@ -98,7 +98,7 @@ class ObjectStoreSender:
 
 
 class ObjectStoreReceiver:
-    """Hands out views of objects in the store of its node. Made before the first bucket is sent."""
+    """Gives views of the buckets in its node's object store. Create it before the first bucket is sent."""
 
     def __init__(self, address: ObjectStoreAddress, index: int) -> None:
         self._address = address

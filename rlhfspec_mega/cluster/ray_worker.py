@@ -25,10 +25,10 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Identity:
-    """Where to find a worker from outside: `pid` leads a process group of its own on node `node`.
+    """Where to find a worker process from outside: `pid` is the leader of its process group on node `node`.
 
-    `created` (seconds since the epoch) tells it from a later process of the same number; `stacks` is the descriptor
-    that it writes Python stacks to on SIGUSR1.
+    `created` (seconds since the epoch) tells it from a later process with the same number; `stacks` is the descriptor
+    it writes Python stacks to on SIGUSR1.
     """
 
     node: str
@@ -39,9 +39,9 @@ class Identity:
 
 @dataclass(frozen=True)
 class Stored:
-    """An argument in Ray's object store, which brings it to each node once.
+    """An argument in Ray's object store, transferred to each node once.
 
-    The reference is in a list, so that Ray passes it on without fetching the object.
+    The reference is wrapped in a list, so that Ray passes it on without fetching the object.
     """
 
     reference: list[ray.ObjectRef]
@@ -79,7 +79,7 @@ class RayWorker:
 
     @ray.method(concurrency_group=CONTROL)
     def ping(self) -> Identity:
-        """A sign of life."""
+        """A heartbeat."""
         return self._identity
 
     def execute(self, message: tuple[Any, ...]) -> Answer:

@@ -16,7 +16,7 @@ _POLL_SECONDS = 0.05
 
 
 def write_report(log_dir: Path, processes: Sequence[WorkerProcess], liveness: Liveness) -> Path:
-    """Write logs/stacks-<n>.txt; returns its path. Stopped processes are woken for it."""
+    """Write logs/stacks-<n>.txt; returns its path. Stopped processes are continued for it."""
     doing = [process.last_thing() for process in processes]  # before they are woken
     running = [process for process in processes if process.exit_reason() is None]
     for process in running:

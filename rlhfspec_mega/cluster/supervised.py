@@ -1,4 +1,4 @@
-"""What every launcher shares: calls and waits with deadlines, signs of life, restarts, and the report of stacks."""
+"""The part of a cluster that all launchers share: calls, waits with deadlines, heartbeats, restarts, stack reports."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ class Group:
 
 
 class SupervisedCluster(ABC):
-    """A cluster whose launcher starts processes and carries messages; the rest is here.
+    """A cluster; subclasses start processes and carry messages.
 
     Args:
-        log_dir: one log file per worker, and the reports of stacks.
-        deadline_seconds: longest wait for any answer.
-        start_seconds: longest wait for workers to start.
-        silence_seconds: a worker without a sign of life for so long is taken for dead.
+        log_dir: one log file per worker, and the stack reports.
+        call_timeout: longest wait for any answer.
+        start_timeout: longest wait for workers to start.
+        heartbeat_timeout: a worker without a heartbeat for this long is declared dead.
         max_restarts: restarts of one worker, or of one role as a whole, between two finished steps.
 
     Attributes:
@@ -88,11 +88,11 @@ class SupervisedCluster(ABC):
     grace_seconds = 2.0  # after a failure: how long the death that may have caused it takes to be seen
 
     def __init__(
-        self, log_dir: Path, *, deadline_seconds: float, start_seconds: float, silence_seconds: float, max_restarts: int
+        self, log_dir: Path, *, call_timeout: float, start_timeout: float, heartbeat_timeout: float, max_restarts: int
     ) -> None:
         self.log_dir = log_dir
-        self._deadline, self._start_seconds = deadline_seconds, start_seconds
-        self.liveness = Liveness(silence_seconds / 3, silence_seconds)
+        self._deadline, self._start_seconds = call_timeout, start_timeout
+        self.liveness = Liveness(heartbeat_timeout / 3, heartbeat_timeout)
         self._restarts = Restarts(max_restarts)
         self._processes: dict[tuple[str, int], WorkerProcess] = {}
         self.launches: Counter[tuple[str, int]] = Counter()
@@ -105,12 +105,14 @@ class SupervisedCluster(ABC):
 
     @abstractmethod
     def spawn(self, role: str, rank: int, spec: WorkerSpec, log: Path) -> WorkerProcess:
-        """Start a process that will build the worker of this spec when the first message comes."""
+        """Start a process that builds the worker of this spec when the first message arrives."""
 
     @abstractmethod
     def receive(self, processes: Sequence[WorkerProcess], seconds: float) -> None:
-        """File the answers that have come from these; wait for the first at most so long. An ended process answers
-        ("dead", how it ended)."""
+        """Store the answers that these processes have sent with their calls; wait up to `seconds` for the first answer.
+
+        The call of a process that has ended is answered with ("dead", how it ended).
+        """
 
     def share(self, value: Any) -> Any:
         """See interface.WorkerGroup.share. Where messages carry arrays without copies, the value itself."""
@@ -136,7 +138,7 @@ class SupervisedCluster(ABC):
     def wait_started(self) -> None:
         self._watch(_START, at_once=True)
         calls = [p.pending for p in self._processes.values() if p.pending and self._starting(p)]
-        # Once the run is up, a replaceable worker that does not start again is done without.
+        # Once the run is up, it continues without a replaceable worker that fails to restart.
         self.wait(calls, _START, seconds=self._start_seconds, check=not self._up)
         for call in calls:
             if call.role not in self._replaceable:
@@ -145,7 +147,7 @@ class SupervisedCluster(ABC):
         self._watch(_START, at_once=True)
 
     def process(self, role: str, rank: int) -> WorkerProcess:
-        """The process that holds this rank now."""
+        """The current process of this rank."""
         return self._processes[role, rank]
 
     def publish(self, version: int) -> None:
@@ -158,7 +160,7 @@ class SupervisedCluster(ABC):
             self.receive([self.process(call.role, call.rank) for call in busy], end - time.monotonic())
         for call in busy:
             if not call.done:  # by the end of a peer
-                self._bury(self.process(call.role, call.rank), f"being stuck in {call.method}")
+                self._record_death(self.process(call.role, call.rank), f"being stuck in {call.method}")
 
     def end(self, role: str) -> None:
         for key in [key for key in self._processes if key[0] == role]:
@@ -219,7 +221,7 @@ class SupervisedCluster(ABC):
 
     def _attend(self, phase: str) -> list[Call]:
         """Hand the work in the background what has come for it; its calls in flight."""
-        work, self._background = self._background, None  # it may wait for something, too
+        work, self._background = self._background, None  # it may itself wait for something
         if work is None:
             return []
         try:
@@ -228,7 +230,7 @@ class SupervisedCluster(ABC):
                 call.phase = phase
             if any(call.error for call in calls):
                 self._see_causes(calls, phase)
-            work.heard([call for call in calls if call.done])
+            work.handle_answers([call for call in calls if call.done])
             waiting = [call for call in work.calls() if not call.done]
             self._judge_late(waiting, phase, self._deadline, check=False)
             return waiting
@@ -236,7 +238,7 @@ class SupervisedCluster(ABC):
             self._background = work
 
     def _judge_late(self, waiting: Sequence[Call], phase: str, limit: float, check: bool) -> None:
-        """See _overdue, for those of these calls that have had no answer for so long."""
+        """Apply _overdue to those of these calls that have exceeded their deadline."""
         late = [call for call in waiting if call.sent + limit <= time.monotonic()]
         end = time.monotonic() + self.grace_seconds  # unread since long ago, or a long answer?
         while (silent := [call for call in late if not call.done]) and (left := end - time.monotonic()) > 0:
@@ -245,7 +247,10 @@ class SupervisedCluster(ABC):
             self._overdue(late, phase, limit, check)
 
     def _see_causes(self, calls: Sequence[Call], phase: str) -> None:
-        """Peers of a dead rank fail too, a moment earlier or later, with less telling errors: wait for the death."""
+        """Peers of a dead rank fail too, with less telling errors and maybe earlier.
+
+        Wait briefly for the death itself.
+        """
         self._watch(phase, at_once=True)
         end = time.monotonic() + self.grace_seconds
         while time.monotonic() < end and not any(call.dead for call in calls):
@@ -264,18 +269,23 @@ class SupervisedCluster(ABC):
                     raise error
 
     def _overdue(self, waiting: Sequence[Call], phase: str, limit: float, check: bool) -> None:
-        """Give up replaceable workers whose failures the caller takes; otherwise raise, naming the silent."""
+        """Declare late replaceable workers dead if the caller handles failures.
+
+        Otherwise raise, naming the silent ranks.
+        """
         silent = sorted((self.process(call.role, call.rank) for call in waiting), key=lambda p: p.last_beat())
         who = "; ".join(f"{process.role} rank {process.rank} ({process.last_thing()})" for process in silent)
         report = self._report()  # wakes stopped workers
         if not check and all(call.role in self._replaceable for call in waiting):
             for call in waiting:
                 if not call.done:  # by the end of a peer
-                    self._bury(self.process(call.role, call.rank), f"no answer within {limit:g} s (stacks: {report})")
+                    self._record_death(
+                        self.process(call.role, call.rank), f"no answer within {limit:g} s (stacks: {report})"
+                    )
             return
         raise RunError(
             f"In phase '{phase}', no answer within {limit:g} s from {who}. The Python stacks of all workers are in "
-            f"{report}. Raise cluster.deadline_seconds if the work is just slow."
+            f"{report}. Raise launcher.call_timeout if the work is just slow."
         )
 
     # Watching
@@ -289,17 +299,17 @@ class SupervisedCluster(ABC):
         self._raise_failure([call for call in calls if call.done])
 
     def _watch(self, phase: str, *, at_once: bool = False) -> None:
-        """Take note of signs of life, exits and silence; raise when a worker is lost that cannot be replaced.
+        """Process heartbeats, exits and silence; raise if a worker is lost that cannot be replaced.
 
         Args:
-            at_once: also when the last time was a moment ago.
+            at_once: even if the last check was a moment ago.
         """
         now = time.monotonic()
         if now < self._next_watch and not at_once:
             return
         self._next_watch = now + WATCH_SECONDS
         for process in list(self._processes.values()):
-            if self._is_current(process):  # not ended with a peer a moment ago
+            if self._is_current(process):  # it may have been ended with a peer just now
                 self._watch_one(process, now)
         if silent := [self.process(role, rank) for role, rank in self.liveness.look(now)]:
             self._fell_silent(silent, phase)
@@ -314,14 +324,14 @@ class SupervisedCluster(ABC):
         elif why is not None:
             if process.pending:
                 self.receive([process], 0.0)  # an answer may have come before the end
-            self._bury(process, why)
+            self._record_death(process, why)
         elif process.built:
             self._note_life(process)
         elif self._up and process.role in self._replaceable:
             if process.built is False:
-                self._bury(process, "an error while starting")
+                self._record_death(process, "an error while starting")
             elif process.pending and now - process.pending.sent > self._start_seconds:
-                self._bury(process, f"not being up within {self._start_seconds:g} s")
+                self._record_death(process, f"not being up within {self._start_seconds:g} s")
 
     def _note_life(self, process: WorkerProcess) -> None:
         health = self.liveness.health(process.role, process.rank)
@@ -330,23 +340,23 @@ class SupervisedCluster(ABC):
         self.liveness.heard(process.role, process.rank, max(health.heard, process.last_beat()))
 
     def _fell_silent(self, silent: Sequence[WorkerProcess], phase: str) -> None:
-        """A worker that cannot be replaced and hangs ends the run: a restart would hide the cause."""
+        """Raise for a silent worker that cannot be replaced: a restart would hide the cause."""
         vital = [process for process in silent if process.role not in self._replaceable]
         who = "; ".join(f"{process.role} rank {process.rank} ({process.last_thing()})" for process in vital)
         report = self._report()  # wakes stopped workers
         if vital:
             raise RunError(
                 f"In phase '{phase}', no sign of life from {who}. The Python stacks of all workers are in {report}. "
-                "Raise cluster.silence_seconds if it was only busy."
+                "Raise launcher.heartbeat_timeout if it was only busy."
             )
         for process in filter(self._is_current, silent):
             why = self.liveness.health(process.role, process.rank).why
-            self._bury(process, f"no sign of life ({why}; stacks: {report})")
+            self._record_death(process, f"no sign of life ({why}; stacks: {report})")
 
-    def _bury(self, process: WorkerProcess, why: str) -> None:
-        """Record a death, answer its pending call with it, and start another process where that is allowed.
+    def _record_death(self, process: WorkerProcess, why: str) -> None:
+        """Record a worker's death, fail its pending call, and start another process if that is allowed.
 
-        The peers of its replica go the same way.
+        The other workers of its replica are ended and restarted, too.
         """
         role, size = process.role, self._together.get(process.role, 1)
         first = process.rank - process.rank % size

@@ -1,5 +1,6 @@
-"""Main module of a process that outlives its owner by a moment: ends what uses the owner's directory and removes that,
-even if the owner was killed with -9: Ray's agents wait for daemons that are gone, SGLang's files lie in memory.
+"""Main module of a process that outlives its owner briefly, even if that was killed with SIGKILL, to clean up after it.
+
+It ends the processes that use the owner's directory, such as Ray's agents, and removes the directory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _SWEEP_SECONDS, _PAUSE_SECONDS = 10.0, 0.1
 
 
 class Sweeper:
-    """The owner's end. The process waits until this is closed or its owner ends, whichever way."""
+    """The owner's end. The process waits until this is closed or the owner ends in any way."""
 
     def __init__(self, directory: Path) -> None:
         """`directory`: of nobody else's; who has a file open in it, but for the owner, is ended too."""
@@ -33,14 +34,14 @@ class Sweeper:
         self._process.wait()  # what goes on is a child of nobody here: SGLang kills all children of its process
 
     def close(self) -> None:
-        """Sweep now and wait for it."""
+        """Clean up now and wait for it."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.read()  # nothing comes but its end
 
 
 def sweep(directory: Path, owner: int) -> None:
-    """Kill every process, other than the owner, that has a file open in the directory, and remove it."""
+    """Kill every process except `owner` that has a file open in the directory, then remove the directory."""
     end = time.monotonic() + _SWEEP_SECONDS
     while time.monotonic() < end:
         users = processes_using(directory) - {owner}  # Ray's library in the driver keeps its log open

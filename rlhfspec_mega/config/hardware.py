@@ -1,4 +1,4 @@
-"""What this machine has: GPUs, memory, fast bf16. Imports torch only beside a GPU, so that refusals are quick."""
+"""What this machine has: GPUs, memory, fast bf16. Imports torch only if there is a GPU, so that refusals are quick."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import psutil
 
-from rlhfspec_mega.config.schema import ClusterConfig
+from rlhfspec_mega.config.schema.system import ClusterConfig
 
 
 @cache
 def gpu_memory() -> tuple[int, ...]:
-    """Bytes of memory of every GPU that torch can use, in device order; empty without one."""
+    """Memory in bytes of every GPU that torch can use, in device order; empty without GPUs."""
     if not any(re.fullmatch(r"nvidia\d+", node.name) for node in Path("/dev").glob("nvidia*")):
         return ()
     import torch
@@ -24,7 +24,7 @@ def gpu_memory() -> tuple[int, ...]:
 
 
 def host_memory() -> int:
-    """Bytes of this machine's memory, or of the control group that bounds this process, whichever is less."""
+    """Memory in bytes of this machine, or of this process's control group if that is less."""
     limits = [psutil.virtual_memory().total]
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = Path(file).read_text().strip() if Path(file).is_file() else ""
@@ -32,8 +32,18 @@ def host_memory() -> int:
     return min(limits)
 
 
+def device_memory(cluster: ClusterConfig) -> int:
+    """Memory in bytes of a GPU: of this machine's smallest, or by the cluster's data sheet if it has none.
+
+    0 on a CPU.
+    """
+    if device_type(cluster) == "cpu":
+        return 0
+    return min(gpu_memory(), default=int(cluster.gpu.memory_gib * 2**30))
+
+
 def device_type(cluster: ClusterConfig) -> str:
-    """ "cuda" or "cpu": what cluster.device=auto stands for on this machine, else the device given."""
+    """ "cuda" or "cpu": the given device, or what cluster.device=auto means on this machine."""
     if cluster.device == "auto":
         return "cuda" if gpu_memory() else "cpu"
     return cluster.device

@@ -1,4 +1,4 @@
-"""Functions of a user's own, named by import path."""
+"""Loads a user's functions by import path."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 class BadImportPath(Exception):
-    """A sentence fragment that says what is wrong with an import path or what it leads to."""
+    """A sentence fragment that says what is wrong with an import path."""
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """What package.module.function names.
+    """The function that package.module.function names.
 
     Raises:
         BadImportPath: there is no such module or function, or its import fails.

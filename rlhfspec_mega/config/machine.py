@@ -1,12 +1,12 @@
-"""Checks of what a run asks of the machine: a launcher, devices, memory."""
+"""Checks whether the machine has what a run needs: a launcher, devices, memory."""
 
 from __future__ import annotations
 
 import importlib.util
 
-from rlhfspec_mega.config.hardware import device_type, gpu_memory, host_memory
+from rlhfspec_mega.config.hardware import device_memory, device_type, gpu_memory, host_memory
 from rlhfspec_mega.config.reach import ray_address
-from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sglang import ENGINE_BYTES, engines_sleep, memory_share, uses_sglang
 from rlhfspec_mega.config.sizes import Sizes
 from rlhfspec_mega.errors import UserError
@@ -18,25 +18,23 @@ PROCESS_BYTES = int(0.4 * GIB)  # an idle worker with torch and Megatron loaded:
 
 
 def check_launcher(config: RunConfig) -> None:
-    """Raises UserError for a launcher that is not there or does not reach all nodes."""
-    cluster, transport = config.cluster, config.resharding.transport
-    if cluster.launcher == "local":
+    """Raises UserError for a launcher that is not installed or does not reach all nodes."""
+    cluster, launcher, transport = config.cluster, config.launcher, config.resharding.transport
+    if launcher.kind == "local":
         if cluster.nodes > 1:
             raise UserError(
                 f"cluster.nodes={cluster.nodes}, but launcher=local starts processes on one machine: add "
-                "cluster.launcher=ray, or set cluster.nodes=1."
+                "launcher=ray, or set cluster.nodes=1."
             )
         if transport == "object_store":
-            raise UserError("resharding.transport=object_store is Ray's: add cluster=ray, or use transport=auto.")
+            raise UserError("resharding.transport=object_store is Ray's: add launcher=ray, or use transport=auto.")
         return
     if importlib.util.find_spec("ray") is None:
-        raise UserError(
-            "cluster.launcher=ray needs the package ray: pip install 'rlhfspec-mega[ray]', or use cluster=local."
-        )
-    if cluster.nodes > 1 and ray_address(cluster) is None:
+        raise UserError("launcher=ray needs the package ray: pip install 'rlhfspec-mega[ray]', or use launcher=local.")
+    if cluster.nodes > 1 and ray_address(launcher) is None:
         raise UserError(
             f"cluster.nodes={cluster.nodes} needs a running Ray cluster: `ray start --head` on one node, `ray start "
-            "--address=HEAD:6379` on the others, then add cluster.address=auto."
+            "--address=HEAD:6379` on the others, then add launcher.address=auto."
         )
     if cluster.nodes > 1 and transport == "shared_memory":
         raise UserError("resharding.transport=shared_memory ends at one machine: use resharding.transport=auto.")
@@ -46,8 +44,8 @@ def check_devices(config: RunConfig) -> None:
     """Raises UserError for more GPUs than this machine has."""
     if device_type(config.cluster) == "cpu":
         return
-    if config.cluster.launcher == "ray" and ray_address(config.cluster):
-        return  # the GPUs are elsewhere: Ray is asked for them before any worker starts
+    if config.launcher.kind == "ray" and ray_address(config.launcher):
+        return  # the GPUs are on other machines: Ray checks before any worker starts
     wanted, there = config.cluster.devices_per_node, len(gpu_memory())
     if there == 0:
         raise UserError("cluster.device=cuda, but torch finds no NVIDIA GPU on this machine: use cluster=local.")
@@ -85,20 +83,22 @@ def check_memory(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
         need += draft.actor + workers * PROCESS_BYTES + (sizes.engines * ENGINE_BYTES if uses_sglang(config) else 0)
         need, have = need // config.cluster.nodes, host_memory()
         where, hint = "this machine", "choose a smaller model or a machine with GPUs"
-    elif not gpu_memory():
-        return  # the GPUs of a Ray cluster, seen from a machine without
+    elif not device_memory(config.cluster):
+        return  # the GPUs' memory is unknown
     else:
         of_actor = actor.total + draft.actor
         beside = of_actor  # an engine
         if uses_sglang(config):
-            of_engine = int((memory_share(config, placement) or 0.0) * min(gpu_memory()))
+            of_engine = int((memory_share(config, placement) or 0.0) * device_memory(config.cluster))
             beside -= (actor.activations + actor.logits) if engines_sleep(config, placement) else 0
         generating = {ACTOR: beside, ENGINE: of_engine, REFERENCE: sizes.reference_memory}
-        need = max(placement.fullest({ACTOR: of_actor}), placement.fullest(generating))
-        have = int(0.9 * min(gpu_memory()))
+        need = max(placement.max_bytes_per_device({ACTOR: of_actor}), placement.max_bytes_per_device(generating))
+        have = int(0.9 * device_memory(config.cluster))
         where = "each GPU"
-        hint = "raise actor.tensor_parallel or pipeline_parallel, set actor.recompute=true, or lower rollout.slots"
-        hint += ", or set drafting.refresh_every=0" if draft.actor else ""
+        hint = "raise actor.tensor_parallel or pipeline_parallel, set actor.recompute=true, or lower "
+        hint += "rollout.max_running_requests"
+        hint += "" if uses_sglang(config) else ", or use rollout=sglang, whose engines span GPUs"
+        hint += ", or set speculation.refresh_every=0" if draft.actor else ""
     if need > have:
         raise UserError(
             f"Model {config.model.path or config.model.name} with {shape.parameters / 1e9:,.1f} billion weights needs "

@@ -1,10 +1,10 @@
-"""The shape of the model that a configuration names: conf/'s numbers, or config.json of the user's directory."""
+"""The shape of a run's model: from conf/, or from config.json in the user's directory."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from rlhfspec_mega.config.schema import ModelConfig
+from rlhfspec_mega.config.schema.training import ModelConfig
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
 
@@ -12,10 +12,10 @@ BYTE_VOCABULARY = 259  # tokens of the tokenizer that models made here use: byte
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
-    """The shape that a run trains.
+    """The shape of the model that a run trains.
 
     Raises:
-        UserError: model.path does not exist, or holds a model that is not supported or incomplete.
+        UserError: model.path does not exist, or its config.json is damaged or of an unsupported model.
     """
     if model.path is not None:
         return _shape_of_directory(Path(model.path))
@@ -35,13 +35,29 @@ def model_shape(model: ModelConfig) -> ModelShape:
     )
 
 
+def check_weights(model: ModelConfig) -> None:
+    """Refuse a directory whose weights do not match its config.json, and a model without weights.
+
+    Raises:
+        UserError: see above.
+    """
+    if model.path is not None:
+        # Here: they bring torch, and refusals are quick.
+        from rlhfspec_mega.models.hf_directory import HfWeights
+        from rlhfspec_mega.models.mapping import mapping_for
+
+        shape = model_shape(model)
+        HfWeights(Path(model.path)).check(mapping_for(shape.architecture).hf_tensors(shape))
+    elif model.hub_name is not None:  # models made here are tiny and small
+        raise UserError(
+            f"model={model.name} names a shape only: download {model.hub_name} (hf download {model.hub_name} "
+            "--local-dir DIR) and add model.path=DIR."
+        )
+
+
 def _shape_of_directory(path: Path) -> ModelShape:
     if not path.is_dir():
         raise UserError(f"model.path={path} does not exist: give a directory with config.json and *.safetensors.")
-    # These import torch, which takes seconds: only runs with a directory of their own pay for it here.
-    from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
-    from rlhfspec_mega.models.mapping import mapping_for
+    from rlhfspec_mega.models.hf_directory import read_shape  # here: it brings torch, and refusals are quick
 
-    shape = read_shape(path)
-    HfWeights(path).check(mapping_for(shape.architecture).hf_tensors(shape))
-    return shape
+    return read_shape(path)

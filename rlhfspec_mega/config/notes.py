@@ -1,16 +1,16 @@
-"""What will run but probably not as hoped."""
+"""Notes about configurations that run but probably not as intended."""
 
 from __future__ import annotations
 
 import importlib.util
 
-from rlhfspec_mega.config.drafting import drafting_note
 from rlhfspec_mega.config.hardware import cpu_has_fast_bf16, device_type
-from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sglang import uses_sglang
+from rlhfspec_mega.config.speculation import speculation_note
 from rlhfspec_mega.rollout.sglang_engine.cpu_kernels import NOTICE
 
-LONG_RUN = 100  # steps of a model made here that one would not like to do again
+LONG_RUN = 100  # steps from which on a lost run of a built model is worth a note
 
 
 def notes(config: RunConfig) -> list[str]:
@@ -24,7 +24,7 @@ def notes(config: RunConfig) -> list[str]:
         found.append(NOTICE)
     if config.data.kind == "files" and config.model.path is None:
         found.append(f"Model {config.model.name} is warmed up on chain sums only: data of yours may be beyond it.")
-    if note := drafting_note(config):
+    if note := speculation_note(config):
         found.append(note)
     trainer = config.trainer
     if trainer.checkpoint_every == 0 and (trainer.steps > LONG_RUN or config.model.path is not None):

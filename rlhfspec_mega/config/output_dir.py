@@ -1,4 +1,4 @@
-"""The directory of a run: claimed once per name, or taken up again by a run that resumes; one process at a time."""
+"""The directory of a run: reserved once per name, or reopened by a resumed run; for one process at a time."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
 
-from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.describe import plain
+from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.errors import UserError
 
 CONFIG_FILE, OVERRIDES_FILE = "config.yaml", "overrides.yaml"
-LOCK_FILE = "run.lock"  # locked while a process runs here; left behind, and free, when it ends
-CHECKPOINTS = "checkpoints"  # one directory per checkpoint in it
+LOCK_FILE = "run.lock"  # locked while a process uses the directory; the file stays when it ends
+CHECKPOINTS = "checkpoints"  # holds one directory per checkpoint
 # What a resumed run must share with its beginning; parallel sizes and engines may change.
 SAME_ON_RESUME = ("seed", "model", "data")
-_NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)  # what a file system without flock answers
+_NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)  # errors of a file system without flock
 
 _logger = logging.getLogger(__name__)
 
 
 def output_dir(config: RunConfig) -> Path:
-    """Where the run of this name writes."""
+    """The directory of the run with this name."""
     return Path(config.output_dir) / config.name
 
 
 def check_output_dir(config: RunConfig) -> None:
     """Refuse a directory that this run may not use; creates nothing.
 
-    A run may resume without a checkpoint: it died before the first one and begins again.
+    A run may resume without a checkpoint: one that died before its first checkpoint starts again.
 
     Raises:
         UserError: the directory exists and the run does not resume, or it resumes and there is no such run, or the
@@ -55,14 +55,14 @@ def check_output_dir(config: RunConfig) -> None:
 
 @contextmanager
 def claimed_output_dir(config: RunConfig, overrides: Sequence[str] = ()) -> Iterator[Path]:
-    """The run's directory, this process's alone until the end, with the resolved configuration and the overrides in it.
+    """Reserve the run's directory for this process and write the resolved configuration and the overrides into it.
 
-    Of several processes that claim one name, exactly one succeeds, whether they begin the run or resume it. A resumed
-    run keeps its directory, and the two files then tell what it went on with. A run that leaves nothing but them (it
-    was refused before a worker started) gives its name free again.
+    If several processes try to reserve one name, exactly one succeeds, whether they begin the run or resume it. A
+    resumed run keeps its directory, and the two files are replaced. A run that is refused before a worker starts, and
+    so leaves nothing but them, gives its name free again.
 
     Raises:
-        UserError: as check_output_dir, or another process runs there, or the directory cannot be written.
+        UserError: as check_output_dir, or another process uses the directory, or it cannot be written.
     """
     check_output_dir(config)
     directory = output_dir(config)
@@ -74,7 +74,7 @@ def claimed_output_dir(config: RunConfig, overrides: Sequence[str] = ()) -> Iter
         try:
             with _writing(directory):
                 _replace(directory / OVERRIDES_FILE, yaml.safe_dump(list(overrides)))
-                _replace(directory / CONFIG_FILE, yaml.safe_dump(_plain(config), sort_keys=False))
+                _replace(directory / CONFIG_FILE, yaml.safe_dump(plain(config), sort_keys=False))
             yield directory
         finally:
             _remove_unused(directory)
@@ -91,12 +91,12 @@ def _writing(directory: Path) -> Iterator[None]:
 
 
 def _lock(directory: Path) -> TextIO:
-    """The open lock file of the run, locked until it is closed; the kernel closes it, whatever the process dies of.
+    """The open lock file of the run, locked until it is closed; the kernel closes it however the process ends.
 
     Programs that this process starts do not inherit it: Python opens files close-on-exec.
 
     Raises:
-        UserError: another process has it.
+        UserError: another process holds it.
         OSError: it cannot be opened.
     """
     lock = (directory / LOCK_FILE).open("a+", encoding="utf-8")
@@ -112,7 +112,7 @@ def _lock(directory: Path) -> TextIO:
             f"The file system of {directory} has no locks ({error.strerror}): take care that only one process at a "
             "time runs there."
         )
-    if os.fstat(lock.fileno()).st_nlink == 0:  # its holder has removed it and the directory just now
+    if os.fstat(lock.fileno()).st_nlink == 0:  # its holder has just removed it with the directory
         with lock:
             raise _in_use(lock, directory)
     lock.truncate(0)
@@ -130,9 +130,9 @@ def _in_use(lock: TextIO, directory: Path) -> UserError:
 
 
 def _remove_unused(directory: Path) -> None:
-    """Give the name free again if the run left nothing there but its configuration: no worker was started.
+    """Give the name free again if the run left nothing but its configuration, so that no worker was started.
 
-    The lock goes last: who creates another one meanwhile has the directory.
+    The lock is removed last: whoever creates another one meanwhile has the directory.
     """
     if {entry.name for entry in directory.iterdir()} <= {CONFIG_FILE, OVERRIDES_FILE, LOCK_FILE}:
         for name in (CONFIG_FILE, OVERRIDES_FILE, LOCK_FILE):
@@ -142,7 +142,7 @@ def _remove_unused(directory: Path) -> None:
 
 
 def _replace(file: Path, text: str) -> None:
-    """Write a file at once: a run killed while it resumes must find its configuration the next time."""
+    """Write a file atomically: a resumed run that is killed must find its configuration the next time."""
     partial = file.with_suffix(".partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, file)
@@ -155,13 +155,6 @@ def _taken(directory: Path) -> UserError:
     return UserError(f"{directory} exists already and holds no run: {other}, or remove it.")
 
 
-def _plain(config: RunConfig) -> dict[str, Any]:
-    """The configuration as YAML knows it: mappings, lists and scalars."""
-    values = asdict(config)
-    values["actor"]["optimizer"]["betas"] = list(config.actor.optimizer.betas)
-    return values
-
-
 def _check_same(directory: Path, config: RunConfig) -> None:
     file = directory / CONFIG_FILE
     try:
@@ -170,7 +163,7 @@ def _check_same(directory: Path, config: RunConfig) -> None:
         saved = None
     if not isinstance(saved, dict):
         raise UserError(f"{file} cannot be read, so the run cannot be resumed: start another with another name=.")
-    for key, (before, now) in _differences(saved, _plain(config)).items():
+    for key, (before, now) in _differences(saved, plain(config)).items():
         raise UserError(
             f"{directory} was started with {key}={before}, not {now}: resume with {key}={before}, or start another run "
             "with another name=."
@@ -184,7 +177,7 @@ def _differences(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tu
         old, new = saved.get(section), current[section]
         if isinstance(new, dict):
             old = old if isinstance(old, dict) else {}
-            # A model's cache may move; what it holds is the same.
+            # The model's cache may move; its contents are the same.
             keys = [key for key in new if f"{section}.{key}" != "model.cache_dir"]
             found.update({f"{section}.{key}": (old.get(key), new[key]) for key in keys if old.get(key) != new[key]})
         elif old != new:

@@ -1,20 +1,24 @@
-"""How far a run reaches: which Ray cluster it joins, and which transport carries its weights."""
+"""Which Ray cluster a run joins, and which transport carries its weights."""
 
 from __future__ import annotations
 
 import os
 
-from rlhfspec_mega.config.schema import ClusterConfig, RunConfig
+from rlhfspec_mega.config.schema.run import RunConfig
+from rlhfspec_mega.config.schema.system import LauncherConfig
 
 
-def ray_address(cluster: ClusterConfig) -> str | None:
-    """The running Ray cluster to join: the one given, or the one a Ray job runs in; None: an own instance."""
-    return cluster.address or os.environ.get("RAY_ADDRESS") or None
+def ray_address(launcher: LauncherConfig) -> str | None:
+    """Address of the Ray cluster to join: the one given, or that of the current Ray job.
+
+    None: start an own instance.
+    """
+    return launcher.address or os.environ.get("RAY_ADDRESS") or None
 
 
 def weight_transport(config: RunConfig) -> str:
-    """ "shared_memory" where all workers are on this machine, "collective" where they may not be, unless one is set."""
+    """The transport that is set, else "shared_memory" if all workers are on this machine, else "collective"."""
     if config.resharding.transport != "auto":
         return config.resharding.transport
-    one_machine = config.cluster.launcher == "local" or ray_address(config.cluster) is None
+    one_machine = config.launcher.kind == "local" or ray_address(config.launcher) is None
     return "shared_memory" if one_machine else "collective"

@@ -1,19 +1,19 @@
-"""Checks of rollout=sglang: what must be there, and what SGLang cannot do of what the torch engine can."""
+"""Checks of rollout=sglang: what must be installed, and what the embedded engine can do but SGLang cannot."""
 
 from __future__ import annotations
 
-from rlhfspec_mega.config.drafting import drafts
 from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.reach import ray_address
-from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.schema.run import RunConfig
+from rlhfspec_mega.config.speculation import drafts
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.planning.placement import ACTOR, ENGINE, REFERENCE, Placement
 from rlhfspec_mega.rollout.sglang_engine import pins
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, shapes_of
 
-ENGINE_BYTES = 2 << 30  # of an engine's processes on a CPU, beside weights and KV: 1.4 to 1.9 GB were measured
+ENGINE_BYTES = 2 << 30  # per engine on a CPU, besides weights and KV; measured: 1.4 to 1.9 GB
 POLICIES = ("off", "adaptive", "fixed")
-HALF = 0.5  # of a GPU's memory, where another model is on it, unless another share is set
+HALF = 0.5  # default share of a GPU's memory if another model uses the GPU, too
 INSTEAD = "use python train.py rollout=torch here"
 
 
@@ -23,31 +23,23 @@ def uses_sglang(config: RunConfig) -> bool:
 
 
 def engine_gpus(config: RunConfig) -> int:
-    """Devices of one engine."""
+    """Number of devices per engine."""
     return config.rollout.sglang.tensor_parallel if uses_sglang(config) else 1
 
 
 def engines_sleep(config: RunConfig, placement: Placement) -> bool:
-    """Whether engines give their GPU memory back while the actor, on the same devices, trains."""
-    return uses_sglang(config) and config.rollout.sglang.sleep and placement.shares(ACTOR, ENGINE)
+    """Whether engines free their GPU memory while the actor trains on the same devices."""
+    return uses_sglang(config) and config.rollout.sglang.enable_memory_saver and placement.share_device(ACTOR, ENGINE)
 
 
 def memory_share(config: RunConfig, placement: Placement) -> float | None:
-    """Share of each GPU's memory that an SGLang engine takes; None: what SGLang chooses, nearly all."""
-    shared = placement.shares(ACTOR, ENGINE) or placement.shares(REFERENCE, ENGINE)
-    return config.rollout.sglang.memory or (HALF if shared else None)
-
-
-def check_sleep(config: RunConfig, placement: Placement) -> None:
-    """Refuse rollout.sglang.sleep where nothing reads it."""
-    if uses_sglang(config) and not config.rollout.sglang.sleep and not placement.shares(ACTOR, ENGINE):
-        raise UserError(
-            "rollout.sglang.sleep=false has no effect here: add placement=colocated, or set rollout.sglang.sleep=true."
-        )
+    """Share of each GPU's memory for an SGLang engine; None: SGLang's default, which is nearly all."""
+    shared = placement.share_device(ACTOR, ENGINE) or placement.share_device(REFERENCE, ENGINE)
+    return config.rollout.sglang.mem_fraction_static or (HALF if shared else None)
 
 
 def check_sglang(config: RunConfig) -> None:
-    """Refuse rollout=sglang where SGLang is not, and options that it cannot follow.
+    """Refuse rollout=sglang if SGLang is not installed, and options that it cannot follow.
 
     Raises:
         UserError: see above.
@@ -55,11 +47,11 @@ def check_sglang(config: RunConfig) -> None:
     if not uses_sglang(config):
         return
     _check_there(config)
-    policy, tensor, cluster = config.drafting.policy, config.rollout.sglang.tensor_parallel, config.cluster
+    policy, tensor, cluster = config.speculation.policy, config.rollout.sglang.tensor_parallel, config.cluster
     if drafts(config) and policy not in POLICIES:
         raise UserError(
-            f"drafting={policy} is a policy of the torch engine; with rollout=sglang use drafting=adaptive, "
-            "drafting=fixed or drafting=off."
+            f"speculation={policy} is a policy of the torch engine; with rollout=sglang use speculation=adaptive, "
+            "speculation=fixed or speculation=off."
         )
     if cluster.devices_per_node % tensor:
         raise UserError(
@@ -69,8 +61,8 @@ def check_sglang(config: RunConfig) -> None:
 
 
 def check_positions(config: RunConfig, longest: int, positions: int) -> None:
-    """Raise UserError where SGLang would not start: it keeps some of the model's positions to itself."""
-    shapes = shapes_of(config.drafting, config.rollout.sglang.trees)[0] if drafts(config) else DraftShapes()
+    """Raise UserError if SGLang would not start, since it reserves some of the model's positions."""
+    shapes = shapes_of(config.speculation, config.rollout.sglang.trees)[0] if drafts(config) else DraftShapes()
     lacking = longest + shapes.spare_positions - positions
     if uses_sglang(config) and lacking > 0:
         raise UserError(
@@ -80,17 +72,7 @@ def check_positions(config: RunConfig, longest: int, positions: int) -> None:
 
 
 def _check_there(config: RunConfig) -> None:
-    if ray_address(config.cluster):
-        return  # GPUs and packages are elsewhere: the workers look
+    if ray_address(config.launcher):
+        return  # GPUs and packages are on other machines: the workers check
     if missing := pins.missing(device_type(config.cluster)):
         raise UserError(f"rollout=sglang cannot be used: {missing}; or {INSTEAD}.")
-
-
-def idle_sglang(config: RunConfig) -> dict[str, tuple[bool, str]]:
-    """For every option of SGLang whether nothing reads it in this run, and what would make it count."""
-    unused = not uses_sglang(config)
-    idle = {f"rollout.sglang.{name}": (unused, "rollout=sglang") for name in ("tensor_parallel", "options", "sleep")}
-    no_gpu = device_type(config.cluster) == "cpu"
-    idle["rollout.sglang.memory"] = (unused or no_gpu, "rollout=sglang" if unused else "cluster=1n1g")
-    start = "drafting=adaptive" if config.drafting.policy == "off" else "drafting.path=DIR"
-    return idle | {"rollout.sglang.trees": (unused or not drafts(config), "rollout=sglang" if unused else start)}

@@ -1,10 +1,10 @@
-"""Checks of a run against the shape of its model: parallel sizes, lengths, what Megatron cannot express."""
+"""Checks of a run against its model's shape: parallel sizes, lengths, and features that Megatron lacks."""
 
 from __future__ import annotations
 
 from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.model_shape import BYTE_VOCABULARY
-from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sglang import check_positions
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
@@ -37,10 +37,10 @@ def check_shape(config: RunConfig, shape: ModelShape) -> None:
 
 
 def check_parallel(config: RunConfig, shape: ModelShape) -> None:
-    """The actor's parallel sizes against the model's shape, and the silent traps of pipeline communication.
+    """Check the actor's parallel sizes against the model's shape, and known silent faults of pipeline communication.
 
     Raises:
-        UserError: a size that does not divide, or a combination that Megatron runs with wrong gradients.
+        UserError: a size that does not divide, or a combination for which Megatron computes wrong gradients.
     """
     actor, name = config.actor, f"model {config.model.path or config.model.name}"
     tensor, chunks = actor.tensor_parallel, actor.pipeline_parallel * actor.virtual_pipeline

@@ -1,14 +1,15 @@
-"""Sizes that follow from the configuration: worlds, engines, updates per step, weights per rank."""
+"""Sizes derived from the configuration: ranks, engines, updates per step, weights per rank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhfspec_mega.config.drafting import shape_of_draft
 from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.model_shape import model_shape
-from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.reference import reference_home
+from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sglang import engine_gpus
+from rlhfspec_mega.config.speculation import shape_of_draft
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
@@ -27,21 +28,29 @@ from rlhfspec_mega.planning.memory import (
     reference_memory,
     weights_per_rank,
 )
-from rlhfspec_mega.planning.placement import ACTOR, ENGINE, GENERATION, PLACEMENTS, REFERENCE, Placement, Wishes
+from rlhfspec_mega.planning.placement import (
+    ACTOR,
+    ENGINE,
+    GENERATION,
+    PLACEMENTS,
+    REFERENCE,
+    Placement,
+    PlacementRequest,
+)
 from rlhfspec_mega.planning.strategy import make_policy
 from rlhfspec_mega.planning.tree import most_drafted
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Everything derived once, before anything starts.
+    """Everything that is derived once, before anything starts.
 
     Attributes:
-        max_sequence: tokens of the longest prompt and answer together.
-        samples_per_rank: samples of one update on one data-parallel rank, at most; packing balances them by tokens.
+        max_sequence: tokens of the longest prompt and response together.
+        samples_per_rank: most samples of one update on one data-parallel rank; packing balances ranks by tokens.
         total_updates: optimizer steps of the whole run.
-        weights_per_rank: weights on the actor rank that holds most.
-        placement: where every model lies.
+        weights_per_rank: number of weights on the actor rank that holds most.
+        placement: devices of every model.
         reference_memory: bytes of a rank of the reference; 0 without one.
     """
 
@@ -65,7 +74,7 @@ class Sizes:
 
 
 def shape_and_sizes(config: RunConfig) -> tuple[ModelShape, Sizes]:
-    """Of the run's model, and of the run. Raises UserError as `model_shape` and `derive_sizes`."""
+    """The shape of the run's model and the run's sizes. Raises UserError as `model_shape` and `derive_sizes`."""
     shape = model_shape(config.model)
     return shape, derive_sizes(config, shape)
 
@@ -74,8 +83,8 @@ def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
     """Derive all sizes of a run.
 
     Raises:
-        UserError: too few devices for the parallel sizes, numbers of samples that do not divide, or no draft of this
-            model where one is named.
+        UserError: too few devices for the parallel sizes, numbers of samples that do not divide, or a directory without
+            a draft of this model.
     """
     actor, trainer, rollout = config.actor, config.trainer, config.rollout
     devices = config.cluster.nodes * config.cluster.devices_per_node
@@ -83,7 +92,7 @@ def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
     actor_ranks = len(placement.devices(ACTOR))
     data_parallel = actor_ranks // (actor.tensor_parallel * actor.pipeline_parallel)
     samples = trainer.prompts_per_step * trainer.samples_per_prompt
-    update = trainer.samples_per_update or samples
+    update = trainer.mini_batch_size or samples
     _check_divides(update, samples)
     max_sequence = rollout.max_prompt_tokens + rollout.max_new_tokens
     return Sizes(
@@ -102,7 +111,7 @@ def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
         weights_per_rank=weights_per_rank(shape, actor.tensor_parallel, actor.pipeline_parallel),
         actor_memory=actor_memory(shape, _actor_plan(config, data_parallel)),
         engine_memory=engine_memory(
-            shape, rollout.slots, max_sequence, rollout.dtype or actor.dtype, device_type(config.cluster)
+            shape, rollout.max_running_requests, max_sequence, rollout.dtype or actor.dtype, device_type(config.cluster)
         ),
         draft_memory=_draft_memory(config, shape, max_sequence),
         reference_memory=_reference_memory(config, shape),
@@ -110,7 +119,7 @@ def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
 
 
 def _placement(config: RunConfig, devices: int) -> Placement:
-    """As placement.mode says; nothing else reads that option."""
+    """The placement by placement.mode; only this function reads that option."""
     actor = config.actor
     copy = actor.tensor_parallel * actor.pipeline_parallel
     if copy > devices:
@@ -118,33 +127,24 @@ def _placement(config: RunConfig, devices: int) -> Placement:
             f"actor.tensor_parallel={actor.tensor_parallel} times pipeline_parallel={actor.pipeline_parallel} needs "
             f"{copy} devices and the cluster has {devices}: lower one of them or set cluster.devices_per_node={copy}."
         )
-    wishes = Wishes(
+    request = PlacementRequest(
         devices,
         copy,
         actor.data_parallel,
         config.rollout.engines,
         engine_gpus(config),
-        node=config.cluster.devices_per_node,
+        devices_per_node=config.cluster.devices_per_node,
         reference=reference_home(config),
         reference_devices=config.placement.reference_tensor_parallel,
     )
-    return PLACEMENTS[config.placement.mode](wishes)
-
-
-def reference_home(config: RunConfig) -> str | None:
-    """Where the frozen reference lies: on GENERATION devices or the ACTOR's ranks; None: there is none."""
-    if config.algorithm.kl_coef == 0:
-        return None
-    if config.placement.reference != "auto":
-        return config.placement.reference
-    return ACTOR if config.trainer.deterministic else GENERATION
+    return PLACEMENTS[config.placement.mode](request)
 
 
 def _check_divides(update: int, samples: int) -> None:
     if samples % update:
         near = min((n for n in range(1, samples + 1) if samples % n == 0), key=lambda n: abs(n - update))
         raise UserError(
-            f"trainer.samples_per_update={update} does not divide the {samples} samples of a step "
+            f"trainer.mini_batch_size={update} does not divide the {samples} samples of a step "
             f"(prompts_per_step x samples_per_prompt): use e.g. {near}."
         )
 
@@ -164,14 +164,14 @@ def _actor_plan(config: RunConfig, data_parallel: int) -> ActorPlan:
 
 
 def _draft_memory(config: RunConfig, shape: ModelShape, max_sequence: int) -> DraftMemory:
-    draft, drafting, rollout = shape_of_draft(config, shape), config.drafting, config.rollout
-    policy = make_policy(drafting, AcceptanceModel(), CostModel())
+    draft, speculation, rollout = shape_of_draft(config, shape), config.speculation, config.rollout
+    policy = make_policy(speculation, AcceptanceModel(), CostModel())
     if draft is None or policy is None:
         return DraftMemory(0, 0)
     plan = DraftPlan(
-        buffer_tokens=drafting.buffer_tokens if drafting.refresh_every else 0,
+        buffer_tokens=speculation.buffer_tokens if speculation.refresh_every else 0,
         actor_dtype=config.actor.dtype,
-        slots=rollout.slots,
+        slots=rollout.max_running_requests,
         positions=max_sequence,
         nodes=policy.max_nodes,
         drafted=most_drafted(policy),
@@ -200,8 +200,8 @@ def size_rows(config: RunConfig, sizes: Sizes) -> list[tuple[str, str, str]]:
     parallel = f"tensor {actor.tensor_parallel} x pipeline {actor.pipeline_parallel} x data {sizes.data_parallel}"
     if actor.virtual_pipeline > 1:
         parallel += f", {actor.virtual_pipeline} chunks a stage"
-    where = "beside the actor" if sizes.placement.shares(ACTOR, ENGINE) else "on devices of their own"
-    seats = sizes.engines * rollout.slots
+    where = "beside the actor" if sizes.placement.share_device(ACTOR, ENGINE) else "on devices of their own"
+    seats = sizes.engines * rollout.max_running_requests
     return [
         ("parameters", f"{sizes.parameters:,}", f"model {config.model.path or config.model.name}"),
         ("devices", f"{sizes.devices}", f"{config.cluster.nodes} node x {config.cluster.devices_per_node}"),
@@ -210,7 +210,7 @@ def size_rows(config: RunConfig, sizes: Sizes) -> list[tuple[str, str, str]]:
         (
             "engines",
             f"{sizes.engines}",
-            f"{rollout.engine}, {where}, {rollout.slots} slots each",
+            f"{rollout.engine}, {where}, {rollout.max_running_requests} slots each",
         ),
         ("samples per step", f"{sizes.samples_per_step}", f"{trainer.prompts_per_step} x {trainer.samples_per_prompt}"),
         ("waves per step", f"{-(-sizes.samples_per_step // seats)}", f"{seats} decode at once"),

@@ -12,12 +12,12 @@ import re
 import zlib
 from dataclasses import dataclass
 
-from rlhfspec_mega.config.schema import DataConfig
+from rlhfspec_mega.config.schema.generation import DataConfig
 from rlhfspec_mega.errors import UserError
 
 TERM = re.compile(r"[+-]?\d+")
 EVAL_SHARE = 10  # one prompt text in this many is held out
-# Demonstrations are of mixed quality, as what a model is pretrained on: long chains are often answered without the
+# Demonstrations are of mixed quality, like pretraining data: long chains are often answered without the
 # working. So the warmed-up model can do it but seldom does, and RL finds that longer answers are right more often.
 LAZY_FROM_TERMS = 4  # chains of so many terms or more ...
 LAZY_SHARE = 0.7  # ... skip the working in this share of the demonstrations
@@ -95,7 +95,7 @@ def answer_text(prompt: str) -> str:
 
 
 def demonstration(prompt: str, index: int) -> str:
-    """The response to learn from for prompt number `index`: worked in full, or for long chains often a bare result."""
+    """The demonstration for prompt number `index`: fully worked, or, for long chains, often the bare result."""
     answer = answer_text(prompt)
     is_long = len(TERM.findall(prompt)) >= LAZY_FROM_TERMS
     if is_long and random.Random(f"demonstration/{index}").random() < LAZY_SHARE:

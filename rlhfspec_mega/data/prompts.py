@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from rlhfspec_mega.config.schema import DataConfig
+from rlhfspec_mega.config.schema.generation import DataConfig
 from rlhfspec_mega.data.chain_sums import ChainSums, answer_text
 from rlhfspec_mega.data.files import read_files
 from rlhfspec_mega.errors import UserError
@@ -22,7 +22,7 @@ class PromptSource(Protocol):
 
     Attributes:
         size: number of rows; None means endless.
-        fingerprint: equal exactly for sources whose rows are all equal.
+        fingerprint: equal for two sources exactly if all their rows are equal.
     """
 
     @property
@@ -36,7 +36,7 @@ class PromptSource(Protocol):
 
 
 class ListSource:
-    """Rows held in memory."""
+    """Rows in memory."""
 
     def __init__(self, rows: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
         self._rows = rows
@@ -87,11 +87,11 @@ class PromptStream:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor, and what it is a cursor into."""
+        """The cursor and the identity of what it points into."""
         return {"position": self._position, "order": self._order_key()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. Raises UserError if it belongs to other data, another seed or order."""
+        """Continue where `state` was taken. Raises UserError if it belongs to other data, another seed or order."""
         if state["order"] != self._order_key():
             raise UserError(
                 "The checkpoint's prompt cursor belongs to other training data, another seed or another order; "

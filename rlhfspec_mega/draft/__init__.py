@@ -1,1 +1,1 @@
-"""The draft: an EAGLE-3 layer that reads its target's states, its directory, and how it learns and stays fresh."""
+"""The draft: an EAGLE-3 layer that reads its target's hidden states, its directory format, and its training."""

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-TOP = 32  # choices of the target that are told apart
+TOP = 32  # most probable tokens of the target that are compared one by one
 _LEAST = 1e-30  # ratios of probabilities stay finite in float32
 
 
 def agreement(target: Tensor, draft: Tensor) -> Tensor:
-    """Probability [N] that the two choose the same token at T > 0.
+    """Probability [N] that target and draft choose the same token at T > 0.
 
     Args:
-        target, draft: probabilities [N, tokens] of the same tokens, usually the target's `TOP` most probable ones. What
-            they lack of 1 is taken as one more token whose ratio is bounded by p / p_v + q / q_v: the result is exact
-            where the target lacks nothing, and else too low by twice what it lacks at most.
+        target, draft: probabilities [N, tokens] of the same tokens, usually the target's `TOP` most probable ones. The
+            mass they lack of 1 is treated as one more token whose ratio is bounded by p / p_v + q / q_v: the result is
+            exact if the target lacks nothing, and else too low by at most twice the mass it lacks.
     """
     rest = [(1 - x.sum(-1, keepdim=True)).clamp(min=0) for x in (target, draft)]
     p, q = target.clamp(min=_LEAST), draft.clamp(min=_LEAST)

@@ -1,4 +1,4 @@
-"""The newest examples within a number of tokens, those of some prompts held out, and batches of the others."""
+"""A buffer of the newest examples: some prompts' are held out, and batches are made of the others."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from collections.abc import Iterator, Sequence
 
 from rlhfspec_mega.draft.examples import LOOKAHEAD, Example
 
-_HELD_OUT_EVERY = 8  # of the prompts
-_JUDGED_TOKENS = 8192  # measuring costs time that training could use
+_HELD_OUT_EVERY = 8  # one prompt in this many is held out
+_JUDGED_TOKENS = 8192  # limit of held-out tokens, since measuring takes time from training
 _SORTED = 512  # examples sorted by length together: batches of like lengths waste little, and still differ by epoch
 _SCORE_BYTES = 8
 
 
 class Buffer:
-    """Bounded in tokens; the oldest examples leave first.
+    """The newest examples within a limit of tokens; the oldest leave first.
 
-    Samples of one prompt are alike: all of them are held out, or none. Which prompts are is a matter of their tokens
-    alone, about one in eight, but at least one and not all of those in the buffer.
+    Samples of one prompt are alike, so that all or none of them are held out. The prompt's tokens decide: about one
+    prompt in eight is held out, at least one, and not all in the buffer.
     """
 
     def __init__(self, tokens: int):
         self._limit, self._tokens = tokens, 0
-        self._examples: deque[tuple[int, Example]] = deque()  # with the scores of their prompts
+        self._examples: deque[tuple[int, Example]] = deque()  # with their prompts' scores
 
     def add(self, examples: Sequence[Example]) -> None:
-        """Append those with at least one token to predict."""
+        """Append the examples that have at least one token to predict."""
         for example in examples:
             if example.predicted:
                 self._examples.append((_score(example), example))
@@ -41,7 +41,7 @@ class Buffer:
 
     @property
     def held_out(self) -> list[Example]:
-        """The newest held-out examples: what a draft is judged by. None where all are of one prompt."""
+        """The newest held-out examples, by which a draft is judged; empty if all examples are of one prompt."""
         scores = self._held_out_scores()
         chosen, tokens = [], 0
         for score, example in reversed(self._examples):
@@ -62,7 +62,7 @@ class Buffer:
 
 
 def _score(example: Example) -> int:
-    """A number of the example's prompt, evenly distributed and the same in every run."""
+    """A hash of the example's prompt, evenly distributed and the same in every run."""
     prompt = repr(example.tokens[: example.prompt_length].tolist())
     return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=_SCORE_BYTES).digest())
 
@@ -71,9 +71,9 @@ def batches(examples: Sequence[Example], tokens: int, rng: random.Random) -> lis
     """One epoch of batches in random order.
 
     Args:
-        tokens: of a batch with its examples padded to equal length, at most. A longer example goes alone; where its
-            tokens to predict times its entries, which attention compares, are more than the square of `tokens`, a
-            random window of the tokens to predict stands for them all.
+        tokens: most tokens of a batch, with its examples padded to equal length. A longer example is a batch of its
+            own; if its tokens to predict times its entries, which attention compares, exceed the square of `tokens`,
+            only a random window of its tokens is predicted.
     """
     order = [_window(example, tokens, rng) for example in examples]
     rng.shuffle(order)
@@ -91,7 +91,7 @@ def batches(examples: Sequence[Example], tokens: int, rng: random.Random) -> lis
 
 
 def _window(example: Example, tokens: int, rng: random.Random) -> Example:
-    """The example up to the end of a window of its tokens to predict, which alone are still predicted."""
+    """Cut the example at the end of a window of its tokens to predict; only the tokens in the window are predicted."""
     size = max(1, tokens**2 // (len(example.tokens) - LOOKAHEAD))
     if example.predicted <= size:
         return example
@@ -106,6 +106,6 @@ def _window(example: Example, tokens: int, rng: random.Random) -> Example:
 
 
 def endless_batches(examples: Sequence[Example], tokens: int, rng: random.Random) -> Iterator[list[Example]]:
-    """Batches of one epoch after another; nothing without examples."""
+    """Batches of one epoch after another; nothing if there are no examples."""
     while examples:
         yield from batches(examples, tokens, rng)

@@ -25,12 +25,12 @@ _WEIGHT, _MOMENTS, _TAKEN = "weight.", ("exp_avg", "exp_avg_sq"), "steps_taken"
 
 
 class Target:
-    """What a draft imitates: the target's embedding and the rows of its head.
+    """What a draft imitates: the target's embedding and rows of its head.
 
     Args:
         embedding, head: [vocab, hidden]; copied.
         target_ids: int64 [draft vocabulary]; None: the whole vocabulary.
-        temperature: the samples'.
+        temperature: sampling temperature of the samples.
     """
 
     def __init__(self, embedding: Tensor, head: Tensor, target_ids: Tensor | None, temperature: float):
@@ -44,7 +44,9 @@ class Target:
         return self._head if self._ids is None else self._head[self._ids]
 
     def probabilities(self, states: Tensor) -> Tensor:
-        """Of the draft's vocabulary, float32 [C, draft vocabulary]; the rest of the mass lies outside it.
+        """The target's probabilities of the draft's vocabulary, float32 [C, draft vocabulary].
+
+        Other tokens have the rest.
 
         A greedy target is imitated at temperature 1.
         """
@@ -54,7 +56,7 @@ class Target:
     def best(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Probabilities [C, K] of the most probable tokens of the draft's vocabulary, and these tokens, int64 [C, K].
 
-        At temperature 0 the choice alone: 1, or 0 where it lies outside the draft's vocabulary.
+        At temperature 0: the chosen token alone, with probability 1, or 0 if it lies outside the draft's vocabulary.
         """
         if self.temperature > 0:
             p = self.probabilities(states)
@@ -91,7 +93,9 @@ class Learner:
         self._shape = shape
 
     def step(self, target: Target, examples: Sequence[Example]) -> float:
-        """One update towards the target's distributions; the loss per predicted token of the first step.
+        """One optimizer step towards the target's distributions.
+
+        Returns the first draft step's loss per predicted token.
 
         The gradient keeps about 3 * STEPS + 2 float32 tensors [cells, draft vocabulary].
         """
@@ -126,7 +130,7 @@ class Learner:
         return state | {_TAKEN: steps.clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state_dict` returned, or begin from its weights alone; it is copied."""
+        """Restore what `state_dict` returned, or its weights alone; the tensors are copied."""
         self.optimizer.state.clear()
         with torch.no_grad():
             for name, weight in self.weights.items():
@@ -137,12 +141,12 @@ class Learner:
 
 
 def state_of(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `weights_of` finds the weights in, without an optimizer's state."""
+    """A state that `weights_of` can read, without an optimizer's state."""
     return {f"{_WEIGHT}{name}": tensor for name, tensor in weights.items()}
 
 
 def weights_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights, by DraftModel.tensors() names, in what Learner.state_dict returned."""
+    """The weights in a state of Learner.state_dict, by DraftModel.tensors() names."""
     return {name.removeprefix(_WEIGHT): tensor for name, tensor in state.items() if name.startswith(_WEIGHT)}
 
 
@@ -165,7 +169,7 @@ def initial_draft(shape: DraftShape, head: Tensor, seed: int) -> dict[str, Tenso
 
 
 def measured_batches(examples: Sequence[Example]) -> list[list[Example]]:
-    """Batches of a size for the measure, always the same, in an order that makes the first ones a fair sample."""
+    """Batches for the measure, always the same, in an order in which the first ones are a fair sample."""
     return batches(examples, _MEASURED_TOKENS, random.Random(0))
 
 

@@ -1,4 +1,4 @@
-"""What a draft learns from: sequences of the target's own sampling, with its hidden states."""
+"""What a draft learns from: sequences that the target sampled, with its hidden states."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Example:
 
     @property
     def predicted(self) -> int:
-        """Response tokens that a draft can predict."""
+        """Number of response tokens that a draft can predict."""
         return max(0, len(self.tokens) - max(self.prompt_length, LOOKAHEAD))
 
 

@@ -1,7 +1,7 @@
-"""The EAGLE-3 draft for inference: one forward, whatever attends; weights named as in SGLang's checkpoints.
+"""The EAGLE-3 draft for inference: one forward for any implementation of attention; weights named as SGLang names them.
 
-The draft's entry t reads the target's states at position t and the token at t + 1, and predicts the token at t + 2. Of
-draft tokens the target's states are not known yet: there an entry reads the state that its parent's entry put out.
+The draft's entry t reads the target's states at position t and the token at t + 1, and predicts the token at t + 2.
+For draft tokens the target's states are not known yet: there an entry reads the output state of its parent's entry.
 """
 
 from __future__ import annotations
@@ -75,7 +75,12 @@ class DraftModel:
     def advance(
         self, tokens: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        """States that entries put out [N, hidden], from int64 `tokens` [N], the states they read, and positions [N]."""
+        """Output states of the entries, [N, hidden].
+
+        Args:
+            tokens, positions: int64 [N], the token that each entry embeds and its position.
+            states: [N, hidden], what the entries read.
+        """
         shape = self.shape
         rotated = shape.num_heads + shape.num_kv_heads
         embedded = F.embedding(tokens, self._target.embedding)

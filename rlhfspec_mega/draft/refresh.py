@@ -1,4 +1,7 @@
-"""Keeps a draft fresh: a buffer of recent samples, refreshes of bounded effort, kept only if the draft got better."""
+"""Keeps a draft fresh.
+
+A buffer of recent samples, and refreshes of bounded effort that are kept only if the draft improved.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,12 @@ _MEASURED_SHARE = 1 / 8  # of the seconds, for each of the two measurements
 
 @dataclass(frozen=True)
 class DraftLearning:
-    """How a draft is trained in a run; plain data for the driver too.
+    """How a draft is trained in a run; plain data that the driver uses, too.
 
     Attributes:
-        buffer_tokens: recent tokens with their hidden states that it learns from, at most.
-        temperature: the samples'.
-        recent_only: learn from the samples added last alone: what a longer memory held would not come back with a
-            checkpoint.
+        buffer_tokens: most tokens, with their hidden states, that the buffer of recent samples holds.
+        temperature: sampling temperature of the samples.
+        recent_only: learn only from the samples added last: a checkpoint does not restore a longer memory.
     """
 
     buffer_tokens: int
@@ -42,13 +44,13 @@ class DraftLearning:
 
 @dataclass(frozen=True)
 class RefreshReport:
-    """What a refresh did.
+    """Result of a refresh.
 
     Attributes:
         before, after: expected accepted length (of distillation.STEPS draft tokens) on the held-out examples, of the
-            old and the newly trained weights; None where all are of one prompt and nothing is held out.
+            old and the newly trained weights; None if all examples are of one prompt, so that none are held out.
         steps, seconds: of training; the seconds include the two measurements.
-        examples: in the buffer, held-out ones included.
+        examples: number in the buffer, held-out ones included.
     """
 
     kept: bool
@@ -60,14 +62,17 @@ class RefreshReport:
 
 
 class _Budget:
-    """Time for pieces of work of much the same length; without `seconds` it is endless."""
+    """Time for pieces of work of similar length; unlimited without `seconds`."""
 
     def __init__(self, seconds: float | None):
         self._last = time.monotonic()
         self._end = math.inf if seconds is None else self._last + seconds
 
     def another(self) -> bool:
-        """Asked after each piece: whether there is time for another one that takes as long."""
+        """Return whether the remaining time suffices for another piece of work like the previous one.
+
+        Call it after each.
+        """
         before, self._last = self._last, time.monotonic()
         return 2 * self._last - before <= self._end
 
@@ -76,7 +81,7 @@ class Refresher:
     """A draft that learns in float32 on `device` from the samples it is given.
 
     Args:
-        weights: to begin with, by DraftModel.tensors() names; copied.
+        weights: initial weights by DraftModel.tensors() names; copied.
         target_ids: int64 [draft vocabulary], target token of each draft token; None: the whole vocabulary.
     """
 
@@ -96,7 +101,7 @@ class Refresher:
         self._refreshes = 0
 
     def add(self, examples: Sequence[Example]) -> None:
-        """Add to the buffer; the oldest leave first."""
+        """Add examples to the buffer; the oldest ones leave first."""
         if self._learning.recent_only:
             self._buffer = Buffer(self._learning.buffer_tokens)
         self._buffer.add(examples)
@@ -110,13 +115,15 @@ class Refresher:
         seconds: float | None,
         progress: Callable[[int], None] = lambda taken: None,
     ) -> RefreshReport:
-        """Train until `steps` or `seconds` (one at least) are used up; keep the new weights only if they are better.
+        """Train until `steps` or `seconds` (one of them must be given) are used up.
 
-        At least one step is taken, however few the seconds; none where all examples are of one prompt.
+        Keep the new weights only if they are better.
+
+        At least one step is taken, however few the seconds; none if all examples are of one prompt.
 
         Args:
-            embedding, head: the target's of now, [vocab, hidden] each.
-            progress: is told the steps taken, after each.
+            embedding, head: the target's current ones, [vocab, hidden] each.
+            progress: called with the number of steps taken, after each.
 
         Raises RunError without either limit.
         """
@@ -138,7 +145,7 @@ class Refresher:
         return RefreshReport(kept, before, after, taken, time.monotonic() - begin, len(self._buffer))
 
     def _accepted(self, target: Target, measured: Sequence[Sequence[Example]], seconds: float | None) -> list[Tensor]:
-        """Expected accepted lengths of the first batches, as many as the time allows, but of one at least."""
+        """Expected accepted lengths of the first batches: as many as time allows, but at least one."""
         budget, lengths = _Budget(seconds), []
         for batch in measured:
             lengths.append(accepted_lengths(self._shape, self._learner.weights, target, batch)[:, -1])
@@ -147,7 +154,7 @@ class Refresher:
         return lengths
 
     def _train(self, target: Target, steps: int | None, seconds: float | None, progress: Callable[[int], None]) -> int:
-        """Number of steps taken, one at least."""
+        """Returns the number of steps taken, at least one."""
         budget, taken = _Budget(seconds), 0
         rng = random.Random(f"{self._learning.seed}/{self._refreshes}")
         for batch in endless_batches(self._buffer.learnt_from, _BATCH_TOKENS, rng):
@@ -159,7 +166,7 @@ class Refresher:
         return taken
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weights of now, float32 by DraftModel.tensors() names; copies."""
+        """Return float32 copies of the current weights, by the names that DraftModel.tensors() uses."""
         return {name: tensor.detach().clone() for name, tensor in self._learner.weights.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -167,6 +174,6 @@ class Refresher:
         return self._learner.state_dict() | {_REFRESHES: torch.tensor(self._refreshes)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state_dict` returned, or begin from its weights alone; the buffer is kept as it is."""
+        """Restore what `state_dict` returned, or its weights alone; the buffer is kept."""
         self._learner.load_state_dict(state)
         self._refreshes = int(state.get(_REFRESHES, 0))

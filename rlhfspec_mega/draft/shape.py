@@ -32,12 +32,12 @@ class DraftShape:
     num_layers: int = 1
 
     def __post_init__(self) -> None:
-        if self.vocab_size < 2:  # nothing to choose, and no second best to tell how sure the draft is
+        if self.vocab_size < 2:  # with one token there is nothing to choose
             raise UserError(f"A draft's vocabulary of {self.vocab_size} is too small; give it at least 2 tokens.")
 
     @property
     def hidden_size(self) -> int:
-        """The target's: the two share the embedding."""
+        """Equal to the target's, since the two share the embedding."""
         return self.target.hidden_size
 
     @property

@@ -1,1 +1,1 @@
-"""The ledger: every sample from prompt to update, its state, its owner and its moves, exactly once."""
+"""The ledger: the state, owner and transfers of every sample from prompt to update, each counted exactly once."""

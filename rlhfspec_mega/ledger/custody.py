@@ -1,4 +1,4 @@
-"""Which engines have which samples, who owns each, what moves, and what the death of an engine makes of it all."""
+"""Which engines hold which samples, which engine owns each, transfers between engines, and deaths of engines."""
 
 from __future__ import annotations
 
@@ -10,59 +10,59 @@ from rlhfspec_mega.types import SampleState
 
 
 class Custody:
-    """Samples of the ledger at engines. Time O(1) per sample; for an engine, O(samples it has or that move).
+    """Samples at engines. Time O(1) per sample; per engine, O(samples that it holds or that are in transfer).
 
-    An engine holds a sample from being given it until it returns it. A sample that moves is held by its source until
-    that reports it departed, and by its destination from the report of its arrival on: in between by both or by none,
-    as reports come in any order. Its owner, whose result counts, is one engine at a time.
+    An engine holds a sample from the time it is given the sample until it returns it. During a transfer the source
+    holds it until it reports the departure, and the destination from its report of the arrival on; since reports arrive
+    in any order, both or neither may hold it meanwhile. One engine at a time is the owner, whose result counts.
 
-    A sample whose source died may be there, at the destination, or on the wire between: that is open until the
-    destination has taken all that the dead source had sent (`cut`).
+    If a source dies, a sample in transfer may be at the source, at the destination or on the wire. That is open until
+    the destination has received everything that the dead source had sent (`cut`).
     """
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self._entries = entries
-        self._held: dict[int, dict[str, None]] = {}  # ids by engine; copies without an owner outlive their entries
-        self._moving: dict[str, Entry] = {}  # those with a transfer
+        self._held: dict[int, dict[str, None]] = {}  # ids by engine; an engine's copy may outlive the entry
+        self._moving: dict[str, Entry] = {}  # entries in transfer
 
     # Questions
 
     def held(self, rank: int) -> int:
-        """Samples that an engine has."""
+        """Samples that an engine holds."""
         return len(self._held.get(rank, ()))
 
     def owner(self, sample_id: str) -> int | None:
-        """The engine whose result counts."""
+        """The engine whose result for this sample counts."""
         return find(self._entries, sample_id).owner
 
     def moves(self, sample_id: str) -> bool:
-        """Whether a sample is on its way between engines."""
+        """Whether a sample is in transfer between engines."""
         return sample_id in self._moving
 
     def destination(self, sample_id: str) -> int | None:
-        """Where a sample is going; None if it is not under way."""
+        """Destination of a sample in transfer; None otherwise."""
         entry = self._moving.get(sample_id)
         return entry.transfer.destination if entry and entry.transfer else None
 
     def leads_to(self, rank: int) -> bool:
-        """Whether samples are on their way to an engine."""
+        """Whether samples are in transfer to an engine."""
         return any(transfer.destination == rank for _, transfer in self._transfers())
 
     def open_sources(self, rank: int) -> list[int]:
-        """Dead engines that had been told to send samples to this one."""
+        """Dead engines that had been ordered to send samples to this one."""
         found = (t.source for _, t in self._transfers() if t.orphaned and t.destination == rank)
         return sorted({source for source in found if source is not None})
 
     # What is done, and what engines report
 
     def give(self, rank: int, sample_ids: Sequence[str], repeat: bool = False) -> None:
-        """Hand samples over to an engine, which owns them from here on: all, or none if one is refused.
+        """Hand samples over to an engine, which owns them from now on: all, or none if one is refused.
 
         Args:
-            repeat: samples that have ended may be among them, to be decoded again; that does not count.
+            repeat: finished samples may be among them, to be decoded again; their results do not count.
 
         Raises:
-            RunError: a sample is not open, or generated already.
+            RunError: a sample is not open, or already generated.
         """
         entries = [find(self._entries, sample_id) for sample_id in sample_ids]
         for entry in entries:
@@ -78,7 +78,7 @@ class Custody:
                 entry.move(SampleState.GENERATING)
 
     def finished(self, rank: int, sample_id: str) -> bool:
-        """An engine returns a sample that has ended; whether that counts, which it does of the owner only.
+        """An engine returns a finished sample; returns whether the result counts, which only the owner's does.
 
         Raises RunError for a sample that the engine does not hold.
         """
@@ -88,27 +88,29 @@ class Custody:
             raise RunError(f"Sample {sample_id} {what} engine {rank}.")
         del held[sample_id]
         if entry is None or entry.owner != rank:
-            return False  # it was decoded again, or a move failed halfway and left it with both engines
+            return False  # decoded again, or left with both engines by a failed migration
         entry.owner = None
         entry.move(SampleState.FINISHED)
-        if entry.transfer and entry.transfer.source == rank:  # the order came to nothing
+        if entry.transfer and entry.transfer.source == rank:  # the migration did not take place
             self._end(entry)
         return True
 
     def order(self, sample_id: str, source: int, destination: int) -> None:
-        """The source is being told to send a sample of its own to the destination."""
+        """The source has been ordered to send a sample that it owns to the destination."""
         entry = self._moving[sample_id] = find(self._entries, sample_id)
         entry.transfer = Transfer(source, destination)
 
     def kept(self, sample_id: str) -> None:
-        """An order came to nothing."""
+        """The source reports that an ordered migration did not take place."""
         if entry := self._moving.get(sample_id):
             self._end(entry)
 
     def departed(self, rank: int, sample_id: str) -> bool:
-        """The source reports that the destination took the sample; whether it is lost, that having died meanwhile.
+        """The source reports that the destination took the sample.
 
-        Raises RunError for a sample that it was not told to send.
+        Returns True if the sample is lost because the destination has died meanwhile.
+
+        Raises RunError for a sample that it was not ordered to send.
         """
         entry = self._moving.get(sample_id)
         if entry is None or entry.transfer is None:
@@ -123,7 +125,10 @@ class Custody:
         return False
 
     def arrived(self, rank: int, sample_id: str) -> bool:
-        """The destination reports the sample, which it owns from here on; false if that has ended meanwhile."""
+        """The destination reports the sample and owns it from now on.
+
+        Returns False if the sample has finished meanwhile.
+        """
         entry = self._entries.get(sample_id)
         self._held.setdefault(rank, {})[sample_id] = None
         if entry is None or not _ungenerated(entry):
@@ -138,7 +143,7 @@ class Custody:
         return True
 
     def balance(self, rank: int, unfinished: int) -> None:
-        """An engine says how many samples it holds. Raises RunError unless they are as many as it was given."""
+        """Check how many samples an engine says it holds. Raises RunError unless they are as many as it was given."""
         held = self._held.get(rank, {})
         if unfinished != len(held):
             raise RunError(
@@ -149,14 +154,17 @@ class Custody:
     # What dies
 
     def cut(self, source: int, destination: int) -> list[str]:
-        """The destination has taken what the dead source had sent; samples that were not among it."""
+        """The destination has received everything the dead source had sent.
+
+        Returns the samples that were not among it.
+        """
         lost = [e for e, t in self._transfers() if t.orphaned and (t.source, t.destination) == (source, destination)]
         for entry in lost:
             self._end(entry)
         return [entry.id for entry in lost]
 
     def lose(self, rank: int) -> list[str]:
-        """An engine died. What it owned is PENDING; ids of samples that no engine can have now."""
+        """An engine died: samples that it owned become PENDING. Returns the ids that no engine can hold any more."""
         held = [self._entries[sample_id] for sample_id in self._held.pop(rank, ()) if sample_id in self._entries]
         owned = [entry for entry in held if entry.owner == rank]
         for entry in [*owned, *(moving for moving in self._moving.values() if moving.owner == rank)]:
@@ -175,7 +183,7 @@ class Custody:
                 self._end(entry)
             elif transfer.orphaned:
                 continue
-            elif transfer.source == rank:  # nobody will report the departure any more
+            elif transfer.source == rank:  # the dead source will not report the departure
                 self._end(entry)
             elif transfer.destination == rank and not transfer.arrived:
                 transfer.destination = None
@@ -185,7 +193,7 @@ class Custody:
         return [entry.id for entry in lost]
 
     def end(self) -> None:
-        """Engines have nothing any more: what had not ended is PENDING."""
+        """Engines hold nothing any more: unfinished samples become PENDING."""
         for entry in self._entries.values():
             if entry.state is SampleState.GENERATING:
                 entry.owner = None
@@ -198,7 +206,7 @@ class Custody:
         return [(entry, entry.transfer) for entry in self._moving.values() if entry.transfer]
 
     def _end(self, entry: Entry) -> None:
-        """The sample is no longer under way."""
+        """End the sample's transfer."""
         entry.transfer = None
         del self._moving[entry.id]
 

@@ -1,4 +1,4 @@
-"""A sample in the ledger: one row of the table, and the words that refuse what may not become of it."""
+"""One row of the ledger: a sample's state, and the errors for changes that are not allowed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STATE_BEFORE = {
 
 
 class Reference(StrEnum):
-    """Where a finished sample is on its way through the reference, where that scores beside generation."""
+    """Stage of a finished sample in scoring by the reference beside generation."""
 
     NOT_ASKED = "not asked"
     WAITING = "waiting"
@@ -37,13 +37,13 @@ class Reference(StrEnum):
 
 @dataclass(slots=True)
 class Transfer:
-    """A sample on its way from one engine to another.
+    """The migration of a sample from one engine to another.
 
     Attributes:
         source: None once it has reported the departure.
-        destination: None once that is dead: then only the source can still have the sample.
+        destination: None once it is dead: then only the source can still hold the sample.
         arrived: the destination has reported the sample; the source's report is still to come.
-        orphaned: the source is dead, and the destination may or may not have the sample.
+        orphaned: the source is dead, and the destination may or may not hold the sample.
         returned: the source was given the sample again before it had reported the departure.
     """
 
@@ -59,13 +59,13 @@ class Entry:
     """One open sample.
 
     Attributes:
-        born: step that it was opened in.
-        step: the one that it is settled with.
+        born: step in which it was opened.
+        step: step with which it is settled.
         owner: rank of the engine whose result counts; None unless it is GENERATING.
         uses_left: updates that it is still to be part of; 0 for evaluation.
-        transfer: None unless it is under way between two engines.
-        replica: of the reference, which reads it now.
-        dropped: why no update will have it; "" unless it is DROPPED.
+        transfer: None unless it is migrating between two engines.
+        replica: replica of the reference that is reading it; None if none is.
+        dropped: the reason why no update will use it; "" unless it is DROPPED.
     """
 
     id: str
@@ -83,19 +83,19 @@ class Entry:
     sample: Sample | None = None
 
     def move(self, state: SampleState) -> None:
-        """Be in this state, as is the Sample object."""
+        """Set the state, of the Sample object too."""
         self.state = state
         if self.sample is not None:
             self.sample.state = state
 
     @property
     def group(self) -> str:
-        """As Sample.group_id."""
+        """See Sample.group_id."""
         return f"{self.born}.{self.prompt}"
 
     @property
     def done(self) -> bool:
-        """Whether nothing more is to become of it."""
+        """Whether the sample has reached its last state."""
         return self.state in (LAST_STATE[self.purpose], SampleState.DROPPED)
 
     def __str__(self) -> str:
@@ -104,19 +104,19 @@ class Entry:
 
 
 def find(entries: Mapping[str, Entry], sample_id: str) -> Entry:
-    """An open sample. Raises RunError for any other."""
+    """The entry of an open sample. Raises RunError for any other."""
     if sample_id not in entries:
         raise RunError(f"Sample {sample_id} is not open: it is settled or was never opened.")
     return entries[sample_id]
 
 
 def refuse(names: Sequence[str], why: str) -> None:
-    """Raises RunError if there are any."""
+    """Raises RunError if there are any ids."""
     if names:
         raise RunError(f"Samples {first_five(names)} {why}.")
 
 
 def first_five(names: Iterable[str]) -> str:
-    """For messages."""
+    """The first five ids, for messages."""
     first = list(itertools.islice(names, 6))
     return ", ".join(first[:5]) + (" and more" if len(first) > 5 else "")

@@ -15,12 +15,12 @@ from rlhfspec_mega.types import Sample, SampleState
 
 @dataclass(slots=True)
 class _Tally:
-    """Samples of one purpose since the run began.
+    """Counts of samples of one purpose since the run began.
 
     Attributes:
-        settled: went all the way.
+        settled: samples that were settled.
         last_step, last_prompt: highest settled, -1: none.
-        dropped: settled without all their updates, by reason.
+        dropped: samples settled without all of their updates, by reason.
     """
 
     opened: int = 0
@@ -31,15 +31,14 @@ class _Tally:
 
 
 class Ledger:
-    """All samples of a run. Time O(1) per sample; for a step, O(samples it has).
+    """All samples of a run. Time O(1) per sample; per step, O(its samples).
 
-    A sample is PENDING, GENERATING at an engine that owns it, FINISHED, SCORED and, if it is for training, TRAINED once
-    it was part of all updates that it is for. DROPPED, it goes no further. Then its step is settled, once. Between
-    FINISHED and TRAINED a replica of the reference may read it. The ledger sets `state` of the Sample objects it was
-    given.
+    A sample is PENDING, then GENERATING at the engine that owns it, FINISHED, SCORED and, if it is for training,
+    TRAINED after the last of its updates. A DROPPED sample goes no further. Then its step is settled, once. Between
+    FINISHED and TRAINED a replica of the reference may read it. The ledger sets `state` of the Sample objects.
 
     Attributes:
-        custody: of the samples at engines, which are given, moved and finished there.
+        custody: the samples at engines: who holds and owns them, and transfers.
     """
 
     def __init__(self) -> None:
@@ -47,17 +46,17 @@ class Ledger:
         self._entries: dict[str, Entry] = {}  # in the order of opening
         self.custody = Custody(self._entries)
         self._steps: dict[tuple[Purpose, int], dict[str, Entry]] = {}
-        self._last_prompts: dict[int, int] = {}  # of training, by the step that they were opened in
+        self._last_prompts: dict[int, int] = {}  # highest training prompt, by the step in which it was opened
 
     def open(self, samples: Sequence[Sample], purpose: Purpose, uses: int = 1) -> None:
         """Enter samples of one step as PENDING: all, or none if one is refused.
 
         Args:
-            uses: updates that each will be part of: epochs over its step's samples.
+            uses: number of updates that each will be part of.
 
         Raises:
-            RunError: an id is open already or given twice; the step, or a later one, is settled; samples to train on
-                have prompts not beyond those of all other steps of training.
+            RunError: an id is already open or given twice; the step, or a later one, is settled; training prompts are
+                not beyond those of all earlier steps.
         """
         if not samples:
             return
@@ -79,11 +78,11 @@ class Ledger:
         tally.opened += len(samples)
 
     def advance(self, sample_ids: Sequence[str], state: SampleState) -> None:
-        """Samples were SCORED by the reward, or TRAINED on once more: all, or none if one is refused.
+        """Samples were SCORED by the reward, or were part of an update (TRAINED): all, or none if one is refused.
 
         Raises:
-            RunError: a sample is not open, given twice, in another state than the one before, or TRAINED on while the
-                reference is to read it.
+            RunError: a sample is not open, given twice, not in the preceding state, or TRAINED while the reference is
+                still to read it.
         """
         refuse([name for name, count in Counter(sample_ids).items() if count > 1], f"would become {state} twice")
         entries = [find(self._entries, sample_id) for sample_id in sample_ids]
@@ -109,7 +108,7 @@ class Ledger:
     # The reference beside generation
 
     def ask_reference(self, sample_id: str) -> None:
-        """A finished sample waits for a replica. Raises RunError for any other, or one that was handed in before."""
+        """A finished sample waits for the reference. Raises RunError for one that is not finished, or already waits."""
         entry = find(self._entries, sample_id)
         if entry.reference is not Reference.NOT_ASKED:
             raise RunError(f"Sample {sample_id} was handed in for scoring twice.")
@@ -118,7 +117,7 @@ class Ledger:
         entry.reference = Reference.WAITING
 
     def reference_reads(self, sample_ids: Sequence[str], replica: int) -> None:
-        """A replica is given samples that wait."""
+        """A replica was given samples that waited."""
         for entry in self._at_reference(sample_ids, Reference.WAITING, None):
             entry.reference, entry.replica = Reference.READING, replica
 
@@ -128,7 +127,7 @@ class Ledger:
             entry.reference, entry.replica = Reference.SCORED, None
 
     def reference_lost(self, sample_ids: Sequence[str], replica: int) -> None:
-        """A replica died: what it was given waits again."""
+        """A replica died: its samples wait again."""
         for entry in self._at_reference(sample_ids, Reference.READING, replica):
             entry.reference, entry.replica = Reference.WAITING, None
 
@@ -141,10 +140,10 @@ class Ledger:
     # What no update, a later one, or another sample in its place will have
 
     def drop(self, sample_ids: Sequence[str], reason: str) -> None:
-        """No update will have these samples: all, or none if one is refused.
+        """No update will use these samples: all, or none if one is refused.
 
         Raises:
-            RunError: a sample is not open, or was dropped or trained on; an engine or the reference has it.
+            RunError: a sample is not open, was dropped or trained on, or is held by an engine or the reference.
         """
         if not reason:
             raise ValueError("a sample is dropped for a reason")
@@ -156,11 +155,11 @@ class Ledger:
             entry.move(SampleState.DROPPED)
 
     def replace(self, group: str, samples: Sequence[Sample], reason: str) -> None:
-        """Drop a whole group of training, and open these of the same step in its place, e.g. as all had one reward.
+        """Drop a whole training group and open these samples of the same step instead, e.g. if all had one reward.
 
         Raises:
-            RunError: the group has no open sample, not as many as these or of another step, or one that cannot be
-                dropped; or these cannot be opened.
+            RunError: the group has no open sample, or these are not as many or of another step; a sample cannot be
+                dropped, or cannot be opened.
         """
         old = [entry for entry in self._entries.values() if (entry.purpose, entry.group) == (Purpose.TRAIN, group)]
         if not old or {entry.step for entry in old} != {sample.step for sample in samples} or len(old) != len(samples):
@@ -170,10 +169,10 @@ class Ledger:
         self.drop([entry.id for entry in old], reason)
 
     def carry(self, sample_ids: Sequence[str], step: int) -> None:
-        """Settle these samples with a later step than their own, over whose end they live: all, or none.
+        """Settle these samples with a later step than their own: all, or none.
 
         Raises:
-            RunError: a sample is not open or nothing more is to become of it; the step is not later than its own.
+            RunError: a sample is not open or has reached its last state; the step is not later than its own.
         """
         entries = [find(self._entries, sample_id) for sample_id in dict.fromkeys(sample_ids)]
         refuse([entry.id for entry in entries if entry.done], "cannot be carried over: nothing is to become of them")
@@ -186,10 +185,10 @@ class Ledger:
     # The end of a step
 
     def settle(self, step: int, purpose: Purpose) -> None:
-        """Close a step whose samples have all reached their last state. Steps are settled in their order.
+        """Close a step whose samples have all reached their last state. Steps are settled in order.
 
         Raises:
-            RunError: nothing of the step is open, a sample is not in its last state, an earlier step is open, or the
+            RunError: the step has no open sample, a sample is not in its last state, an earlier step is open, or the
                 counts do not balance.
         """
         if (purpose, step) not in self._steps:
@@ -219,7 +218,7 @@ class Ledger:
         self._check_balance()
 
     def counts(self) -> dict[Purpose, dict[str, int]]:
-        """Samples opened, settled, dropped and open, by purpose; the first is the sum of the others."""
+        """Samples opened, settled, dropped and open, by purpose; opened is the sum of the others."""
         still_open = Counter(entry.purpose for entry in self._entries.values())
         return {
             purpose: {
@@ -234,7 +233,10 @@ class Ledger:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """In JSON types. Sample objects are left out, and who was at work on a sample: nobody is when this is read."""
+        """State in JSON types, without Sample objects, owners and transfers.
+
+        Nobody works on a sample when it is loaded.
+        """
         return {
             "tallies": {purpose.value: asdict(tally) for purpose, tally in self._tallies.items()},
             "open": [
@@ -253,10 +255,10 @@ class Ledger:
         }
 
     def load_state_dict(self, state: Any) -> None:
-        """Be as the ledger was that `state` was taken from; Sample objects given before are no longer kept up to date.
+        """Restore the saved state; Sample objects given earlier are no longer updated.
 
         Raises:
-            UserError: `state` is none of a ledger; the ledger is then as before.
+            UserError: `state` is not the state of a ledger; the ledger is unchanged.
         """
         restored = Ledger()
         try:
@@ -284,41 +286,41 @@ class Ledger:
                 raise ValueError(f"sample {name} is open twice")
             if step <= self._tallies[purpose].last_step:
                 raise ValueError(f"sample {name} is open, but its step {step} is settled")
-            # Older files know of one step and one use of a sample.
+            # Older files hold one step and one use per sample.
             born, uses_left = _integer(values.get("born", step)), _integer(values.get("uses_left", 1))
             reason = str(values.get("dropped", ""))
             self._enter(Entry(name, born, purpose, prompt, step, uses_left, _at_rest(state_then), dropped=reason))
         self._check_balance()
 
     def _check_balance(self) -> None:
-        """Raises RunError unless the counts add up."""
+        """Raise RunError unless every opened sample is counted exactly once: opened = settled + dropped + open."""
         in_steps = sum(map(len, self._steps.values()))
         for purpose, count in self.counts().items():
             if count["opened"] != count["settled"] + count["dropped"] + count["open"] or in_steps != len(self._entries):
                 raise RunError(f"Samples of '{purpose}' are lost or counted twice: {count}.")
 
     def _enter(self, entry: Entry) -> None:
-        """Have an entry in the table, with its step."""
+        """Add an entry to the table and to its step."""
         self._steps.setdefault((entry.purpose, entry.step), {})[entry.id] = entry
         self._entries[entry.id] = entry
         if entry.purpose is Purpose.TRAIN:
             self._last_prompts[entry.born] = max(self._last_prompts.get(entry.born, -1), entry.prompt)
 
     def _leave(self, entry: Entry) -> None:
-        """Take an entry out of its step."""
+        """Remove an entry from its step."""
         step = self._steps[entry.purpose, entry.step]
         del step[entry.id]
         if not step:
             del self._steps[entry.purpose, entry.step]
 
     def _last_train_prompt(self, step: int) -> int:
-        """The highest prompt of training outside this step, settled or open."""
+        """The highest training prompt outside this step, settled or open."""
         others = (prompt for born, prompt in self._last_prompts.items() if born != step)
         return max([self._tallies[Purpose.TRAIN].last_prompt, *others])
 
 
 def _at_rest(state: SampleState) -> SampleState:
-    """What is being generated begins anew where no engine has it."""
+    """The state to save: a sample that is being generated starts anew, since no engine holds it after a load."""
     return SampleState.PENDING if state is SampleState.GENERATING else state
 
 
@@ -333,5 +335,5 @@ def _awaits_reference(entry: Entry) -> bool:
 
 
 def _at_work(entry: Entry) -> bool:
-    """Whether an engine or the reference has it."""
+    """Whether an engine or the reference holds it."""
     return entry.state is SampleState.GENERATING or _awaits_reference(entry)

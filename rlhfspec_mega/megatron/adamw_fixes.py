@@ -41,7 +41,7 @@ def prime_state(optimizer: Any) -> None:
 
 
 def keep_step_when_loading(optimizer: Any) -> None:
-    """First repair, on these instances only: the loaded tensors keep the parameter's current step."""
+    """First repair: loaded tensors keep the parameter's current step. Applies to this optimizer instance only."""
     for megatron_optimizer in inner_optimizers(optimizer):
         if not isinstance(megatron_optimizer, DistributedOptimizer):
             continue

@@ -40,7 +40,7 @@ def save(
 ) -> SavedPart:
     """Write model, optimizer, schedule and random state into an existing empty directory; collective over all ranks.
 
-    Returns this rank's files by name, or, on every rank, why one of them could not write.
+    Returns this rank's files by name; if a rank could not write, every rank gets the reason instead.
     """
     state = _sharded_state(chunks, optimizer, scheduler, groups, loading=False)
     state |= {"random_state": random_state.sharded_random_state(groups), "grid": random_state.grid(groups)}
@@ -51,10 +51,10 @@ def save(
 
 
 def load(directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any, groups: ProcessGroupCollection) -> bool:
-    """Read what `save` wrote, under the parallel sizes of now; collective over all ranks.
+    """Read what `save` wrote, under the model's current parallel sizes; collective over all ranks.
 
-    Returns whether the random state came back: it belongs to ranks, so only under the layout it was saved with.
-    Raises megatron's CheckpointingException when the directory is not such a checkpoint.
+    Returns whether random states were restored: they belong to ranks, so only under the layout they were saved with.
+    Raises megatron's CheckpointingException if the directory is not such a checkpoint.
     """
     wanted = _sharded_state(chunks, optimizer, scheduler, groups, loading=True)
     same_grid = dist_checkpointing.load_common_state_dict(str(directory))["grid"] == random_state.grid(groups)

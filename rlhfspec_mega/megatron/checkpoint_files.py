@@ -1,4 +1,4 @@
-"""Sizes and checksums of a checkpoint's files, and what a rank answers to a save; plain data for the driver too."""
+"""Sizes and checksums of a checkpoint's files, and a rank's answer to a save; plain data that the driver reads, too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PIECE = 2**22  # bytes read at once
 
 
 class FileSum(NamedTuple):
-    """Bytes of a file and their CRC-32 (zlib's)."""
+    """A file's size in bytes and its CRC-32 (zlib's)."""
 
     size: int
     crc32: int
@@ -35,7 +35,7 @@ def sum_file(path: Path) -> FileSum:
 
 
 def sync(path: Path) -> None:
-    """Force a file's bytes or a directory's entries to disk: after a power cut they are there before what follows."""
+    """Force a file's bytes or a directory's entries to disk, before anything else is written."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -44,7 +44,7 @@ def sync(path: Path) -> None:
 
 
 def sync_and_sum(directory: Path, names: Iterable[str]) -> dict[str, FileSum]:
-    """Force these files of a directory to disk and sum them up. Raises OSError."""
+    """Force these files of a directory to disk and compute their checksums. Raises OSError."""
     sums = {}
     for name in names:
         sync(directory / name)
@@ -53,7 +53,7 @@ def sync_and_sum(directory: Path, names: Iterable[str]) -> dict[str, FileSum]:
 
 
 def first_damage(directory: Path, expected: Mapping[str, FileSum]) -> str | None:
-    """What is wrong with the first file that is not as expected; None when all are."""
+    """A sentence about the first file that differs from what is expected; None if there is none."""
     for name, wanted in expected.items():
         try:
             found = sum_file(directory / name)

@@ -40,11 +40,12 @@ class WriteFailed(Exception):
 def write(state: dict[str, Any], directory: Path) -> dict[str, FileSum]:
     """Write a sharded state dict into an existing empty directory; collective over all ranks.
 
-    Returns the files this rank is answerable for, forced to disk and summed up: the shards it wrote, on rank 0 also
-    all that are no shards.
+    Returns the files that this rank accounts for, forced to disk and with checksums: the shards it wrote and, on rank
+        0,
+    all files that are not shards.
 
     Raises:
-        WriteFailed: on every rank, when one of them could not write (a full disk above all). Files may be left.
+        WriteFailed: on every rank, if one of them could not write (usually a full disk). Files may be left.
     """
     sharded, common = save_preprocess(state)
     path = str(directory)
@@ -60,10 +61,10 @@ def write_beside(
 ) -> dict[str, FileSum]:
     """Add a safetensors file to a written checkpoint, on the rank that has a state for it; collective over all ranks.
 
-    Returns that rank's file by name, forced to disk and summed up; nothing elsewhere.
+    Returns that rank's file by name, forced to disk and with a checksum; {} on the other ranks.
 
     Raises:
-        WriteFailed: on every rank, when the state could not be made (memory above all) or written.
+        WriteFailed: on every rank, if the state could not be built (e.g. out of memory) or written.
     """
 
     def step() -> dict[str, FileSum]:
@@ -88,7 +89,7 @@ def _write_shards(sharded: Any, path: str) -> None:
 
 
 class _ShardWriter(dcp.FileSystemWriter):
-    """Torch's writer, except that a failure names its cause: torch.save hides a full disk behind a position error."""
+    """Torch's writer, except that a failure names its cause: torch.save reports a full disk as a position error."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
@@ -98,7 +99,7 @@ class _ShardWriter(dcp.FileSystemWriter):
 
 
 def _agreed(step: Callable[[], T]) -> T:
-    """Do a step that needs no other rank; WriteFailed on all ranks when it fails on any."""
+    """Run a step that involves no other rank; raises WriteFailed on all ranks if it fails on any of them."""
     failure, result = None, None
     try:
         result = step()
@@ -120,7 +121,7 @@ def _log(error: BaseException) -> None:
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    """The operating system's error that this one was raised in place of, if there is one."""
+    """The operating system's error behind this one, if there is one."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
@@ -133,7 +134,7 @@ def _sentence(rank: int, error: BaseException) -> str:
 
 
 def _own_files(directory: Path) -> list[str]:
-    """Names of the files that this rank sums up: torch names shards __<rank>_<number>.distcp."""
+    """Names of the files whose checksums this rank computes: torch names shards __<rank>_<number>.distcp."""
     rank = dist.get_rank()
     names = sorted(path.name for path in directory.iterdir())
     return [name for name in names if name.startswith(f"__{rank}_") or (rank == 0 and not name.startswith("__"))]

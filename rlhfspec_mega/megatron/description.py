@@ -1,4 +1,4 @@
-"""A Megatron model as plain data: what it is, how it is cut, whether it learns. The driver needs no Megatron for it."""
+"""A Megatron model as plain data: shape, parallel sizes, whether it learns. The driver can use it without Megatron."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from rlhfspec_mega.config.schema import ActorConfig, OptimizerConfig
+from rlhfspec_mega.config.schema.training import ActorConfig, OptimizerConfig
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.placement import Residency
@@ -14,12 +14,12 @@ from rlhfspec_mega.planning.placement import Residency
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """How a model is cut over its ranks, as Megatron counts.
+    """Parallel sizes of a model, in Megatron's terms.
 
     Attributes:
         virtual_pipeline: model chunks per pipeline rank; above 1: interleaved schedule.
         sequence: sequence parallelism within the tensor-parallel group.
-        context, expert: only 1 is possible.
+        context, expert: only 1 is supported.
 
     Raises UserError for other context- or expert-parallel sizes.
     """
@@ -39,7 +39,7 @@ class ParallelSizes:
 
     @classmethod
     def of_actor(cls, config: ActorConfig, ranks: int) -> ParallelSizes:
-        """The actor's, with as many data-parallel copies as so many ranks hold."""
+        """The actor's parallel sizes on this number of ranks, which determines its data-parallel size."""
         data = ranks // (config.tensor_parallel * config.pipeline_parallel)
         return cls(
             config.tensor_parallel, config.pipeline_parallel, data, config.virtual_pipeline, config.sequence_parallel
@@ -64,8 +64,8 @@ class LogitSettings:
     """How logits become log-probabilities.
 
     Attributes:
-        temperature: sampling temperature (1 for greedy): log-probs are those of logits / T.
-        chunk: tokens whose fp32 logits exist at once.
+        temperature: sampling temperature T (1 for greedy): log-probs are those of logits / T.
+        chunk: tokens whose fp32 logits are in memory at a time.
     """
 
     vocab_size: int
@@ -90,14 +90,14 @@ class ModelDescription:
     """One Megatron model.
 
     Attributes:
-        name: of the model within its run, e.g. "actor"; workers know it by this.
-        checkpoint: Hugging Face directory of a frozen model's weights, read when they are first needed; None: they are
-            loaded by a call.
+        name: the model's name within its run, e.g. "actor"; workers know it by this name.
+        checkpoint: Hugging Face directory of a frozen model's weights, loaded on first use; None: `load_weights` is
+            called.
         dtype: "float32" or "bfloat16".
         learning: None: frozen.
         rests: where its weights are while it is not used.
         recompute: full activation recomputation.
-        overlap_p2p, batch_p2p: pipeline communication.
+        overlap_p2p, batch_p2p: Megatron's options of pipeline communication.
     """
 
     name: str
@@ -124,10 +124,10 @@ def describe(
     checkpoint: Path | None = None,
     rests: Residency = Residency.DEVICE,
 ) -> ModelDescription:
-    """A model of the actor's precision, cut as `parallel` says.
+    """A model of the actor's precision with the parallel sizes of `parallel`.
 
     Args:
-        temperature: that samples are drawn at; 0 (greedy) counts as 1.
+        temperature: sampling temperature of the samples; 0 (greedy) counts as 1.
     """
     return ModelDescription(
         name=name,

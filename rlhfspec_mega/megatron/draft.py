@@ -1,4 +1,4 @@
-"""The draft beside the actor: one rank holds it and trains it on the hidden states of the actor's log-prob passes."""
+"""The draft beside the actor: one rank holds it and trains it on hidden states from the actor's log-prob passes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from rlhfspec_mega.algorithm.microbatch import MicroBatch
+import rlhfspec_mega.megatron.quick_start  # noqa: F401
 from rlhfspec_mega.draft.directory import load_draft, load_target_ids
 from rlhfspec_mega.draft.distillation import state_of, weights_of
 from rlhfspec_mega.draft.refresh import DraftLearning, Refresher, RefreshReport
@@ -19,18 +19,19 @@ from rlhfspec_mega.megatron.checkpoint_writer import WriteFailed, write_beside
 from rlhfspec_mega.megatron.features import has_draft, recorded_features
 from rlhfspec_mega.megatron.model import MegatronModel, on_megatron
 from rlhfspec_mega.megatron.weights import embedding_and_head
+from rlhfspec_mega.rl.microbatch import MicroBatch
 
 CHECKPOINT_FILE = "draft.safetensors"
 _TAPS, _TARGET_IDS = "taps", "target_ids"
 
 
 class ActorDraft:
-    """One rank's part in it: every rank of the actor makes one, and all call its methods together.
+    """One rank's part of the draft: every rank of the actor creates one, and all ranks call its methods together.
 
     Args:
         model: the actor.
-        path: directory of the draft to start from.
-        learning: None: the draft stays as it is, and nothing is recorded.
+        path: directory of the initial draft.
+        learning: None: the draft does not learn, and no hidden states are recorded.
 
     Attributes:
         model: the actor.
@@ -41,21 +42,24 @@ class ActorDraft:
         self._is_here = has_draft(model.groups)
         self._shape, weights = load_draft(path, model.shape)
         self._target_ids = load_target_ids(path, self._shape)
-        self._still: dict[str, torch.Tensor] = weights if self._is_here else {}  # what is held without a refresher
+        self._still: dict[str, torch.Tensor] = (
+            weights if self._is_here else {}
+        )  # weights of a draft that does not learn
         self._refresher: Refresher | None = None
         if self._is_here and learning is not None:
             self._refresher = Refresher(self._shape, weights, learning, model.device, self._target_ids)
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """The weights of now by DraftModel.tensors() names, on the rank that has them; empty elsewhere."""
+        """Current weights by DraftModel.tensors() names, on the rank that holds the draft; {} elsewhere."""
         return self._still if self._refresher is None else self._refresher.tensors()
 
     @contextmanager
     def learning_from(self, batches: Sequence[MicroBatch], refresh_follows: bool) -> Iterator[None]:
-        """Keep the hidden states of the actor's own forward-only pass over `batches`, which runs inside.
+        """Record hidden states of the actor's forward-only pass over `batches`, which runs inside this context.
 
         Args:
-            refresh_follows: before the next pass; a draft that learns from the last pass alone keeps no other.
+            refresh_follows: a refresh takes place before the next pass; a draft that learns from the last pass alone
+                records only passes for which this is true.
         """
         if self._learning is None or (self._learning.recent_only and not refresh_follows):
             yield
@@ -68,21 +72,27 @@ class ActorDraft:
 
     @on_megatron
     def refresh(self, steps: int | None, seconds: float | None) -> RefreshReport | None:
-        """Train so many steps, or for so long, towards the actor's weights of now; the report where the draft is."""
+        """Train for a number of steps or of seconds towards the actor's current weights.
+
+        Returns the report on the draft's rank.
+        """
         vocabulary = embedding_and_head(self.model.chunks, self.model.shape, self.model.groups)
         if self._refresher is None or vocabulary is None:
             return None
         return self._refresher.refresh(*vocabulary, steps=steps, seconds=seconds)
 
     def save(self, directory: Path) -> SavedPart:
-        """Add the draft to a written checkpoint of the actor; this rank's files, or on every rank why it failed."""
+        """Add the draft to a written checkpoint of the actor.
+
+        Returns this rank's files, or on every rank why it failed.
+        """
         try:
             return SavedPart(write_beside(self._state if self._is_here else None, directory, CHECKPOINT_FILE), None)
         except WriteFailed as error:
             return SavedPart({}, str(error))
 
     def _state(self) -> dict[str, torch.Tensor]:
-        """What to go on with, and what the weights mean: the layers they read and the tokens of the head's rows."""
+        """The draft's state, with what its weights refer to: the tapped layers and the tokens of its head's rows."""
         learnt = state_of(self._still) if self._refresher is None else self._refresher.state_dict()
         return learnt | self._meaning()
 
@@ -91,7 +101,7 @@ class ActorDraft:
         return taps if self._target_ids is None else taps | {_TARGET_IDS: self._target_ids}
 
     def load(self, directory: Path) -> None:
-        """Go on with a checkpoint's draft; a checkpoint without one leaves the start draft.
+        """Restore the draft of a checkpoint; a checkpoint without one leaves the initial draft.
 
         Raises UserError for a draft of other sizes, layers or tokens.
         """
@@ -105,7 +115,7 @@ class ActorDraft:
         if not same_sizes or _listed(meaning) != _listed(self._meaning()):
             raise UserError(
                 f"The draft in {file} has other {'layers or tokens' if same_sizes else 'sizes'} than the one this run "
-                "starts from: resume with the drafting.path that the run was started with, as it was then."
+                "starts from: resume with the speculation.draft_model_path the run was started with, as it was then."
             )
         if self._refresher is None:
             self._still = weights

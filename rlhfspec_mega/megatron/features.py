@@ -1,4 +1,4 @@
-"""Hidden states of the actor's own forward pass, brought to one rank: what a draft reads and learns from."""
+"""Hidden states of the actor's own forward pass, gathered on one rank: a draft reads them and learns from them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-from rlhfspec_mega.algorithm.microbatch import MicroBatch
 from rlhfspec_mega.draft.examples import Example
 from rlhfspec_mega.megatron.build import unwrap
+from rlhfspec_mega.rl.microbatch import MicroBatch
 
 
 def has_draft(groups: ProcessGroupCollection) -> bool:
-    """Whether this rank is the one that gets the features: the last stage's first of the first replica."""
+    """Whether this rank receives the hidden states: the first rank of the last stage of the first replica."""
     return _records(groups) and is_pp_last_stage(groups.pp)
 
 
 def _records(groups: ProcessGroupCollection) -> bool:
-    """Whether this rank is of the one pipeline whose states are kept; tensor-parallel peers hold the same states."""
+    """Whether this rank is one that records; its tensor-parallel peers hold the same states and do not."""
     return groups.dp.rank() == 0 and groups.tp.rank() == 0
 
 
 @dataclass(frozen=True)
 class Place:
-    """A chosen sequence: where it lies in its micro-batch and, from row `first` on, among the recorded states."""
+    """A chosen sequence: its place in its micro-batch, and its rows, from `first` on, among the recorded states."""
 
     batch: int
     row: int
@@ -40,15 +40,15 @@ class Place:
 
     @property
     def inputs(self) -> int:
-        """Positions that the forward pass computes: all but the last token's, which no draft reads."""
+        """Number of positions that the forward pass computes: all but the last token's, which no draft reads."""
         return len(self.tokens) - 1
 
 
 def choose(batches: Sequence[MicroBatch], most_tokens: int) -> list[Place]:
-    """Which sequences to record, spread evenly over the step's order; the same on every rank of a replica.
+    """Choose sequences to record, evenly spread over the step's order; the same on every rank of a replica.
 
     Args:
-        most_tokens: of all chosen sequences together.
+        most_tokens: limit for the tokens of all chosen sequences together.
     """
     found: dict[int, tuple[int, int]] = {}
     for number, batch in enumerate(batches):
@@ -117,7 +117,7 @@ def recorded_features(
 
 
 def _tapped(chunks: Sequence[Any], taps: Sequence[int]) -> Iterator[tuple[torch.nn.Module, list[int]]]:
-    """This rank's modules whose outputs are wanted, and which blocks of columns take them."""
+    """This rank's modules whose outputs are recorded, with the blocks of columns they fill."""
     for chunk in chunks:
         decoder = unwrap(chunk).decoder
         for layer in decoder.layers:

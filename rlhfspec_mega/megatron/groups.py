@@ -1,7 +1,7 @@
-"""Explicit process groups of one model, so that several models of unlike parallel sizes live in one process.
+"""Explicit process groups of one model, so that several models of different parallel sizes share a process.
 
 Megatron-core 0.16 takes them as a ProcessGroupCollection everywhere; its global `parallel_state` is never initialized.
-What it reads there all the same is set here, and nowhere else.
+The few globals that it reads nevertheless are set here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlhfspec_mega.megatron.description import ParallelRanks, ParallelSizes
 
 
 def positions(sizes: ParallelSizes) -> list[ParallelRanks]:
-    """Where each rank stands, in Megatron's order: tensor-parallel peers are neighbours, pipeline stages far apart."""
+    """Each rank's coordinates, in Megatron's order: tensor-parallel peers are neighbours, pipeline stages far apart."""
     return [
         ParallelRanks(tp, pp, dp)
         for pp in range(sizes.pipeline)
@@ -28,16 +28,17 @@ def positions(sizes: ParallelSizes) -> list[ParallelRanks]:
 
 
 def make_groups(sizes: ParallelSizes, ranks: Sequence[int], timeout: timedelta) -> ProcessGroupCollection:
-    """The groups of this process in a model that lies on these global ranks, in ascending order.
+    """Create the process groups of a model that lies on these global ranks, in ascending order.
 
-    Collective over these ranks. Where a process is part of several models, all its peers make their groups in the same
-    order. The embedding group is in the order of stages: in any other Megatron leaves a tied output weight at zero.
+    Collective over these ranks. A process that is part of several models must create their groups in the same order as
+    its peers do. The embedding group is in the order of stages: in any other, Megatron leaves a tied output weight at
+    zero.
     """
     places = positions(sizes)
     here = places[ranks.index(dist.get_rank())]
 
     def group(*free: str) -> dist.ProcessGroup:
-        """Of the ranks that differ from this one in these coordinates only."""
+        """The group of the ranks that differ from this one only in these coordinates."""
         fixed = [axis for axis in ParallelRanks._fields if axis not in free]
         return _new([r for r, p in zip(ranks, places, strict=True) if _same(p, here, fixed)], timeout)
 
@@ -78,14 +79,17 @@ def ranks_in(groups: ProcessGroupCollection) -> ParallelRanks:
 
 
 def ensure_memory_buffer() -> None:
-    """Sequence parallelism gathers into a buffer that Megatron keeps per process."""
+    """Create the buffer that Megatron keeps per process for the gathers of sequence parallelism."""
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
 
 
 @contextmanager
 def saving(groups: ProcessGroupCollection) -> Iterator[None]:
-    """While a model's sharded state is made: Megatron asks its globals for the replica of a tied output weight."""
+    """Context for building a model's sharded state.
+
+    Megatron asks its globals for the replica of a tied output weight.
+    """
     parallel_state.set_data_parallel_rank(groups.dp.rank())
     try:
         yield

@@ -1,9 +1,10 @@
-"""One Megatron model on one rank behind a few plain methods: score, learn, rest, save, load."""
+"""One Megatron model on one rank: log-probs, training, offloading and checkpoints as plain methods."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -13,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 
 import rlhfspec_mega.megatron.quick_start  # noqa: F401
-from rlhfspec_mega.algorithm.microbatch import MicroBatch, TokenLoss
 from rlhfspec_mega.megatron import checkpoint
 from rlhfspec_mega.megatron.build import build_chunks
 from rlhfspec_mega.megatron.checkpoint_files import SavedPart
@@ -26,6 +26,7 @@ from rlhfspec_mega.megatron.step import accumulate_gradients, compute_logprobs, 
 from rlhfspec_mega.megatron.weights import load_parameters
 from rlhfspec_mega.models.hf_directory import HfWeights
 from rlhfspec_mega.planning.placement import Residency
+from rlhfspec_mega.rl.microbatch import MicroBatch, TokenLoss
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -42,24 +43,24 @@ def on_megatron(method: Method) -> Method:
 
 
 class MegatronModel:
-    """A model of any parallel sizes; its ranks' methods are collective.
+    """A model of any parallel sizes; its methods are collective over its ranks.
 
     Args:
         ranks: global ranks that hold the model, ascending; this process is one of them.
-        deadline_seconds: longest wait within a collective.
+        call_timeout: longest wait within a collective.
 
     Attributes:
-        groups, position: process groups of the model, and where this rank stands in them.
-        chunks: of this pipeline rank.
+        groups, position: process groups of the model, and this rank's coordinates.
+        chunks: model chunks of this pipeline rank.
     """
 
     @on_megatron
     def __init__(
-        self, description: ModelDescription, ranks: Sequence[int], device: torch.device, deadline_seconds: float
+        self, description: ModelDescription, ranks: Sequence[int], device: torch.device, call_timeout: float
     ) -> None:
         logging.getLogger("megatron").setLevel(logging.ERROR)
         self.description, self.shape, self.device = description, description.shape, device
-        self.groups = make_groups(description.parallel, ranks, timedelta(seconds=deadline_seconds))
+        self.groups = make_groups(description.parallel, ranks, timedelta(seconds=call_timeout))
         self.position = ranks_in(self.groups)
         self.chunks = build_chunks(description, self.groups, device)
         self._unread = description.checkpoint
@@ -74,14 +75,17 @@ class MegatronModel:
 
     @on_megatron
     def load_weights(self, path: Path) -> None:
-        """Load a Hugging Face directory. Raises UserError when tensors are missing or the shape differs."""
+        """Load a Hugging Face directory. Raises UserError if tensors are missing or the shape differs."""
         optimizer = self.optimizer if self.description.learning else None
         load_parameters(self.chunks, self.shape, self.groups, HfWeights(path).lazy, optimizer)
         self._rest()
 
     @on_megatron
     def logprobs(self, batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, float] | None:
-        """See compute_logprobs; one copy per data-parallel rank, None elsewhere."""
+        """Compute log-probs by compute_logprobs, which describes the result: (log-probs, sum of entropies).
+
+        One rank of each data-parallel replica returns it, the others return None.
+        """
         if self._unread is not None:
             self.load_weights(self._unread)
             self._unread = None
@@ -95,35 +99,41 @@ class MegatronModel:
     def accumulate(
         self, batches: Sequence[MicroBatch], token_loss: TokenLoss, metrics: Sequence[str]
     ) -> dict[str, float]:
-        """Gradients of a mini-batch; `metrics` and "loss" averaged over all loss tokens, the same on every rank."""
+        """Accumulate gradients of a mini-batch.
+
+        Returns `metrics` and "loss", averaged over all loss tokens; the same on every rank.
+        """
         logits = self.description.logits
         sums = accumulate_gradients(self.chunks, self.groups, batches, logits, token_loss, metrics)
         return reduce_metrics(sums, metrics, self.groups)
 
     @on_megatron
     def step(self) -> dict[str, float]:
-        """Clip what was accumulated and take one optimizer step.
+        """Clip the accumulated gradient and take one optimizer step; the learning-rate schedule advances in any case.
 
-        Returns "gradient_norm" (before clipping), "learning_rate" and "skipped" (1 when the gradient was not finite
-        and the step was left out).
+        Megatron looks for gradients that are not finite only when it scales losses, as for fp16, so the norm tells.
+
+        Returns:
+            "grad_norm" (before clipping), "lr" and "skipped_updates": 1 when the gradient was not finite and weights
+            and optimizer were left as they were, else 0.
         """
         self.scheduler.step(1)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        succeeded, norm, _ = self.optimizer.step()
-        return {
-            "gradient_norm": float(norm or 0.0),
-            "learning_rate": learning_rate,
-            "skipped": 0.0 if succeeded else 1.0,
-        }
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())  # over all ranks, so they agree
+        finite = math.isfinite(norm)
+        if finite:
+            self.optimizer.step()
+        return {"grad_norm": norm, "lr": learning_rate, "skipped_updates": 0.0 if finite else 1.0}
 
     @on_megatron
     def offload(self) -> None:
-        """Weights, gradients and optimizer to host memory; on a CPU the two are one. Gradients are forgotten."""
+        """Move weights and optimizer to host memory and drop gradients; nothing moves on a CPU."""
         to_host(self.chunks, self.optimizer if self.description.learning else None, self.device)
 
     @on_megatron
     def onload(self) -> None:
-        """Bring back what `offload` took away."""
+        """Move what `offload` moved back to the device."""
         to_device(self.chunks, self.optimizer if self.description.learning else None, self.device)
 
     def _rest(self) -> None:
@@ -138,13 +148,17 @@ class MegatronModel:
     def save(self, directory: Path) -> SavedPart:
         """Write this rank's part of a distributed checkpoint into an existing empty directory.
 
-        A failure to write is returned, the same on all ranks, which stay as they were: it need not end the run.
+        A failure to write is returned, the same on all ranks, and not raised: the model is unchanged and the run may go
+            on.
         """
         return checkpoint.save(directory, *self._saved())
 
     @on_megatron
     def load(self, directory: Path) -> bool:
-        """Read a distributed checkpoint written under any parallel sizes; whether the random state came with it."""
+        """Read a distributed checkpoint written under any parallel sizes.
+
+        Returns whether random states were restored.
+        """
         return checkpoint.load(directory, *self._saved())
 
     def _saved(self) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from rlhfspec_mega.config.schema import OptimizerConfig
+from rlhfspec_mega.config.schema.training import OptimizerConfig
 from rlhfspec_mega.megatron import adamw_fixes
 
 
@@ -31,7 +31,7 @@ def build_optimizer(config: OptimizerConfig, chunks: list[Any], dtype: str, grou
             use_distributed_optimizer=True,
         ),
         chunks,
-        use_gloo_process_groups=False,  # they are for other ways of saving than ours
+        use_gloo_process_groups=False,  # only needed by Megatron's other checkpoint formats
         pg_collection=groups,
     )
     if adamw_fixes.needs_fixes():
@@ -58,7 +58,7 @@ def build_scheduler(config: OptimizerConfig, optimizer: Any, total_updates: int)
         end_wd=config.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
-        # A resumed run keeps its place in the schedule, but the configuration of now says what the schedule is.
+        # A resumed run keeps its position in the schedule; the schedule itself follows its configuration.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )

@@ -1,4 +1,4 @@
-"""One process among those that hold Megatron models: torch.distributed, and the random generators."""
+"""This process as a rank: torch.distributed, and random generators."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from rlhfspec_mega.megatron.rendezvous import Rendezvous
 
 
 def join(rendezvous: Rendezvous, device: torch.device) -> None:
-    """Meet the other processes: gloo on CPU, NCCL on GPU.
+    """Initialize torch.distributed with the other ranks: gloo on CPU, NCCL on GPU.
 
-    Raises RunError when they do not come within the deadline.
+    Raises RunError if they do not all arrive within the deadline.
     """
     if device.type == "cuda":
-        torch.cuda.set_device(device.index or 0)  # the launcher shows each worker its own device only
+        torch.cuda.set_device(device.index or 0)  # each worker sees only its own device
     try:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             rank=rendezvous.rank,
             world_size=rendezvous.world_size,
-            timeout=timedelta(seconds=rendezvous.deadline_seconds),
+            timeout=timedelta(seconds=rendezvous.call_timeout),
             **rendezvous.arguments(),
         )
     except RuntimeError as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise RunError(
             f"Rank {rendezvous.rank} did not meet the other {rendezvous.world_size - 1} ranks at "
-            f"{rendezvous.init_method} within {rendezvous.deadline_seconds:g} s ({reason}): "
+            f"{rendezvous.init_method} within {rendezvous.call_timeout:g} s ({reason}): "
             "look into their logs, and whether every node reaches that address."
         ) from None
 
@@ -48,6 +48,6 @@ def seed_megatron(seed: int, ranks: ParallelRanks) -> None:
 
 
 def leave() -> None:
-    """Leave all groups; safe to call when none was joined."""
+    """Destroy all process groups; safe to call if there are none."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Where the processes of one group meet; plain data, so that a driver without Megatron can make it."""
+"""Where the ranks of one group meet; plain data, so that a driver without Megatron can create it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Rendezvous:
     init_method: str
     rank: int
     world_size: int
-    deadline_seconds: float
+    call_timeout: float
 
     def again(self, launch: int) -> Rendezvous:
-        """Where the processes of this launch meet: a store still holds what those before have left."""
+        """The meeting place of this launch: a store still holds keys of earlier launches."""
         return replace(self, init_method=f"{self.init_method}.{launch}")
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of init_process_group that say where to meet; connects to a store.
+        """Keyword arguments of init_process_group for this meeting place; connects to a store.
 
         Raises:
             torch.distributed.DistError: the store cannot be reached within the deadline.
@@ -39,6 +39,6 @@ class Rendezvous:
         if url.scheme != STORE:
             return {"init_method": self.init_method}
         assert url.hostname and url.port
-        timeout = timedelta(seconds=self.deadline_seconds)
+        timeout = timedelta(seconds=self.call_timeout)
         store = dist.TCPStore(url.hostname, url.port, is_master=False, timeout=timeout)
         return {"store": dist.PrefixStore(url.path.strip("/"), store)}

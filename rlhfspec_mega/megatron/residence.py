@@ -1,4 +1,4 @@
-"""Where a model's tensors are while it is not used: in host memory, or on the device. On a CPU the two are one."""
+"""Where a model's tensors are while it is not used: in host memory or on the device. On a CPU nothing moves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def to_host(chunks: Sequence[Any], optimizer: Any, device: torch.device) -> None:
-    """Weights and optimizer to host memory, gradients to nothing; `optimizer` is None for a frozen model."""
+    """Move weights and optimizer to host memory and free gradients; `optimizer` is None for a frozen model."""
     if device.type == "cpu":
         return
     if optimizer is None:
@@ -37,9 +37,9 @@ def to_device(chunks: Sequence[Any], optimizer: Any, device: torch.device) -> No
 
 
 def _pinned(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The parameter's values in host memory from which they come back fast."""
+    """A pinned copy of the parameter's values in host memory, which transfers fast."""
     host: torch.Tensor | None = getattr(parameter, "host_copy", None)
-    if host is None:  # once: a frozen model's weights stay as they are
+    if host is None:  # allocated once: a frozen model's weights do not change
         host = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=True)
         parameter.host_copy = host  # type: ignore[attr-defined]
         host.copy_(parameter.data)

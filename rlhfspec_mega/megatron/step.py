@@ -1,4 +1,4 @@
-"""One pass over micro-batches through Megatron's pipeline schedule: log-probabilities, or gradients and an update."""
+"""Passes over micro-batches through Megatron's pipeline schedule: log-probabilities, or gradients."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from rlhfspec_mega.algorithm.microbatch import MicroBatch, TokenLoss, same_shape
 from rlhfspec_mega.megatron.build import unwrap
 from rlhfspec_mega.megatron.description import LogitSettings
 from rlhfspec_mega.megatron.vocab_parallel import vocab_parallel_logprobs
+from rlhfspec_mega.rl.microbatch import MicroBatch, TokenLoss, same_shape
 
 
 def token_logprobs(
@@ -52,7 +52,7 @@ def _run(
     finish: Callable[..., Any],
     forward_only: bool,
 ) -> list[Any]:
-    """Drive the schedule; what `finish` stored on the last stage, one entry per micro-batch (empty elsewhere)."""
+    """Run the schedule; returns what `finish` stored on the last stage, one entry per micro-batch ([] elsewhere)."""
     if len(chunks) > 1:
         batches = same_shape(batches)
     iterators = [iter(batches) for _ in chunks]
@@ -106,12 +106,12 @@ def accumulate_gradients(
     token_loss: TokenLoss,
     names: Sequence[str],
 ) -> torch.Tensor:
-    """Forward and backward over all micro-batches; gradients end averaged over the loss tokens of all DP ranks.
+    """Forward and backward over all micro-batches; gradients are averaged over the loss tokens of all DP ranks.
 
     The loss is sum(weight * token loss) / number of loss tokens, whatever the split into micro-batches and ranks.
 
     Args:
-        names: of the loss's metrics.
+        names: names of the loss's metrics.
 
     Returns:
         float64 sums over this rank's loss tokens: their number, the loss, and the metrics; zeros on all stages but the
@@ -139,7 +139,7 @@ def accumulate_gradients(
 
 
 def reduce_metrics(sums: torch.Tensor, names: Sequence[str], groups: ProcessGroupCollection) -> dict[str, float]:
-    """Means over the loss tokens of all ranks, the same on every rank; `sums` is accumulate_gradients'."""
+    """Means over the loss tokens of all ranks, the same on every rank; `sums` is the result of accumulate_gradients."""
     if groups.tp.rank() != 0:
         sums.zero_()  # each TP rank holds the same numbers: count them once
     dist.all_reduce(sums, group=groups.intra_dist_opt)

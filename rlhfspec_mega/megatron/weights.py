@@ -1,4 +1,4 @@
-"""This rank's Megatron parameters seen through the mapping table: loading from and merging to Hugging Face tensors."""
+"""This rank's Megatron parameters by the mapping table: loading from and merging into Hugging Face tensors."""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ from rlhfspec_mega.types import TensorInfo
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _TOKENIZER_FILES = (
@@ -64,7 +63,7 @@ def read_shape(path: Path | str) -> ModelShape:
         num_layers=positive(path, config, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=positive(path, config, "head_dim", 128 if architecture == "qwen3" else hidden // heads),
+        head_dim=positive(path, config, "head_dim", ARCHITECTURES[architecture].head_dim or hidden // heads),
         ffn_size=positive(path, config, "intermediate_size"),
         vocab_size=positive(path, config, "vocab_size"),
         max_positions=positive(path, config, "max_position_embeddings"),
@@ -117,7 +116,10 @@ class HfWeights:
         return self.lazy(name)[:]
 
     def lazy(self, name: str) -> LazyTensor:
-        """The tensor unread, for layouts that need a part of it. Raises UserError when it is not there."""
+        """Return a handle to the tensor without reading it, so that a layout can read only the part it needs.
+
+        Raises UserError if there is no such tensor.
+        """
         if name not in self._handles:
             raise UserError(f"{self.path} has no tensor {name}: the directory is incomplete or of another model.")
         view = self._handles[name].get_slice(name)
@@ -235,7 +237,7 @@ def _checked(shape: ModelShape, tensors: Iterable[tuple[str, Tensor]]) -> Iterat
 def config_of(shape: ModelShape, dtype: str, source_config: dict[str, Any]) -> dict[str, Any]:
     """config.json of a shape."""
     config = {
-        "architectures": [_CLASSES[shape.architecture]],
+        "architectures": [ARCHITECTURES[shape.architecture].hf_class],
         "model_type": shape.architecture,
         "hidden_size": shape.hidden_size,
         "num_hidden_layers": shape.num_layers,

@@ -14,18 +14,18 @@ from collections.abc import Iterable
 import torch
 import torch.nn.functional as F
 
-_MOST_FP32_ROWS = 64  # beyond, packing is a small part of a product
-_LEAST_FP32_WIDTH = 512  # outputs; below, the call costs more than it saves
-_TUNED_ROWS = 8  # the layout is made for about so many
+_MOST_FP32_ROWS = 64  # with more rows, packing is a small part of a product's time
+_LEAST_FP32_WIDTH = 512  # outputs; with fewer, the call overhead exceeds the gain
+_TUNED_ROWS = 8  # the number of rows that the packed layout is tuned for
 # Rows of a bfloat16 tile. For every other number of rows oneDNN makes a kernel, which takes as long as several products
 # of few rows, and keeps about a thousand: verified tokens would come in more numbers than that.
 _TILE_ROWS = 16
 
 
 class PackedWeights:
-    """Packed copies of weights on a CPU, by the tensors they were made of; nothing elsewhere.
+    """Packed copies of weights on a CPU, by the tensors they were made from; not used on other devices.
 
-    In bfloat16 only where oneDNN can compute with it.
+    bfloat16 weights are packed only if oneDNN can compute in bfloat16.
     """
 
     def __init__(self) -> None:
@@ -33,13 +33,13 @@ class PackedWeights:
 
     @torch.inference_mode()
     def pack(self, weights: Iterable[torch.Tensor]) -> None:
-        """Copy these matrices [out, in]; to be called again whenever they have changed."""
+        """Pack these matrices [out, in]; call it again after they have changed."""
         for weight in weights:
             if _pays(weight):
                 self._packed[id(weight)] = torch.ops.mkldnn._reorder_linear_weight(weight, _TUNED_ROWS)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x W^T + b for x [rows, in], from the packed copy where there is one and it pays."""
+        """x W^T + b for x [rows, in], with the packed copy if there is one and it is faster."""
         few = x.dtype != torch.float32 or 1 < len(x) <= _MOST_FP32_ROWS
         packed = self._packed.get(id(weight)) if few else None
         if packed is None:

@@ -4,14 +4,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+@dataclass(frozen=True)
+class Architecture:
+    """What an architecture adds to the common decoder (RMSNorm, RoPE, SwiGLU, grouped-query attention).
+
+    Attributes:
+        hf_class: in transformers, as config.json names it.
+        qkv_bias: queries, keys and values have a bias.
+        qk_norm: queries and keys are normalized per head.
+        head_dim: where config.json gives none; None: hidden size over heads.
+    """
+
+    hf_class: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    head_dim: int | None = None
+
+
+# By the model_type of config.json; models/mapping/ has the names of weights of each.
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM"),
+    "qwen2": Architecture("Qwen2ForCausalLM", qkv_bias=True),
+    "qwen3": Architecture("Qwen3ForCausalLM", qk_norm=True, head_dim=128),
+}
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of a decoder-only transformer (RMSNorm, RoPE, SwiGLU, grouped-query attention).
 
-    `architecture` decides the variant: qwen2 has a bias on Q, K, V; qwen3 normalises Q and K per head.
+    `architecture` is one of ARCHITECTURES.
     `vocab_size` is the true (unpadded) vocabulary. `rope_scaling` is None or the "llama3" parameters of HF's config.
     """
 
@@ -31,11 +54,11 @@ class ModelShape:
 
     @property
     def qkv_bias(self) -> bool:
-        return self.architecture == "qwen2"
+        return ARCHITECTURES[self.architecture].qkv_bias
 
     @property
     def qk_norm(self) -> bool:
-        return self.architecture == "qwen3"
+        return ARCHITECTURES[self.architecture].qk_norm
 
     @property
     def parameters(self) -> int:

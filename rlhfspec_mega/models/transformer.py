@@ -1,4 +1,4 @@
-"""The Llama/Qwen2/Qwen3 decoder in plain torch, for inference: one forward, whatever attends.
+"""The Llama/Qwen2/Qwen3 decoder in plain torch, for inference: one forward for any implementation of attention.
 
 Weights live in fused tensors (QKV in one, gate and up in one); `hf_tensors` shows them under their Hugging Face names
 as contiguous row-slice views, so that loading and updating write in place and nothing is ever re-packed.
@@ -20,7 +20,7 @@ from rlhfspec_mega.models.shape import ModelShape
 
 
 class Attention(Protocol):
-    """What mixes positions in one forward."""
+    """How one forward mixes positions."""
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Rotated qkv [..., heads + 2 * kv_heads, head_dim] -> [..., heads, head_dim]; [...] as the tokens'."""

@@ -1,4 +1,4 @@
-"""What one sees while a run goes on: a live panel on a terminal, one plain line per step elsewhere."""
+"""What a user sees during a run: a live panel on a terminal, one plain line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -15,41 +15,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rlhfspec_mega.observe.figures import shares_in_words
-from rlhfspec_mega.observe.summary import PHASE_PREFIX
+from rlhfspec_mega.observe.metrics import METRICS, TIMING
 
-# Metric, its name on the screen, its format; shown where the step has the metric.
-SHOWN = (
-    ("reward", "reward", "{:.3f}"),
-    ("exact", "exact", "{:.3f}"),
-    ("eval_exact", "held-out exact", "{:.3f}"),
-    ("response_length_mean", "length mean", "{:.0f}"),
-    ("response_length_max", "length max", "{:.0f}"),
-    ("generation_tokens_per_second", "tokens/s", "{:,.0f}"),
-    ("tokens_per_step", "tokens/step", "{:.2f}"),
-    ("accepted_length", "accepted", "{:.2f}"),
-    ("verified_per_accepted", "verified/accepted", "{:.1f}"),
-    ("speedup_vs_plain", "vs plain", "{:.2f}x"),
-    ("calibration_error", "calibration error", "{:.3f}"),
-    ("truncation_rate", "truncated", "{:.1%}"),
-    ("entropy", "entropy", "{:.3f}"),
-    ("kl", "KL", "{:.4f}"),
-    ("clip_fraction", "clipped", "{:.1%}"),
-    ("gradient_norm", "gradient norm", "{:.3f}"),
-    ("logprob_difference_mean", "log-prob difference", "{:.1e}"),
-)
+SHOWN = [metric for metric in METRICS if metric.label]
 PLAIN_SECONDS = 10.0  # between lines of a long job where there is no live panel
-BRIEF = (
-    *("reward", "exact", "eval_exact", "response_length_mean", "response_length_max"),
-    *("generation_tokens_per_second", "tokens_per_step"),
-)
 
 
 class Console:
-    """Use as a context manager around the run, so that the terminal is left in order whatever happens.
+    """Use as a context manager around the run, so that the terminal is restored in any case.
 
     Args:
-        enabled: false prints nothing at all: the run's files are the record (logger=quiet).
-        stream: where to write; standard output by default. Not a terminal: plain lines.
+        enabled: False prints nothing: the run's files are the record (logger=quiet).
+        stream: where to write; standard output by default. Plain lines unless it is a terminal.
     """
 
     def __init__(self, total_steps: int, enabled: bool = True, stream: TextIO | None = None) -> None:
@@ -95,18 +72,18 @@ class Console:
             self._rich.print(text, markup=False)
 
     def phase(self, name: str) -> None:
-        """Show which phase has begun; fits PhaseTimer's `entered`."""
+        """Show which phase has begun; usable as PhaseTimer's `entered`."""
         self._phase = name
         self._progress.update(self._task, description=name)
 
     def progress(self, done: int, total: int) -> None:
-        """Show how far the phase of now has come, e.g. samples finished."""
+        """Show the progress of the current phase, e.g. samples finished."""
         if self._live:
             self._progress.update(self._task, description=f"{self._phase} {done}/{total}")
 
     @contextmanager
     def bar(self, name: str, total: int) -> Iterator[Callable[[int, str], None]]:
-        """A second bar for a long job before the steps; call what it yields with (steps done, text)."""
+        """A second progress bar for long work before the steps; call what it yields with (steps done, text)."""
         task = self._progress.add_task(name, total=total)
         done, said = 0, 0.0
 
@@ -124,7 +101,7 @@ class Console:
             self._progress.remove_task(task)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a finished step, counted from 1. Metrics that this step lacks keep their last value in the panel."""
+        """Show a finished step, counted from 1. The panel keeps the last value of metrics that this step lacks."""
         self._metrics.update(metrics)
         self._progress.update(self._task, completed=step)
         if self._live:
@@ -134,16 +111,16 @@ class Console:
 
     def _line(self, metrics: Mapping[str, float]) -> str:
         parts = [
-            f"{label} {form.format(metrics[name])}" for name, label, form in SHOWN if name in BRIEF and name in metrics
+            f"{one.label} {one.form.format(metrics[one.name])}" for one in SHOWN if one.brief and one.name in metrics
         ]
         return "  ".join(parts + _phase_parts(metrics))
 
     def _panel(self) -> Group:
         table = Table.grid(padding=(0, 2))
         cells = [
-            f"{label} [bold]{form.format(self._metrics[name])}[/bold]"
-            for name, label, form in SHOWN
-            if name in self._metrics
+            f"{one.label} [bold]{one.form.format(self._metrics[one.name])}[/bold]"
+            for one in SHOWN
+            if one.name in self._metrics
         ]
         for first in range(0, len(cells), 4):
             table.add_row(*cells[first : first + 4])
@@ -152,8 +129,4 @@ class Console:
 
 
 def _phase_parts(metrics: Mapping[str, float]) -> list[str]:
-    return [
-        f"{name.removeprefix(PHASE_PREFIX)} {value:.1f}s"
-        for name, value in metrics.items()
-        if name.startswith(PHASE_PREFIX)
-    ]
+    return [f"{name.removeprefix(TIMING)} {value:.1f}s" for name, value in metrics.items() if name.startswith(TIMING)]

@@ -1,4 +1,4 @@
-"""Files with one JSON object per line: read back whole lines, and cut off what a resumed run does again."""
+"""Files with one JSON object per line: reading them, and cutting off steps that a resumed run repeats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhfspec_mega.errors import UserError
 
 
 def text_lines(path: Path) -> list[str]:
-    """The file's lines with their ends. Only newlines end a line: answers may hold other separators unescaped."""
+    """The file's lines with their ends. Only newlines end a line: responses may hold other separators unescaped."""
     with path.open(encoding="utf-8", errors="replace") as file:
         return list(file)
 
@@ -32,9 +32,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_steps_before(path: Path, step: int) -> None:
-    """Drop the lines of `step` and later, and a last line that a killed run left unfinished.
+    """Drop the lines of `step` and later, and an incomplete last line that a killed run left.
 
-    The file is replaced at once, so an interruption loses nothing. A missing file stays missing.
+    The file is replaced atomically, so an interruption loses nothing. A missing file stays missing.
     """
     if not path.is_file():
         return

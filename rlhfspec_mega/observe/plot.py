@@ -1,4 +1,4 @@
-"""Pictures of a run: what was learnt and where the time went over its steps, and live samples of one rollout."""
+"""Plots of a run: learning curves and time per phase over steps, and live samples of one rollout."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhfspec_mega.observe.summary import PHASE_PREFIX
+from rlhfspec_mega.observe.metrics import TIMING
 
 PLOT_FILE = "curves.png"
 LIVE_FILE = "live_samples.png"
-_NAMED = 32  # engines; more names than these would overlap
+_NAMED = 32  # with more engines the names would overlap
 _STRIP_INCHES, _MOST_INCHES = 0.25, 8.0
 
 
@@ -32,11 +32,11 @@ def drawing(path: Path, *grid: int, **options: Any) -> Iterator[Any]:
 
 def plot_curves(directory: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     """Draw curves.png from the lines of metrics.jsonl; returns its path. Metrics that were not logged stay empty."""
-    phases = sorted({name for row in rows for name in row if name.startswith(PHASE_PREFIX)})
+    phases = sorted({name for row in rows for name in row if name.startswith(TIMING)})
     panels = {
-        "reward": ["reward", "exact"],
-        "held-out exact": ["eval_exact"],
-        "response length (tokens)": ["response_length_mean", "response_length_max"],
+        "reward": ["rollout/reward_mean", "rollout/exact_mean"],
+        "held-out exact": ["val/exact_mean"],
+        "response length (tokens)": ["rollout/response_length_mean", "rollout/response_length_max"],
         "seconds per phase": phases,
     }
     path = directory / PLOT_FILE
@@ -45,7 +45,7 @@ def plot_curves(directory: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
             for name in names:
                 points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
                 if points:
-                    axis.plot(*zip(*points, strict=True), marker=".", label=name.removeprefix(PHASE_PREFIX))
+                    axis.plot(*zip(*points, strict=True), marker=".", label=name.partition("/")[2])
             axis.set_title(title)
             axis.set_xlabel("step")
             if axis.get_lines():
@@ -55,18 +55,18 @@ def plot_curves(directory: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 @dataclass
 class LiveSamples:
-    """What was seen in one rollout, by the rank of the engine; times in seconds since the epoch.
+    """Observations of one rollout, by engine rank; times in seconds since the epoch.
 
     Attributes:
         counts: (time, unfinished samples from then on), where their number changed.
-        freed: (start, end) of times in which the rollout had no more samples for the engine.
+        freed: (start, end) of intervals in which the rollout had no more samples for the engine.
     """
 
     counts: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
     freed: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
 
     def add(self, rank: int, time: float, count: int) -> bool:
-        """Note the number of samples; whether it is another one than before."""
+        """Record the number of samples; returns whether it has changed."""
         known = self.counts.setdefault(rank, [])
         if known and known[-1][1] == count:
             return False
@@ -74,15 +74,15 @@ class LiveSamples:
         return True
 
     def times(self) -> Iterator[float]:
-        """Every time there is, in no order."""
+        """All times, unordered."""
         yield from (time for points in self.counts.values() for time, _ in points)
         yield from (time for stretches in self.freed.values() for stretch in stretches for time in stretch)
 
 
 def plot_live_samples(directory: Path, rollout: LiveSamples) -> Path:
-    """Draw live_samples.png of a rollout that was seen; returns its path.
+    """Draw live_samples.png of a rollout; returns its path.
 
-    Above a line of steps for each engine; below a strip for each, hatched where it was freed.
+    Above, a step line for each engine; below, a strip for each, hatched while the engine was freed.
     """
     from matplotlib.ticker import MaxNLocator
 

@@ -1,4 +1,4 @@
-"""One object that takes a step's results to every place they go: console, metrics.jsonl, rollouts.jsonl, summary."""
+"""Records the results of each step: console, metrics.jsonl, rollouts.jsonl, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.observe.console import Console
 from rlhfspec_mega.observe.json_lines import keep_steps_before, read_lines
+from rlhfspec_mega.observe.metrics import ROLLOUT, TIMING
 from rlhfspec_mega.observe.plot import LiveSamples, plot_curves, plot_live_samples
 from rlhfspec_mega.observe.rollouts import ROLLOUTS_FILE, write_rollouts
 from rlhfspec_mega.observe.run_log import METRICS_FILE, RunLog
 from rlhfspec_mega.observe.spans import PhaseTimer
-from rlhfspec_mega.observe.summary import PHASE_PREFIX, summarize, summary_in_words, write_summary
+from rlhfspec_mega.observe.summary import summarize, summary_in_words, write_summary
 from rlhfspec_mega.observe.timeline import Timeline
 from rlhfspec_mega.types import Sample
 
 
-def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """What can be read off a set of scored samples."""
+def sample_metrics(samples: Sequence[Sample], group: str) -> dict[str, float]:
+    """Metrics of a set of scored samples; `group`: ROLLOUT or VAL."""
     lengths = [len(sample.response_tokens) for sample in samples]
     count = max(len(samples), 1)
     return {
-        "reward": sum(sample.reward for sample in samples) / count,
-        "exact": sum(sample.exact for sample in samples) / count,
-        "response_length_mean": sum(lengths) / count,
-        "response_length_max": float(max(lengths, default=0)),
-        "truncation_rate": sum(sample.truncated for sample in samples) / count,
+        group + "reward_mean": sum(sample.reward for sample in samples) / count,
+        group + "exact_mean": sum(sample.exact for sample in samples) / count,
+        group + "response_length_mean": sum(lengths) / count,
+        group + "response_length_max": float(max(lengths, default=0)),
+        group + "truncation_rate": sum(sample.truncated for sample in samples) / count,
     }
 
 
@@ -53,7 +54,7 @@ class Reporter:
         keep_steps_before(directory / ROLLOUTS_FILE, first_step)
 
     def rewind(self, step: int) -> None:
-        """Drop what was recorded of `step` and later: these steps are done again."""
+        """Drop what was recorded of `step` and later: these steps will be repeated."""
         self._log.rewind(step)
         keep_steps_before(self._directory / ROLLOUTS_FILE, step)
 
@@ -68,13 +69,18 @@ class Reporter:
         """Record a finished step, counted from 0, with the seconds of its phases."""
         seconds = self._phases.take_step()
         tokens = float(sum(len(sample.response_tokens) for sample in samples))
-        row = sample_metrics(samples) | {
-            "generated_tokens": tokens,
-            "generation_tokens_per_second": tokens / max(seconds.get("generate", 0.0), 1e-9),
+        row = sample_metrics(samples, ROLLOUT) | {
+            "rollout/generated_tokens": tokens,
+            "perf/generation_tokens_per_second": tokens / max(seconds.get("generate", 0.0), 1e-9),
             **metrics,
-            **{PHASE_PREFIX + name: value for name, value in seconds.items()},
+            **{TIMING + name: value for name, value in seconds.items()},
         }
         self._log.log(step, row)
+        if row.get("actor/skipped_updates"):
+            self._console.note(
+                f"WARNING: step {step + 1} left out {row['actor/skipped_updates']:.0f} update(s): the gradient was not "
+                "finite. If this goes on, lower actor.optimizer.lr and look at the loss."
+            )
         self._rollout = self._timeline.take_live()
         self._timeline.flush()
         write_rollouts(self._directory / ROLLOUTS_FILE, samples, self._config.logger.rollouts_per_step)
@@ -88,7 +94,7 @@ class Reporter:
             start_model: the directory the run began with; a replay of its first step needs it.
         """
         seconds = self._phases.take_step()
-        self._log.log(step, dict(metrics) | {PHASE_PREFIX + name: value for name, value in seconds.items()})
+        self._log.log(step, dict(metrics) | {TIMING + name: value for name, value in seconds.items()})
         self._log.close()
         rows = read_lines(self._directory / METRICS_FILE)
         summary = {"start_model": start_model} | summarize(rows, time.monotonic() - started)

@@ -1,4 +1,4 @@
-"""rollouts.jsonl: every sample with all its fields, for a person to read and for the trainer to replay."""
+"""rollouts.jsonl: every sample with all its fields, for people and for replays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhfspec_mega.observe.json_lines import text_lines
 from rlhfspec_mega.types import FinishReason, Prompt, Sample, SampleState
 
 ROLLOUTS_FILE = "rollouts.jsonl"
-# What a person reads comes first in a line; numbers for the replay follow.
+# In each line, text for people comes first and numbers for replays follow.
 FIRST = ("step", "sample_id", "reward", "exact", "advantage", "finish_reason", "response")
 
 

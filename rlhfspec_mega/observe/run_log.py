@@ -1,4 +1,4 @@
-"""A run's metrics: metrics.jsonl always, TensorBoard and Weights & Biases by choice."""
+"""A run's metrics: metrics.jsonl always, TensorBoard and Weights & Biases on request."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlhfspec_mega.config.schema import LoggerConfig
+from rlhfspec_mega.config.schema.system import LoggerConfig
 from rlhfspec_mega.observe.json_lines import keep_steps_before
 
 METRICS_FILE, TENSORBOARD_DIR = "metrics.jsonl", "tensorboard"
 
 
 class RunLog:
-    """Writes one set of metrics per step, to all places at once. Files appear with the first of them.
+    """Writes the metrics of each step to all places. Files are created with the first metrics.
 
-    A run that resumes at `first_step` drops what was logged for that step and later: it does those steps again.
+    A run that resumes at `first_step` drops what was logged for that step and later, since it repeats them.
     """
 
     def __init__(self, directory: Path, config: LoggerConfig, run_name: str, first_step: int = 0) -> None:

@@ -1,5 +1,4 @@
-"""What a worker did and when, gathered where it happens in bounded memory until the driver asks for it;
-and the driver's own seconds per phase."""
+"""What a worker spent its time on, in bounded memory until the driver asks; and the driver's seconds per phase."""
 
 from __future__ import annotations
 
@@ -11,16 +10,18 @@ from contextlib import contextmanager
 from rlhfspec_mega.types import Span
 
 LIMIT = 1024  # spans held; a driver asks several times a second, an engine that is driven otherwise may never be asked
-GAP_SECONDS = 0.001  # idle time between two spans that still count as one
-LEVEL = "batch"  # the one number that says how many at a time; all others are amounts, which add up
+GAP_SECONDS = 0.001  # longest idle time between two spans that are merged
+LEVEL = "batch"  # the only argument that is not a sum
 
 
 class SpanRecorder:
-    """Takes span after span; those that continue the one before become part of it.
+    """Records spans; a span that continues the previous one is merged with it.
 
-    A span continues another of the same name if nothing lies between them, and words and `batch` among their arguments
-    are the same: a hundred decode steps of 8 samples are one span, whose other numbers are sums. When more than `limit`
-    spans are held every two neighbours become one, so that a long time without `take` costs detail, not memory.
+    A span continues the previous one if nothing lies between them and the name, the words and `batch` among the
+    arguments
+    are equal: a hundred decode steps of 8 samples are one span, whose other numbers are sums. With more than `limit`
+        spans,
+    neighbours are merged in pairs, so that a long time without `take` costs detail, not memory.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
@@ -40,7 +41,7 @@ class SpanRecorder:
 
     @contextmanager
     def measure(self, name: str, **arguments: float | int | str) -> Iterator[None]:
-        """Record the time inside."""
+        """Record the time spent inside this context."""
         start = time.time()
         try:
             yield
@@ -48,7 +49,7 @@ class SpanRecorder:
             self.add(name, start, time.time(), **arguments)
 
     def take(self) -> list[Span]:
-        """The spans since the last call, in order of time."""
+        """Spans since the last call, in order of time."""
         taken, self._spans = self._spans, []
         return taken
 
@@ -63,7 +64,7 @@ def _continues(last: Span, span: Span) -> bool:
 
 
 def _joined(first: Span, second: Span) -> Span:
-    """Both and what lies between them: amounts added up, the larger batch, and the words that are the same in both."""
+    """One span for both and the time between them: sums of amounts, the larger batch, and the words that are equal."""
     names = dict.fromkeys([*first.name.split(" + "), *second.name.split(" + ")])
     arguments = first.arguments | second.arguments
     for key in first.arguments.keys() & second.arguments.keys():
@@ -77,11 +78,11 @@ def _joined(first: Span, second: Span) -> Span:
 
 
 class PhaseTimer:
-    """Every second is charged to the innermost open phase, so phases of a step sum to the time spent in phases.
+    """Charges every second to the innermost open phase, so that the phases of a step do not overlap.
 
     Args:
-        entered: is told the name of each phase as it begins (for a live display).
-        charged: is told name, start and end of all that is charged to a phase, in seconds since the epoch (for a
+        entered: called with the name of each phase as it begins (for a live display).
+        charged: called with name, start and end of every interval charged to a phase, in seconds since the epoch (for a
             timeline).
 
     Attributes:
@@ -104,7 +105,7 @@ class PhaseTimer:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Charge the time inside to phase `name`."""
+        """Charge the time spent inside this context to phase `name`."""
         self._charge()
         self._open.append(name)
         if self._entered:
@@ -116,7 +117,7 @@ class PhaseTimer:
             self._open.pop()
 
     def take_step(self) -> dict[str, float]:
-        """Seconds per phase since the last call, and begin to count anew."""
+        """Seconds per phase since the last call."""
         self._charge()
         taken, self._step = dict(self._step), defaultdict(float)
         return taken

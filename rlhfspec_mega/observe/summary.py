@@ -1,4 +1,4 @@
-"""What came of a run: summary.json and the same in words, from the lines of metrics.jsonl."""
+"""The result of a run: summary.json, and the same in words, from the lines of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec_mega.observe.figures import drafting_figures, tail_figures, tail_in_words
+from rlhfspec_mega.observe.metrics import TIMING
 
 SUMMARY_FILE = "summary.json"
-PHASE_PREFIX = "seconds/"  # metric seconds/generate: seconds of phase generate
 ENDS = 5  # steps averaged at either end of a run
 
 Rows = Sequence[Mapping[str, Any]]
 
 
 def summarize(rows: Rows, wall_seconds: float) -> dict[str, Any]:
-    """The figures of a run; one that nothing was measured for is None.
+    """The figures of a run; a figure that was not measured is None.
 
     Args:
-        rows: one mapping per logged step, in order. Keys used: reward, exact, eval_exact, generated_tokens,
-            logprob_difference_mean, response_length_mean, seconds/<phase>. A row without `reward` (an evaluation before
-            the first step) counts as no step.
-        wall_seconds: of the whole run as the caller measured it.
+        rows: one mapping per logged step, in order, by the names of observe.metrics. A row without a reward (an
+            evaluation before the first step) does not count as a step.
+        wall_seconds: of the whole run, as measured by the caller.
 
     Returns:
         steps; reward_first and reward_last, exact_first and exact_last (means over the first and last five steps);
@@ -32,32 +31,32 @@ def summarize(rows: Rows, wall_seconds: float) -> dict[str, Any]:
         phase_seconds (totals); wall_seconds; those of `tail_figures`; with drafts also those of `drafting_figures`
         and the last calibration_error.
     """
-    steps = [row for row in rows if row.get("reward") is not None]
+    steps = [row for row in rows if row.get("rollout/reward_mean") is not None]
     phases: dict[str, float] = {}
     for row in rows:
         for name, value in row.items():
-            if name.startswith(PHASE_PREFIX) and value is not None:
-                phase = name.removeprefix(PHASE_PREFIX)
+            if name.startswith(TIMING) and value is not None:
+                phase = name.removeprefix(TIMING)
                 phases[phase] = phases.get(phase, 0.0) + value
-    evaluations = _values(rows, "eval_exact")
-    tokens, generating = sum(_values(steps, "generated_tokens")), phases.get("generate", 0.0)
+    evaluations = _values(rows, "val/exact_mean")
+    tokens, generating = sum(_values(steps, "rollout/generated_tokens")), phases.get("generate", 0.0)
     figures = {
         "steps": len(steps),
-        "reward_first": _mean(_values(steps[:ENDS], "reward")),
-        "reward_last": _mean(_values(steps[-ENDS:], "reward")),
-        "exact_first": _mean(_values(steps[:ENDS], "exact")),
-        "exact_last": _mean(_values(steps[-ENDS:], "exact")),
+        "reward_first": _mean(_values(steps[:ENDS], "rollout/reward_mean")),
+        "reward_last": _mean(_values(steps[-ENDS:], "rollout/reward_mean")),
+        "exact_first": _mean(_values(steps[:ENDS], "rollout/exact_mean")),
+        "exact_last": _mean(_values(steps[-ENDS:], "rollout/exact_mean")),
         "eval_exact_first": evaluations[0] if evaluations else None,
         "eval_exact_last": evaluations[-1] if evaluations else None,
         "generation_tokens_per_second": tokens / generating if generating > 0 else None,
-        "logprob_difference_mean": _mean(_values(steps, "logprob_difference_mean")),
-        "response_length_mean": _mean(_values(steps, "response_length_mean")),
+        "logprob_difference_mean": _mean(_values(steps, "rollout/logprob_diff_mean")),
+        "response_length_mean": _mean(_values(steps, "rollout/response_length_mean")),
         "phase_seconds": phases,
         "wall_seconds": wall_seconds,
     }
     drafting = drafting_figures(rows)
     if drafting:
-        errors = _values(steps, "calibration_error")
+        errors = _values(steps, "speculation/calibration_error")
         drafting["calibration_error"] = errors[-1] if errors else None
     return figures | drafting | tail_figures(steps)
 
@@ -70,7 +69,7 @@ def write_summary(directory: Path, summary: Mapping[str, Any]) -> Path:
 
 
 def summary_in_words(summary: Mapping[str, Any]) -> str:
-    """A few sentences for the end of a run; what was not measured is left out."""
+    """A few sentences for the end of a run; figures that were not measured are left out."""
     steps = summary["steps"]
     sentences = [f"{steps} step{'' if steps == 1 else 's'} in {_duration(summary['wall_seconds'])}."]
     if summary["reward_first"] is not None:

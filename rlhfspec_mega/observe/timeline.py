@@ -1,4 +1,7 @@
-"""The timeline of a run, to be opened in ui.perfetto.dev or chrome://tracing: who did what, when, and what moved."""
+"""The timeline of a run for ui.perfetto.dev or chrome://tracing.
+
+What each worker did when, and which samples migrated.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ from rlhfspec_mega.types import MigrationEvent, Span
 
 TIMELINE_FILE = "timeline.json"
 LIMIT = 400_000  # events with the detail of engines and actors: some 60 MB, which viewers still open quickly
-WITHOUT_DETAIL = 2  # times the limit: where everything else ends
+WITHOUT_DETAIL = 2  # multiple of LIMIT after which no events at all are recorded
 BUFFERED = 1000  # events written at once
-MARK = 50  # microseconds that a departure or an arrival takes up
-_THREADS = 100_000  # of a process, at most: viewers take the number of a thread for unique in the whole trace
+MARK = 50  # microseconds; drawn width of a departure or an arrival
+_THREADS = 100_000  # most threads of a process: viewers expect thread numbers to be unique in the trace
 # Nothing follows the closing bracket: Perfetto may take even white space there for an error.
 _OPENING, _SEPARATOR, _CLOSING = b"[\n", b",\n", b"\n]"
 
@@ -26,7 +29,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Lane(NamedTuple):
-    """A row of the picture: thread `number` of a process."""
+    """A row of the timeline: thread `number` of a process."""
 
     process: int
     number: int
@@ -35,7 +38,7 @@ class Lane(NamedTuple):
 
     @property
     def place(self) -> dict[str, int]:
-        """What says in an event that it belongs here."""
+        """The fields of an event that put it on this lane."""
         return {"pid": self.process, "tid": self.process * _THREADS + self.number}
 
 
@@ -84,12 +87,12 @@ class Timeline:
     # What happens
 
     def phase(self, name: str, start: float, end: float) -> None:
-        """The driver was in this phase; fits PhaseTimer's `charged`."""
+        """The driver was in this phase; usable as PhaseTimer's `charged`."""
         if self._has_room(end):
             self._slice(DRIVER, name, start, end, {})
 
     def engine(self, rank: int, spans: Sequence[Span]) -> None:
-        """What an engine did, in order of time: decode steps, prefills, tasks on its freed device."""
+        """What an engine did, in order of time: decode steps, prefills, work on its freed device."""
         self._spans(engine_lane(rank, 0), spans)
 
     def actor(self, rank: int, spans: Sequence[Span]) -> None:
@@ -97,23 +100,23 @@ class Timeline:
         self._spans(actor_lane(rank), spans)
 
     def reference(self, replica: int, spans: Sequence[Span]) -> None:
-        """What a replica of the reference did on devices that engines left free, in order of time."""
+        """Record how a replica of the reference spent its time on devices that engines had freed, in order of time."""
         self._spans(reference_lane(replica), spans)
 
     def freed(self, rank: int, start: float, end: float) -> None:
-        """In this time the rollout had no more samples for the engine."""
+        """An interval in which the rollout had no more samples for the engine."""
         self._live.freed.setdefault(rank, []).append((start, end))
         if self._has_room(end):
             self._slice(engine_lane(rank, 1), "freed", start, end, {})
 
     def live(self, rank: int, time: float, count: int) -> None:
-        """The engine holds so many unfinished samples from now on."""
+        """The engine holds this many unfinished samples from now on."""
         if self._live.add(rank, time, count) and self._has_room(time):
             lane = engine_lane(rank, 0)
             self._event(lane, "C", "live", _microseconds(time), {"args": {"samples": count}})
 
     def migration(self, event: MigrationEvent) -> None:
-        """A sample has moved."""
+        """A sample has migrated."""
         if not self._has_room(event.arrived):
             return
         arguments = {
@@ -139,7 +142,7 @@ class Timeline:
         return taken
 
     def flush(self) -> None:
-        """Bring what was gathered to the file."""
+        """Write the recorded events to the file."""
         if not self._broken:
             try:
                 self._file.append(self._lines)
@@ -155,7 +158,7 @@ class Timeline:
         return self._file.events + len(self._lines)
 
     def _has_room(self, time: float, detail: bool = False) -> bool:
-        """Whether another event may be taken; the first that may not is told in the file."""
+        """Whether another event may be recorded; the first refusal is noted in the file."""
         most = self._limit * (1 if detail else WITHOUT_DETAIL)
         if self._count < most:
             return True
@@ -181,7 +184,7 @@ class Timeline:
             self._event(lane, "X", name, first, {"dur": last - first, "args": _in_json(arguments)})
 
     def _mark(self, lane: Lane, time: int) -> int:
-        """The first free place of a mark at this time or, by less than a mark, before it."""
+        """The nearest free place for a mark at this time, or less than a mark's width before it."""
         taken, place = self._marks[lane], time // MARK
         while place in taken:
             place += 1
@@ -195,14 +198,14 @@ class Timeline:
         self._write({"ph": kind, "name": name, "ts": time} | lane.place | rest)
 
     def _introduce(self, lane: Lane) -> None:
-        """Names and order of a lane."""
+        """Write name and order of a lane."""
         self._describe(lane, "process_name", name=lane.process_name)
         self._describe(lane, "process_sort_index", sort_index=lane.process)
         self._describe(lane, "thread_name", name=lane.name)
         self._describe(lane, "thread_sort_index", sort_index=lane.number)
 
     def _describe(self, lane: Lane, kind: str, /, **arguments: str | int) -> None:
-        """Metadata, which has no time."""
+        """Write metadata, which has no time."""
         self._write({"ph": "M", "name": kind} | lane.place | {"args": arguments})
 
     def _write(self, event: dict[str, Any]) -> None:
@@ -217,7 +220,7 @@ def _microseconds(seconds: float) -> int:
 
 
 def _in_json(arguments: Mapping[str, float | int | str]) -> dict[str, float | int | str]:
-    """Arguments with infinity and NaN, which JSON lacks, in words."""
+    """Arguments with infinity and NaN, which JSON lacks, as words."""
     return {
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in arguments.items()

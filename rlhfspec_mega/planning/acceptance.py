@@ -1,4 +1,4 @@
-"""How probable it is that a draft token is accepted once its parent was: calibrated on line, and how well."""
+"""The probability that a draft token is accepted if its parent was: learnt on line, and how well it is calibrated."""
 
 from __future__ import annotations
 
@@ -11,44 +11,47 @@ from rlhfspec_mega.planning.tree import ROOT, Batch, Bools, DraftTree, Floats, I
 
 TEMPERATURE_EDGES = np.array([0.0, 0.4, 0.8])  # classes: greedy, up to 0.4, up to 0.8, above
 GAP_EDGES = np.array([0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.5, 7.0])
-GAP_MIDDLES = np.array([0.05, 0.17, 0.37, 0.62, 0.87, 1.25, 1.75, 2.5, 3.7, 5.5, 9.0])
+GAP_MIDPOINTS = np.array([0.05, 0.17, 0.37, 0.62, 0.87, 1.25, 1.75, 2.5, 3.7, 5.5, 9.0])
 CLASSES, GAPS = len(TEMPERATURE_EDGES) + 1, len(GAP_EDGES) + 1
-RANKS = 8  # the last stands for itself and all beyond, as do those below
-DEPTHS = 16
-POSITIONS = 20  # sample lengths by powers of two
+RANKS = 8  # the last one includes all worse ranks
+DEPTHS = 16  # the last one includes all deeper layers
+POSITIONS = 20  # sample lengths by powers of two; the last one includes all longer samples
 CELLS = CLASSES * RANKS * GAPS
-SAMPLES = 1024  # remembered one by one, the latest to come; of more at once some share a place and are forgotten
-# Depth, position and sample shift the best child and its siblings apart: where the best fails more often, the others
-# gain.
-SHARED = CELLS + 2 * DEPTHS + 2 * POSITIONS  # entries that all samples share; their own come behind
-LEVELS = SHARED + 2 * SAMPLES
-REST = np.array([[0, DEPTHS], [0, POSITIONS], [0, SAMPLES]])  # added to such entries of best children, of the rest
-FACTORS = 4  # a probability's log-odds is a cell's plus a depth's plus a position's plus a sample's
-SURE = 1e-3  # probabilities stay this far from 0 and 1
-MOST_ODDS = 8.0  # of an entry: one that is never wrong stays near enough to notice when it begins to be
+SAMPLE_PLACES = 1024  # for entries of single samples; a newer sample replaces an older one at its place
+# Depth, position and sample have one entry for best children and another for the rest, since the others are accepted
+# more often where the best child is accepted less often.
+SHARED_ENTRIES = CELLS + 2 * DEPTHS + 2 * POSITIONS  # followed by the entries of single samples
+ALL_ENTRIES = SHARED_ENTRIES + 2 * SAMPLE_PLACES
+# Offsets of the depth, position and sample entries: for best children, and for the rest.
+SIBLING_OFFSETS = np.array([[0, DEPTHS], [0, POSITIONS], [0, SAMPLE_PLACES]])
+FACTORS = 4  # entries that are summed to log-odds: of cell, depth, position and sample
+MIN_PROBABILITY = 1e-3  # smallest distance of a probability from 0 and 1
+MAX_LOG_ODDS = 8.0  # bound of an entry, so that one that was never wrong still adapts when this changes
 
-# Of a cell; of a depth or position; of a sample. A cell follows the data sooner than a depth; a sample differs from
-# the others by about half a unit of log-odds.
+# Of a cell; of a depth or position; of a sample. A cell follows the data faster than a depth does, and samples differ
+# from each other by about half a unit of log-odds.
 PRIOR_INFORMATION = (1.0, 8.0, 4.0)
-MOST_INFORMATION = (40.0, 120.0, 12.0)  # about 250, 800 and 80 outcomes: older ones are forgotten
-SIBLINGS_KEPT = 0.99  # of the weight of earlier groups of siblings, per step, in the distribution of gaps
-LEAST_WEIGHT = 1e-9
-# Steps with drafting after which expected layers are worked out anew: each of the first ones, then every eighth.
+MAX_INFORMATION = (40.0, 120.0, 12.0)  # about 250, 800 and 80 outcomes; older outcomes are forgotten
+SIBLINGS_DECAY = 0.99  # factor per step on the weight of earlier sibling groups in the distribution of gaps
+MIN_WEIGHT = 1e-9
+# Steps with drafting after which expected layers are computed again: each of the first 64, then every eighth.
 EXPECTED_AT_FIRST, EXPECTED_EVERY = 64, 8
 
 BINS = 10  # of probability, of equal width
-RECENT = 0.99  # share of a step's weight that the next step leaves
-RECENT_NODES = 0.999  # the same in the bins of nodes
+STEPS_DECAY = 0.99  # factor per step on the weight of earlier steps in a report's recent means
+NODES_DECAY = 0.999  # the same in its calibration error
 
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """Attributes:
-    observations: nodes whose parent was accepted, so far.
-    calibration_error: expected calibration error: the mean over such nodes of about the last 1000 steps of |predicted -
-        observed frequency| of the node's probability bin, 0 to 1.
-    predicted, realised: accepted draft tokens per step with drafting, mean over all such steps.
-    recent_predicted, recent_realised: the same with forgetting, over about the last 100 steps.
+    """How well predicted acceptance agrees with the outcomes.
+
+    Attributes:
+        observations: verified nodes whose parent was accepted.
+        calibration_error: expected calibration error over about the last 1000 steps, from 0 to 1: the mean over these
+            nodes of |predicted - observed frequency| in the node's probability bin.
+        predicted, realised: mean accepted draft tokens per step with drafting.
+        recent_predicted, recent_realised: the same over about the last 100 steps.
     """
 
     observations: int
@@ -64,25 +67,25 @@ class Calibration:
 
     def __init__(self) -> None:
         self._observations = 0
-        self._bins = np.zeros((3, BINS))  # observations, sum of predictions, accepted, with forgetting
-        self._steps = np.zeros(3)  # steps, predicted, realised accepted tokens
-        self._recent = np.zeros(3)
+        self._bins = np.zeros((3, BINS))  # decayed sums by bin: observations, predictions, accepted
+        self._steps = np.zeros(3)  # sums: steps, predicted and realised accepted draft tokens
+        self._recent = np.zeros(3)  # the same sums, decayed
 
     def add(self, conditional: Floats, accepted: Bools, predicted_tokens: float, accepted_tokens: int) -> None:
-        """One step: probabilities and outcomes of nodes whose parent was accepted, and the accepted tokens."""
+        """Add a step: predictions and outcomes of nodes whose parent was accepted, and total accepted tokens."""
         bins = np.minimum((conditional * BINS).astype(np.int64), BINS - 1)
         self._observations += len(bins)
-        self._bins *= RECENT_NODES
+        self._bins *= NODES_DECAY
         self._bins[0] += np.bincount(bins, minlength=BINS)
         self._bins[1] += np.bincount(bins, conditional, BINS)
         self._bins[2] += np.bincount(bins, accepted, BINS)
         step = (1.0, predicted_tokens, float(accepted_tokens))
         self._steps += step
-        self._recent *= RECENT
+        self._recent *= STEPS_DECAY
         self._recent += step
 
     def report(self) -> CalibrationReport:
-        """Where it stands; zeros before the first step."""
+        """The current report; all values are 0 before the first step."""
         error = float(np.abs(self._bins[1] - self._bins[2]).sum()) / max(float(self._bins[0].sum()), 1e-9)
         steps, recent = self._steps / max(self._steps[0], 1e-9), self._recent / max(self._recent[0], 1e-9)
         return CalibrationReport(
@@ -102,41 +105,43 @@ class Calibration:
 class AcceptanceModel:
     """P(child accepted | parent accepted) from temperature class, rank, gap, depth, sample length and sample.
 
-    Log-odds are a sum of four table entries: cell (temperature class, rank, gap bin), depth, position and the sample's
-    own, which begins at 0, the latter three apart for best children and the rest. Every step is one step of Newton's
-    method per entry on the log-likelihood, with an entry's information (the sum of p (1 - p) of its outcomes) as
-    curvature and a quarter of the way each, which no batch can make overshoot (the curvature of a sum of four is at
-    most four times the diagonal's). Information is capped: an entry forgets at the pace at which it sees outcomes, and
-    one that sees none keeps what it knows.
-    After counting in bins (EAGLE-2 calibrates nothing; arXiv 2406.16858) and on-line Bayesian logistic regression
-    (Graepel et al., ICML 2010).
+    The log-odds are the sum of four table entries: of the cell (temperature class, rank, gap bin), the depth, the
+    position (sample length) and the sample. The last three have separate entries for best children and for the rest. In
+    each step every entry moves by a damped Newton step on the log-likelihood, where the curvature is the entry's
+    information: the sum of p (1 - p) over its outcomes. Each step goes a quarter of the way, so that the four entries
+    together do not overshoot: the curvature of a sum of four is at most four times the diagonal's. Information is
+    capped, so an entry forgets old outcomes as new ones arrive, and an entry without outcomes stays as it is.
 
-    Prior: with shared noise the best child fails where the target's scores differ by more than the gap.
+    EAGLE-2 (arXiv 2406.16858) uses the draft's probability and does not calibrate it. The method follows on-line
+    Bayesian logistic regression (Graepel et al., ICML 2010).
+
+    The prior accounts for shared noise: the best child is rejected only if target and draft scores differ by more than
+    the gap.
     """
 
     def __init__(self) -> None:
-        sizes = CELLS, SHARED - CELLS, LEVELS - SHARED
-        self._odds = np.concatenate((_prior_odds().ravel(), np.zeros(LEVELS - CELLS)))
+        sizes = CELLS, SHARED_ENTRIES - CELLS, ALL_ENTRIES - SHARED_ENTRIES
+        self._log_odds = np.concatenate((_prior_log_odds().ravel(), np.zeros(ALL_ENTRIES - CELLS)))
         self._information = np.repeat(PRIOR_INFORMATION, sizes)
-        self._most = np.repeat(MOST_INFORMATION, sizes)
-        self._owners = np.full(SAMPLES, -1)  # the sample whose own entry this is
-        # Sibling groups by temperature class, depth and gap, each weighted by its parent's survival.
+        self._max_information = np.repeat(MAX_INFORMATION, sizes)
+        self._owners = np.full(SAMPLE_PLACES, -1)  # number of the sample that has each place
+        # Weight of sibling groups by temperature class, depth and gap. A group counts with its parent's survival.
         self._siblings = np.ones((CLASSES, DEPTHS, GAPS)) / GAPS
         self._calibration = Calibration()
-        self._batch: Batch | None = None  # whose `_row_entries` were computed last: the same one all through a step
+        self._batch: Batch | None = None  # that of `_row_entries`, which is computed once per step
         self._row_entries = np.zeros((FACTORS, 0), np.int64)
         self._expected: dict[tuple[int, int], Floats] = {}
         self._observed = 0
 
     def conditional(self, batch: Batch, tree: DraftTree, nodes: slice | Ints) -> Floats:
         """Probability [k] that each of these nodes is accepted if its parent is."""
-        cells, depths, positions, samples = self._odds[self._entries(batch, tree, nodes)]
+        cells, depths, positions, samples = self._log_odds[self._entries(batch, tree, nodes)]
         return _probability(cells + depths + positions + samples)
 
     def expected_layer(self, depth: int, temperature: float) -> Floats:
-        """Mean conditional acceptance [RANKS] by rank of the children at this depth of an average parent.
+        """Mean conditional acceptance [RANKS] by rank, for a layer that is not drafted yet.
 
-        Averages over the gaps seen at this depth; for a layer that is not drafted yet.
+        The mean is over the gaps that were observed at this depth (from 1).
         """
         key = int(TEMPERATURE_EDGES.searchsorted(temperature)), min(depth, DEPTHS) - 1
         if key not in self._expected:
@@ -144,18 +149,18 @@ class AcceptanceModel:
         return self._expected[key]
 
     def layer_table(self, temperature_class: int, depth_index: int) -> Floats:
-        """Conditional acceptance [RANKS, GAPS] at this depth (from 0); positions and samples count nothing."""
-        cells = self._odds[:CELLS].reshape(CLASSES, RANKS, GAPS)[temperature_class]
-        best, rest = self._odds[CELLS + depth_index], self._odds[CELLS + DEPTHS + depth_index]
+        """Conditional acceptance [RANKS, GAPS] at this depth (from 0), without position and sample entries."""
+        cells = self._log_odds[:CELLS].reshape(CLASSES, RANKS, GAPS)[temperature_class]
+        best, rest = self._log_odds[CELLS + depth_index], self._log_odds[CELLS + DEPTHS + depth_index]
         return _probability(cells + np.where(np.arange(RANKS) == 0, best, rest)[:, None])
 
     def gap_weights(self, temperature_class: int, depth_index: int) -> Floats:
-        """Shares [GAPS] of the gaps among sibling groups at this depth (from 0)."""
+        """Observed distribution [GAPS] of the gaps of sibling groups at this depth (from 0)."""
         weights = self._siblings[temperature_class, depth_index]
         return weights / weights.sum()
 
     def observe(self, record: StepRecord) -> None:
-        """Learn from one step: of the verified nodes those whose parent is the root or was accepted."""
+        """Learn from one step: from verified nodes whose parent is the root or was accepted."""
         tree, chosen = record.tree, record.chosen
         if not tree.size:
             return
@@ -163,7 +168,7 @@ class AcceptanceModel:
         if len(chosen):
             accepted = np.zeros(tree.size + 1, np.bool_)
             accepted[chosen] = record.accepted
-            accepted[-1] = True  # ROOT = -1 reads this entry
+            accepted[-1] = True  # read for children of the root, since ROOT = -1
             judged = chosen[accepted[tree.parents[chosen]]]
             self._learn(record.batch, tree, judged, accepted[judged], float(tree.survival[chosen].sum()))
         self._observed += 1
@@ -171,21 +176,21 @@ class AcceptanceModel:
             self._expected.clear()
 
     def report(self) -> CalibrationReport:
-        """Calibration error so far."""
+        """How well predictions agree with the outcomes so far."""
         return self._calibration.report()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that was learnt but for single samples, as plain data for JSON."""
+        """All that was learnt, except the entries of single samples, as plain data for JSON."""
         return {
-            "odds": self._odds[:SHARED].tolist(),
-            "information": self._information[:SHARED].tolist(),
+            "odds": self._log_odds[:SHARED_ENTRIES].tolist(),
+            "information": self._information[:SHARED_ENTRIES].tolist(),
             "siblings": self._siblings.tolist(),
             "calibration": self._calibration.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`."""
-        self._odds[:SHARED], self._information[:SHARED] = state["odds"], state["information"]
+        """Continue from a `state_dict`."""
+        self._log_odds[:SHARED_ENTRIES], self._information[:SHARED_ENTRIES] = state["odds"], state["information"]
         self._owners[:] = -1
         self._siblings = np.array(state["siblings"])
         self._calibration.load_state_dict(state["calibration"])
@@ -193,18 +198,18 @@ class AcceptanceModel:
 
     def _learn(self, batch: Batch, tree: DraftTree, judged: Ints, accepted: Bools, predicted_tokens: float) -> None:
         entries = self._entries(batch, tree, judged)
-        chances = _probability(self._odds[entries].sum(axis=0))
-        self._calibration.add(chances, accepted, predicted_tokens, int(accepted.sum()))
+        probabilities = _probability(self._log_odds[entries].sum(axis=0))
+        self._calibration.add(probabilities, accepted, predicted_tokens, int(accepted.sum()))
         flat = entries.ravel()
-        surprise = np.bincount(flat, np.concatenate((accepted - chances,) * FACTORS), LEVELS)
-        curvature = np.bincount(flat, np.concatenate((chances * (1.0 - chances),) * FACTORS), LEVELS)
-        self._odds += surprise / (self._information + FACTORS * curvature)
-        np.clip(self._odds, -MOST_ODDS, MOST_ODDS, out=self._odds)
+        gradient = np.bincount(flat, np.concatenate((accepted - probabilities,) * FACTORS), ALL_ENTRIES)
+        curvature = np.bincount(flat, np.concatenate((probabilities * (1.0 - probabilities),) * FACTORS), ALL_ENTRIES)
+        self._log_odds += gradient / (self._information + FACTORS * curvature)
+        np.clip(self._log_odds, -MAX_LOG_ODDS, MAX_LOG_ODDS, out=self._log_odds)
         self._information += curvature
-        np.minimum(self._information, self._most, out=self._information)
+        np.minimum(self._information, self._max_information, out=self._information)
 
     def _observe_gaps(self, record: StepRecord) -> None:
-        """Count the gaps of sibling groups, one per group, as often as the group's parent is accepted."""
+        """Add the gap of each sibling group to the distribution, weighted by the survival of the group's parent."""
         tree = record.tree
         groups = np.flatnonzero(tree.ranks == 0)
         parents = tree.parents[groups]
@@ -213,52 +218,52 @@ class AcceptanceModel:
         depths = np.minimum(tree.depths[groups], DEPTHS) - 1
         index = (classes * DEPTHS + depths) * GAPS + GAP_EDGES.searchsorted(tree.gaps[groups])
         counts = np.bincount(index, weights, self._siblings.size)
-        self._siblings *= SIBLINGS_KEPT
-        self._siblings += LEAST_WEIGHT
+        self._siblings *= SIBLINGS_DECAY
+        self._siblings += MIN_WEIGHT
         self._siblings += counts.reshape(self._siblings.shape)
 
     def _entries(self, batch: Batch, tree: DraftTree, nodes: slice | Ints) -> Ints:
         """Table entries [FACTORS, k] whose sum is the log-odds of each node."""
         if batch is not self._batch:
             self._batch, self._row_entries = batch, _row_entries(batch)
-            self._welcome(batch.samples)
+            self._reset_new_samples(batch.samples)
         ranks = np.minimum(tree.ranks[nodes], RANKS - 1)
         entries = self._row_entries[:, tree.rows[nodes]]
         entries[0] += ranks * GAPS + GAP_EDGES.searchsorted(tree.gaps[nodes])
         entries[1] += np.minimum(tree.depths[nodes], DEPTHS)
-        entries[1:] += REST[:, np.minimum(ranks, 1)]
+        entries[1:] += SIBLING_OFFSETS[:, np.minimum(ranks, 1)]
         return entries
 
-    def _welcome(self, samples: Ints) -> None:
-        """Samples that were not met before begin with entries that say nothing."""
-        places = samples % SAMPLES
+    def _reset_new_samples(self, samples: Ints) -> None:
+        """Give samples that have no place yet one with entries of 0."""
+        places = samples % SAMPLE_PLACES
         new = places[self._owners[places] != samples]
         if len(new):
             self._owners[places] = samples
-            own = SHARED + np.concatenate((new, new + SAMPLES))
-            self._odds[own], self._information[own] = 0.0, PRIOR_INFORMATION[2]
+            own = SHARED_ENTRIES + np.concatenate((new, new + SAMPLE_PLACES))
+            self._log_odds[own], self._information[own] = 0.0, PRIOR_INFORMATION[2]
 
 
 def _row_entries(batch: Batch) -> Ints:
-    """First table entries [FACTORS, B] of the nodes of each sample: rank, gap and depth come on top."""
+    """Indices of table entries [FACTORS, B] of each sample, to which those of rank, gap and depth are added."""
     cells = TEMPERATURE_EDGES.searchsorted(batch.temperatures) * (RANKS * GAPS)
     positions = CELLS + 2 * DEPTHS + np.minimum(np.frexp(batch.lengths)[1], POSITIONS - 1)
-    return np.stack((cells, np.full(len(cells), CELLS - 1), positions, SHARED + batch.samples % SAMPLES))
+    return np.stack((cells, np.full(len(cells), CELLS - 1), positions, SHARED_ENTRIES + batch.samples % SAMPLE_PLACES))
 
 
-def _probability(odds: Floats) -> Floats:
-    """The probability of log-odds, kept `SURE` away from certainty."""
-    chances = 1.0 / (1.0 + np.exp(-odds))
-    np.maximum(chances, SURE, out=chances)
-    return np.minimum(chances, 1.0 - SURE, out=chances)
+def _probability(log_odds: Floats) -> Floats:
+    """The probabilities of log-odds, at least `MIN_PROBABILITY` away from 0 and 1."""
+    probabilities = 1.0 / (1.0 + np.exp(-log_odds))
+    np.maximum(probabilities, MIN_PROBABILITY, out=probabilities)
+    return np.minimum(probabilities, 1.0 - MIN_PROBABILITY, out=probabilities)
 
 
-def _prior_odds() -> Floats:
-    """Log-odds [CLASSES, RANKS, GAPS] before any data: a middling draft whose misses go to the next ranks."""
-    best = 0.45 + 0.5 * (1.0 - np.exp(-GAP_MIDDLES))
-    chances = np.empty((RANKS, GAPS))
-    chances[0] = best
+def _prior_log_odds() -> Floats:
+    """Log-odds [CLASSES, RANKS, GAPS] before any data: of a draft of medium quality."""
+    best = 0.45 + 0.5 * (1.0 - np.exp(-GAP_MIDPOINTS))
+    probabilities = np.empty((RANKS, GAPS))
+    probabilities[0] = best
     for rank in range(1, RANKS):
-        chances[rank] = 0.7 * (1.0 - best) * 0.5**rank
-    odds = np.log(chances / (1.0 - chances))
-    return np.broadcast_to(odds, (CLASSES, RANKS, GAPS))
+        probabilities[rank] = 0.7 * (1.0 - best) * 0.5**rank
+    log_odds = np.log(probabilities / (1.0 - probabilities))
+    return np.broadcast_to(log_odds, (CLASSES, RANKS, GAPS))

@@ -1,4 +1,4 @@
-"""How long the two parts of a decode step take: drafting, and verification with everything else."""
+"""Seconds of a decode step: of drafting, and of verification with everything else."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from rlhfspec_mega.planning.regression import RecursiveRegression, rising
+from rlhfspec_mega.planning.regression import RecursiveRegression, isotonic_regression
 from rlhfspec_mega.planning.tree import Floats, StepRecord
 
-# Log-spaced, four thirds or three halves apart. A machine with known steps (graph sizes, tiles) gets its own.
+# Ratios of 4/3 and 3/2, or 2. For a machine with known cost steps (CUDA graph sizes, tiles), other knots may be passed.
 VERIFY_KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 DRAFT_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-FAR = 1e7  # beyond the last knot a curve goes on as a straight line, up to here
-LEAST_SECONDS = 1e-7
-SMALL_MODEL = (1e-2, 1e-3, 2e-3, 2e-4)  # seconds of a pass and of a token in it, of target and draft: a first guess
-SMOOTHNESS = 0.03  # weight of a bend in a curve against one measurement: fills in what was not measured
-SHRINKAGE = 0.03  # weight of a coefficient of 0, curves aside: what batch and tokens explain alike goes to the tokens
+FAR_KNOT = 1e7  # curves continue as straight lines from the last knot up to here
+MIN_SECONDS = 1e-7
+# Seconds of a pass and of each token in it, first of the target, then of the draft: used before anything is measured.
+DEFAULT_SECONDS = (1e-2, 1e-3, 2e-3, 2e-4)
+SMOOTHNESS = 0.03  # weight of a bend in a curve, relative to one measurement; interpolates where nothing was measured
+# Weight that pulls coefficients other than curves to 0, so that what batch and tokens both explain counts as tokens.
+SHRINKAGE = 0.03
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,10 @@ class StepCost:
 
     Attributes:
         kv_tokens: tokens in the batch's KV caches.
-        tokens: read by the target: one per sample and its draft tokens.
-        backlog: tokens that the draft's first pass read.
-        depth: layers drafted; 0 is a plain step, whose draft_seconds count nothing.
-        drafted: nodes that the later depth - 1 passes ran on, all together.
+        tokens: tokens that the target read: one per sample, and its draft tokens.
+        backlog: tokens that the draft read in its first pass.
+        depth: drafted layers; 0 for a plain step, whose draft_seconds are ignored.
+        drafted: number of nodes that the draft's other depth - 1 passes ran on, all together.
     """
 
     batch: int
@@ -45,7 +47,7 @@ class StepCost:
 
 
 def step_cost(record: StepRecord) -> StepCost:
-    """What a step that was taken says of the cost."""
+    """The measurement that a decode step provides."""
     batch, tree = record.batch, record.tree
     return StepCost(
         batch=batch.size,
@@ -60,18 +62,18 @@ def step_cost(record: StepRecord) -> StepCost:
 
 
 class CostModel:
-    """Seconds of drafting and verification, from a warm-up profile and every step since.
+    """Predicts seconds of drafting and verification, from a profile and from every step since.
 
         verify = curve(tokens) + b * batch + c * kv_tokens + d * [any draft tokens]
         draft  = first(backlog) + (depth - 1) * later(nodes per pass) + c * depth * kv_tokens
 
-    Curves are values at knots with straight lines between (hat functions): a CPU's nearly straight line as well as a
-    GPU's floor, knee, slope and steps. Predictions never fall with tokens, backlog, nodes or depth, and are above 0:
-    curves are made monotone when read (isotonic regression: what was measured often gives way least), the other
-    coefficients are kept at 0 or above.
+    Curves are piecewise linear between knots (hat functions), so they can follow both the nearly straight line of a CPU
+    and the floor, knee, slope and steps of a GPU. Predictions are above 0 and never fall as tokens, backlog, nodes or
+    depth grow: curves are made monotone by isotonic regression, where values that were measured often change least, and
+    the other coefficients are kept at 0 or above.
 
     Attributes:
-        frozen: learn nothing more; for runs that must not depend on the clock.
+        frozen: whether `observe` is ignored, for runs that must not depend on the clock.
     """
 
     def __init__(
@@ -80,13 +82,13 @@ class CostModel:
         verify_knots: Sequence[int] = VERIFY_KNOTS,
         draft_knots: Sequence[int] = DRAFT_KNOTS,
     ) -> None:
-        """Knots are ascending; a step of the cost at k tokens is met by knots at k and k + 1.
+        """Knots are ascending; a jump in cost after k tokens is represented by knots at k and k + 1.
 
-        Until `fit`, `observe` or `load_state_dict`, a small model on a small machine is assumed.
+        Until `fit`, `observe` or `load_state_dict`, the costs are those of a small model on a small machine.
         """
         self.frozen = frozen
         self._set_knots(verify_knots, draft_knots)
-        self._set_curves(*SMALL_MODEL)
+        self._set_curves(*DEFAULT_SECONDS)
 
     @classmethod
     def nominal(
@@ -98,9 +100,9 @@ class CostModel:
         parameter_bytes: int = 4,
         pass_seconds: float = 2e-4,
     ) -> CostModel:
-        """A frozen model without a clock: a pass reads all weights once and computes 2 FLOP per weight and token.
+        """A frozen model from a roofline: a pass reads all weights once and computes 2 FLOP per weight and token.
 
-        Defaults resemble one CPU core in fp32. `pass_seconds` is what any pass costs however small.
+        The defaults resemble one CPU core in fp32. `pass_seconds` is the fixed overhead of a pass.
         """
         model = cls(frozen=True)
         per_token = 2.0 / flops_per_second
@@ -114,52 +116,55 @@ class CostModel:
         return model
 
     def verify_seconds(self, batch: int, kv_tokens: int, tokens: int | Floats) -> Floats:
-        """Seconds of a step without its drafting; `tokens` may be an array of candidates, whose shape is returned."""
+        """Seconds of a step without drafting. `tokens` may be an array of candidates; the result has its shape."""
         b, c, drafting = self._verify_rest
         seconds = np.interp(tokens, self._verify_x, self._verify_y)
         seconds = seconds + (b * batch + c * kv_tokens) + drafting * np.greater(tokens, batch)
-        return np.maximum(seconds, LEAST_SECONDS)
+        return np.maximum(seconds, MIN_SECONDS)
 
     def draft_seconds(
         self, batch: int, kv_tokens: int, backlog: int, depth: int | Floats, drafted: int | Floats
     ) -> Floats:
-        """Seconds of drafting `depth` layers, 0 for none; `depth` and `drafted` may be arrays that broadcast."""
+        """Seconds of drafting `depth` layers; 0 for depth 0. `depth` and `drafted` may be arrays that broadcast."""
         (c,) = self._draft_rest
         later_passes = np.maximum(np.subtract(depth, 1), 0)
         nodes = np.divide(drafted, np.maximum(later_passes, 1))
         first = float(np.interp(backlog, self._draft_x, self._first_y))
         later = later_passes * np.interp(nodes, self._draft_x, self._later_y)
         seconds = first + later + c * kv_tokens * np.asarray(depth)
-        return np.where(np.greater(depth, 0), np.maximum(seconds, LEAST_SECONDS), 0.0)
+        return np.where(np.greater(depth, 0), np.maximum(seconds, MIN_SECONDS), 0.0)
 
-    def drafting(self, batch: int, kv_tokens: int, backlog: int, depth: int, drafted: int) -> float:
-        """`draft_seconds` of one case, in a tenth of the time: asked for several times a step."""
+    def draft_seconds_scalar(self, batch: int, kv_tokens: int, backlog: int, depth: int, drafted: int) -> float:
+        """The same as `draft_seconds` for scalars, in a tenth of the time, as it is called several times per step."""
         if depth == 0:
             return 0.0
         (c,) = self._draft_rest
         first, later = self._draft_lines
-        seconds = _on_line(self._draft_xs, first, backlog) + c * kv_tokens * depth
+        seconds = _interpolate(self._draft_xs, first, backlog) + c * kv_tokens * depth
         if depth > 1:
-            seconds += (depth - 1) * _on_line(self._draft_xs, later, drafted / (depth - 1))
-        return max(seconds, LEAST_SECONDS)
+            seconds += (depth - 1) * _interpolate(self._draft_xs, later, drafted / (depth - 1))
+        return max(seconds, MIN_SECONDS)
 
     def fit(self, measurements: Sequence[StepCost]) -> None:
-        """Replace what is known by a profile; one without drafts leaves their cost as it is. ValueError if empty."""
+        """Replace what was learnt by a profile; the draft's costs are kept if the profile has none.
+
+        ValueError if it is empty.
+        """
         if not measurements:
             raise ValueError("a cost model cannot be fitted to no measurements")
         rows = np.array([self._verify_row(m.batch, m.kv_tokens, m.tokens) for m in measurements])
-        targets = np.maximum([m.verify_seconds for m in measurements], LEAST_SECONDS)
+        targets = np.maximum([m.verify_seconds for m in measurements], MIN_SECONDS)
         self._verify.fit(rows, targets, _prior(rows, targets, [self._verify_knots]))
         drafts = [m for m in measurements if m.depth > 0]
         if drafts:
             rows = np.array([self._draft_row(m.batch, m.kv_tokens, m.backlog, m.depth, m.drafted) for m in drafts])
-            targets = np.maximum([m.draft_seconds for m in drafts], LEAST_SECONDS)
+            targets = np.maximum([m.draft_seconds for m in drafts], MIN_SECONDS)
             self._draft.fit(rows, targets, _prior(rows, targets, [self._draft_knots] * 2))
         self._read_verify()
         self._read_draft()
 
     def observe(self, step: StepCost) -> None:
-        """Learn from one step, unless frozen. Steps without a measured time are passed over."""
+        """Learn from one step, unless frozen. Steps without measured times are ignored."""
         if self.frozen:
             return
         if step.verify_seconds > 0:
@@ -172,7 +177,7 @@ class CostModel:
             self._read_draft()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is known, as plain data for JSON; `frozen` is a choice of the run and not part of it."""
+        """All that was learnt, as plain data for JSON; `frozen` is not part of it."""
         return {
             "verify_knots": self._verify_knots.tolist(),
             "draft_knots": self._draft_knots.tolist(),
@@ -181,9 +186,9 @@ class CostModel:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Continue from a `state_dict`."""
         self._set_knots(state["verify_knots"], state["draft_knots"])
-        self._set_curves(*SMALL_MODEL)
+        self._set_curves(*DEFAULT_SECONDS)
         self._verify.load_state_dict(state["verify"])
         self._draft.load_state_dict(state["draft"])
         self._read_verify()
@@ -192,32 +197,32 @@ class CostModel:
     def _set_knots(self, verify_knots: Sequence[int], draft_knots: Sequence[int]) -> None:
         self._verify_knots = np.array(verify_knots, np.float64)
         self._draft_knots = np.array(draft_knots, np.float64)
-        self._verify_x = np.append(self._verify_knots, FAR)
-        self._draft_x = np.append(self._draft_knots, FAR)
+        self._verify_x = np.append(self._verify_knots, FAR_KNOT)
+        self._draft_x = np.append(self._draft_knots, FAR_KNOT)
         self._draft_xs = self._draft_x.tolist()
 
     def _set_curves(self, target_pass: float, target_token: float, draft_pass: float, draft_token: float) -> None:
-        """Straight lines: seconds of a pass and of each token in it."""
+        """Set all curves to straight lines, from seconds per pass and per token."""
         target = target_pass + target_token * self._verify_knots
         draft = draft_pass + draft_token * self._draft_knots
-        self._verify = _unfitted(np.append(target, np.zeros(3)), 3)
-        self._draft = _unfitted(np.concatenate((draft, draft, np.zeros(1))), 1)
+        self._verify = _weak_prior(np.append(target, np.zeros(3)), 3)
+        self._draft = _weak_prior(np.concatenate((draft, draft, np.zeros(1))), 1)
         self._read_verify()
         self._read_draft()
 
     def _verify_row(self, batch: int, kv_tokens: int, tokens: int) -> Floats:
         count = len(self._verify_knots)
         row = np.zeros(count + 3)
-        _put_hats(row, 0, self._verify_knots, tokens, 1.0)
+        _set_hat_weights(row, 0, self._verify_knots, tokens, 1.0)
         row[count:] = batch, kv_tokens, tokens > batch
         return row
 
     def _draft_row(self, batch: int, kv_tokens: int, backlog: int, depth: int, drafted: int) -> Floats:
         count, passes = len(self._draft_knots), depth - 1
         row = np.zeros(2 * count + 1)
-        _put_hats(row, 0, self._draft_knots, backlog, 1.0)
+        _set_hat_weights(row, 0, self._draft_knots, backlog, 1.0)
         if passes:
-            _put_hats(row, count, self._draft_knots, drafted / passes, passes)
+            _set_hat_weights(row, count, self._draft_knots, drafted / passes, passes)
         row[2 * count] = kv_tokens * depth
         return row
 
@@ -233,8 +238,8 @@ class CostModel:
         self._draft_rest = self._draft.coefficients[2 * count :].tolist()
 
 
-def _on_line(xs: list[float], ys: list[float], value: float) -> float:
-    """Linear interpolation, level before the first of xs; what numpy's does, for one value below `FAR`."""
+def _interpolate(xs: list[float], ys: list[float], value: float) -> float:
+    """Linear interpolation of one value below `FAR_KNOT`, as numpy.interp; constant below the first of `xs`."""
     if value <= xs[0]:
         return ys[0]
     right = bisect_left(xs, value)
@@ -242,8 +247,8 @@ def _on_line(xs: list[float], ys: list[float], value: float) -> float:
     return ys[right - 1] + share * (ys[right] - ys[right - 1])
 
 
-def _put_hats(row: Floats, start: int, knots: Floats, value: float, weight: float) -> None:
-    """Add the weights of the two knots around `value` to a row; beyond the last knot the last two extrapolate."""
+def _set_hat_weights(row: Floats, start: int, knots: Floats, value: float, weight: float) -> None:
+    """Write the weights of the two knots around `value` into a row; beyond the last knot, those of an extrapolation."""
     value = max(value, float(knots[0]))
     right = min(max(int(knots.searchsorted(value)), 1), len(knots) - 1)
     left_knot = float(knots[right - 1])
@@ -251,22 +256,22 @@ def _put_hats(row: Floats, start: int, knots: Floats, value: float, weight: floa
     row[start + right - 1], row[start + right] = weight * (1.0 - share), weight * share
 
 
-def _unfitted(coefficients: Floats, nonnegative: int) -> RecursiveRegression:
-    """A regression that knows so little that its first observations decide; the first coefficient is a pass's time."""
+def _weak_prior(coefficients: Floats, nonnegative: int) -> RecursiveRegression:
+    """A regression with so weak a prior that its first observations decide; coefficient 0 is the seconds of a pass."""
     covariance = np.eye(len(coefficients)) * (10.0 * coefficients[0]) ** 2
     return RecursiveRegression(coefficients, covariance, slice(-nonnegative, None))
 
 
-def _monotone(knots: Floats, found: RecursiveRegression, start: int) -> Floats:
-    """The curve [K + 1] of the coefficients from `start` on, non-decreasing and not below 0, with a value at `FAR`."""
+def _monotone(knots: Floats, regression: RecursiveRegression, start: int) -> Floats:
+    """The curve [K + 1] of the coefficients from `start` on: at least 0, never falling, with a value at `FAR_KNOT`."""
     own = slice(start, start + len(knots))
-    curve = rising(found.coefficients[own].tolist(), (1.0 / found.variances[own]).tolist())
-    slope = (FAR - float(knots[-1])) / (float(knots[-1]) - float(knots[-2]))
+    curve = isotonic_regression(regression.coefficients[own].tolist(), (1.0 / regression.variances[own]).tolist())
+    slope = (FAR_KNOT - float(knots[-1])) / (float(knots[-1]) - float(knots[-2]))
     return np.maximum([*curve, curve[-1] + slope * (curve[-1] - curve[-2])], 0.0)
 
 
 def _prior(rows: Floats, targets: Floats, curves: list[Floats]) -> Floats:
-    """Information [k, k] of: no bends in the curves, which come first in a row, and no effect of the rest."""
+    """Prior information [k, k]: curves, which come first in a row, have no bends, and other coefficients are 0."""
     typical = float(np.median(targets))
     width = rows.shape[1]
     information = np.zeros((width, width))

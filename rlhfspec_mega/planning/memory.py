@@ -1,4 +1,4 @@
-"""Bytes that an actor rank and an engine need, estimated from the model's shape and the run's sizes."""
+"""Estimated bytes of actor ranks, engines, drafts and the reference, from the model's shape and the run's sizes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from rlhfspec_mega.planning.tree import BACKLOG
 
 GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-LOGITS_AT_ONCE = 2**25  # rows x vocabulary whose scores an engine holds at once, of the target or of its draft
-# Of one of them: fp32 logits, over the temperature, and in float64 noise and their sum. Of noise, float64, and what it
-# is made from.
-_SCORE_BYTES, _NOISE_BYTES, _MAKING_BYTES = 24, 8, 12
+LOGITS_AT_ONCE = 2**25  # most scores (rows x vocabulary) that an engine, or its draft, holds at once
+# Bytes per score: fp32 logits, the same over the temperature, and noise and their sum in float64. Bytes of noise: the
+# float64 noise, and the random numbers that it is made from.
+_SCORE_BYTES, _NOISE_BYTES, _RANDOM_BYTES = 24, 8, 12
 _TRAINED_POSITIONS, _TRAINED_DEPTH = 512, 5  # of one training step of a draft
-_CHUNK_COPIES = 4  # fp32: a chunk's logits over the temperature, their exponentials, and two of products
+_CHUNK_COPIES = 4  # fp32 copies of a chunk's logits: over the temperature, their exponentials, and two products
 
 
 @dataclass(frozen=True)
 class ActorMemory:
-    """Bytes on the actor rank that needs most."""
+    """Bytes on the actor rank with the largest total."""
 
     weights: int
     gradients: int
@@ -35,7 +35,7 @@ class ActorMemory:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes of one generation engine, without a draft."""
+    """Bytes of one generation engine without its draft. `packed` is a copy of matrices in a CPU's own layout."""
 
     weights: int
     packed: int
@@ -49,7 +49,7 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class DraftMemory:
-    """Bytes that a draft takes: beside the one actor rank that holds it, and in every engine."""
+    """Bytes of a draft: in the one actor rank that holds it, and in each engine."""
 
     actor: int
     engine: int
@@ -57,11 +57,11 @@ class DraftMemory:
 
 @dataclass(frozen=True)
 class ActorPlan:
-    """What an actor rank's memory depends on besides the shape.
+    """Settings that determine an actor rank's memory, besides the model's shape.
 
     Attributes:
-        microbatch_tokens: most tokens of one forward and backward pass.
-        logprob_chunk: tokens whose fp32 logits exist at once.
+        microbatch_tokens: most tokens in one forward and backward pass.
+        logprob_chunk: tokens whose fp32 logits exist at the same time.
     """
 
     tensor_parallel: int
@@ -76,14 +76,15 @@ class ActorPlan:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """What a draft's memory depends on besides its shape.
+    """Settings that determine a draft's memory, besides its shape.
 
     Attributes:
-        buffer_tokens: whose hidden states are kept to learn from; 0: it does not learn.
+        buffer_tokens: tokens whose hidden states are kept to train the draft; 0: it is not trained.
+        slots: samples that an engine decodes at once.
         positions: tokens of the longest sequence.
-        nodes: draft tokens of a sample in a step, at most.
-        drafted: those that the draft is run on, at most.
-        depth: layers of draft tokens, at most.
+        nodes: most draft tokens of a sample in a step.
+        drafted: most of these that the draft is run on.
+        depth: most layers of draft tokens.
     """
 
     buffer_tokens: int
@@ -99,11 +100,11 @@ class DraftPlan:
 
 @dataclass(frozen=True)
 class ReferencePlan:
-    """What the memory of a frozen model's rank depends on besides the shape.
+    """Settings that determine the memory of a frozen model's rank, besides the model's shape.
 
     Attributes:
-        batch_tokens: padded tokens that it reads at once, at most.
-        logit_chunk: tokens whose fp32 logits exist at once.
+        batch_tokens: most tokens, padding included, in one forward pass.
+        logit_chunk: tokens whose fp32 logits exist at the same time.
     """
 
     tensor_parallel: int
@@ -114,11 +115,11 @@ class ReferencePlan:
 
 
 def weights_per_rank(shape: ModelShape, tensor_parallel: int, pipeline_parallel: int) -> int:
-    """Weights (a count, not bytes) of the pipeline stage that holds most, divided by the tensor-parallel size.
+    """Number of weights on a rank of the largest pipeline stage: those of the stage over the tensor-parallel size.
 
-    A stage holds layers / PP layers. The first stage adds the input embedding and the last one the output layer and
-    the final norm; tied embeddings lie on both, since each stage computes with its own copy. Norm weights and QK
-    norms are not split by tensor parallelism but counted as if they were: under 0.1% of a layer.
+    A stage has layers / PP layers. The first stage also has the input embedding, and the last one the output layer and
+    the final norm. Tied embeddings are on both, since each stage computes with its own copy. Tensor parallelism does
+    not split norm weights; they are counted as if it did, an error below 0.1% of a layer.
     """
     embedding = shape.vocab_size * shape.hidden_size
     outside_layers = shape.hidden_size + embedding * (1 if shape.tie_embeddings else 2)
@@ -134,15 +135,15 @@ def actor_memory(shape: ModelShape, plan: ActorPlan) -> ActorMemory:
     With P = weights_per_rank and b = bytes per weight:
         weights      P b
         gradients    4 P: Megatron reduces in fp32
-        optimizer    8 P / DP in fp32 (Adam's two moments), 12 P / DP in bf16 (fp32 main weights too): the distributed
+        optimizer    8 P / DP in fp32 (Adam's two moments), 12 P / DP in bf16 (with fp32 main weights): the distributed
                      optimizer splits them (ZeRO stage 1, arXiv 1910.02054)
-        activations  rough: what a layer keeps for its backward pass per token is 6 hidden + 2 head_dim (heads + KV
-                     heads) + 4 ffn numbers; all but the residual stream's share of 4 hidden is split by TP, that one
-                     only under sequence parallelism (after arXiv 2205.05198, for SwiGLU and attention that stores no
-                     scores). 1F1B keeps PP micro-batches of layers / PP layers on the first stage, so all layers count.
-                     With recompute only each layer's input (hidden) stays, plus one layer in full.
-        logits       per token and vocabulary entry of the rank 3 b: as they came, transposed, and their gradient; and
-                     _CHUNK_COPIES x 4 bytes per token of a chunk
+        activations  an approximation after arXiv 2205.05198, for SwiGLU and attention that stores no scores. For the
+                     backward pass a layer keeps 6 hidden + 2 head_dim (heads + KV heads) + 4 ffn numbers per token. TP
+                     splits all of them but 4 hidden of the residual stream, which only sequence parallelism splits.
+                     1F1B keeps PP micro-batches of layers / PP layers on the first stage, so all layers count. With
+                     recompute, each layer keeps only its input (hidden), and one layer counts in full.
+        logits       3 b per token and vocabulary entry of the rank: the logits, a transposed copy, and their gradient;
+                     and 4 _CHUNK_COPIES bytes per token of a chunk and vocabulary entry of the rank
     """
     weights = weights_per_rank(shape, plan.tensor_parallel, plan.pipeline_parallel)
     size, tp = DTYPE_BYTES[plan.dtype], plan.tensor_parallel
@@ -161,11 +162,11 @@ def actor_memory(shape: ModelShape, plan: ActorPlan) -> ActorMemory:
 
 
 def engine_memory(shape: ModelShape, slots: int, positions: int, dtype: str, device: str) -> EngineMemory:
-    """Bytes of one engine: all weights, keys and values of every slot at full length, and scores to choose tokens by.
+    """Bytes of one engine: weights, keys and values of every slot at full length, and scores for choosing tokens.
 
-    kv = slots x positions x layers x 2 x KV heads x head_dim x bytes per number. On a CPU the layers' matrices and the
-    head exist a second time, in the CPU's own layout (counted as well: those of few outputs in fp32, and all in
-    bfloat16 on a CPU that cannot compute in it, which have no second copy).
+    kv = slots x positions x layers x 2 x KV heads x head_dim x bytes per number. On a CPU every matrix of the layers
+    and the head counts twice, because a repacked copy is kept. This overestimates: matrices with few outputs in fp32
+    are not repacked, nor is bfloat16 on a CPU that cannot compute in it.
     """
     head = shape.vocab_size * shape.hidden_size
     packed = shape.num_layers * _matrices(shape, shape.hidden_size) + head if device == "cpu" else 0
@@ -178,14 +179,15 @@ def engine_memory(shape: ModelShape, slots: int, positions: int, dtype: str, dev
 
 
 def draft_memory(draft: DraftShape, plan: DraftPlan) -> DraftMemory:
-    """Bytes of a draft with P weights, in training and at work.
+    """Bytes of a draft with P weights, in training and in an engine.
 
-    actor   4 P where it does not learn, else 28 P: weights, gradients, two moments, and the weights and moments to go
-            back to, all fp32; the target's embedding and head in fp32; 4 hidden numbers per token of the buffer; and
-            per position of a training batch the target's distribution and, for each of 5 drafted tokens, logits and
-            their log-softmax.
-    engine  weights (on a CPU most of them twice, as in engine_memory), keys and values of every slot with room for a
-            step's draft tokens, that room in the target's cache, states not read yet, and scores at the draft tokens.
+    actor   4 P if it is not trained, else 28 P: weights, gradients, two moments, and copies of the weights and moments
+            to return to, all in fp32; also the target's embedding and head in fp32, 4 hidden numbers per token of the
+            buffer, and per position of a training batch the target's distribution and, for each of 5 drafted tokens,
+            logits and their log-softmax.
+    engine  weights (on a CPU most of them twice, as in engine_memory); keys and values of every slot, with room for the
+            draft tokens of a step; the same room in the target's cache; hidden states that the draft has not read yet;
+            and scores at the draft tokens.
     """
     hidden, weights, target = draft.hidden_size, draft.parameters, draft.target
     actor = 4 * weights
@@ -204,14 +206,15 @@ def draft_memory(draft: DraftShape, plan: DraftPlan) -> DraftMemory:
 
 
 def reference_memory(shape: ModelShape, plan: ReferencePlan) -> int:
-    """Bytes of the rank of a frozen model that needs most while it scores; TP divides all but the residual stream.
+    """Bytes of the rank of a frozen model that needs most while it scores.
 
-    With P = weights_per_rank, P b for the weights, b bytes each, and what exists at once of a forward pass:
-        in a layer    per token 6 hidden (the residual stream, norms and sums), 4 ffn (gate and up, and their product's
-                      parts), and twice q, k, v and the attention's result
-        at the head   per token 3 hidden, and b bytes per vocabulary entry twice (Megatron transposes the logits), or
-                      once beside the chunk's: _CHUNK_COPIES fp32 numbers per token of it and vocabulary entry
-    On a GPU the weights are there during a call only, and wait in host memory, which is not counted.
+    With P = weights_per_rank and b bytes per weight, P b for the weights, and the larger of two peaks in the forward
+    pass, of which TP divides all but the residual stream:
+        in a layer    per token, 6 hidden (residual stream, norms and sums), 4 ffn (gate, up, and the parts of their
+                      product), and twice q, k, v and the result of attention
+        at the head   per token, 3 hidden, b bytes per vocabulary entry for the logits, and the larger of the same again
+                      (Megatron transposes the logits) and _CHUNK_COPIES fp32 numbers per vocabulary entry of a chunk
+    On a GPU the weights are on the device only during a call; their copy in host memory is not counted.
     """
     size, tp, tokens = DTYPE_BYTES[plan.dtype], plan.tensor_parallel, plan.batch_tokens
     heads = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
@@ -223,19 +226,19 @@ def reference_memory(shape: ModelShape, plan: ReferencePlan) -> int:
 
 
 def _matrices(shape: ModelShape | DraftShape, inputs: int) -> int:
-    """Weights in a layer's matrices; those of q, k and v have `inputs` inputs."""
+    """Number of weights in a layer's matrices; those of q, k and v have `inputs` inputs."""
     heads = shape.num_heads + 2 * shape.num_kv_heads
     mixed = shape.num_heads * shape.head_dim
     return heads * shape.head_dim * inputs + shape.hidden_size * (mixed + 3 * shape.ffn_size)
 
 
 def _score_bytes(shape: ModelShape, slots: int, rows: int, positions: int) -> int:
-    """Of choosing tokens after so many inputs, with noise for so many positions of every slot."""
+    """Bytes for choosing tokens at `rows` positions, with noise for `positions` positions of every slot."""
     at_once = max(1, LOGITS_AT_ONCE // shape.vocab_size)
-    noise = slots * (_NOISE_BYTES * positions + _MAKING_BYTES)
+    noise = slots * (_NOISE_BYTES * positions + _RANDOM_BYTES)
     return shape.vocab_size * (_SCORE_BYTES * min(rows, at_once) + noise)
 
 
 def _kv_bytes(shape: ModelShape | DraftShape, dtype: str) -> int:
-    """Keys and values of one token."""
+    """Bytes of the keys and values of one token."""
     return shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * DTYPE_BYTES[dtype]

@@ -1,4 +1,4 @@
-"""A drafting policy under oversight: control steps without drafts, the watch for a collapse, and counting."""
+"""Monitoring of a drafting policy: plain control steps, detection of a useless draft, and counters."""
 
 from __future__ import annotations
 
@@ -7,59 +7,65 @@ import numpy as np
 from rlhfspec_mega.planning.tree import Batch, DraftingPolicy, DraftTree, Ints, StepRecord
 from rlhfspec_mega.types import TALLY_EDGES, DraftingTally
 
-FIRST_CONTROL, CONTROL_EVERY = 32, 128  # steps before the first, and from one to the next: 3% of what speculation gains
-# Plain steps of a control. The first ones after drafted steps take longer than the rest (on a CPU, in batches of up to
-# eight, about a tenth): the last one counts.
+# Steps before the first control, and between the starts of two controls. Controls cost 3% of what speculation gains.
+FIRST_CONTROL, CONTROL_EVERY = 32, 128
+# Plain steps of a control. The first plain steps after drafted ones take longer than the rest (on a CPU, in batches of
+# up to eight, about a tenth longer), so only the last one is compared.
 CONTROL_STEPS = 4
-SHARED = 7 / 8  # of the samples, at least, are in both steps of a pair
+MIN_SHARED = 7 / 8  # share of the samples that both steps of a pair must contain
 
-LEAST = 200  # first draft tokens that are judged at once
-LEAST_OF_TRIAL = 40  # the same where drafting was stopped and is tried again
-NEWEST = 0.2  # weight of a further full window in the usual rate
+WINDOW_SIZE = 200  # first draft tokens in a window, over which one acceptance rate is taken
+TRIAL_SIZE = 40  # the same for a trial, in which drafting is tried again after a collapse
+NEW_WINDOW_WEIGHT = 0.2  # weight of a new full window in the moving average of the usual rate
 
 
 class PlainControl:
-    """Pairs the last step of every control with the step before the control, if hardly any sample came or went."""
+    """Compares a plain step with the drafted step before it, at intervals, to measure the speedup of speculation.
+
+    A control is a few plain steps in a row. Its last step is paired with the last step before it, provided that the two
+    batches have nearly the same samples.
+    """
 
     def __init__(self) -> None:
         self._steps = 0
         self._before: StepRecord | None = None
-        self._place = 0  # of the step that is taken in its control, from 1
+        self._control_step = 0  # number of the current step within its control, from 1; 0 outside a control
 
     def is_due(self) -> bool:
-        """Whether the next step is to decode plainly; asked once a step."""
+        """Whether the next step must decode without a draft. Must be called once per step."""
         place = (self._steps - FIRST_CONTROL) % CONTROL_EVERY
-        self._place = place + 1 if self._steps >= FIRST_CONTROL and place < CONTROL_STEPS else 0
+        self._control_step = place + 1 if self._steps >= FIRST_CONTROL and place < CONTROL_STEPS else 0
         self._steps += 1
-        return self._place > 0
+        return self._control_step > 0
 
     def observe(self, record: StepRecord, tally: DraftingTally) -> None:
-        """Note a step; if it ends a control, add the pair to the tally."""
-        before, now = self._before, record.batch
-        if self._place == 0:
+        """Record a step; if it ends a control, add the pair to the tally."""
+        before, current = self._before, record.batch
+        if self._control_step == 0:
             self._before = record
-        elif self._place == CONTROL_STEPS and before is not None:
-            shared = len(np.intersect1d(before.batch.samples, now.samples))
-            if shared >= SHARED * max(before.batch.size, now.size):
+        elif self._control_step == CONTROL_STEPS and before is not None:
+            shared = len(np.intersect1d(before.batch.samples, current.samples))
+            if shared >= MIN_SHARED * max(before.batch.size, current.size):
                 tokens = before.batch.size + int(before.accepted.sum())
                 tally.paired_seconds += before.draft_seconds + before.verify_seconds
-                tally.paired_plain_seconds += tokens * (record.draft_seconds + record.verify_seconds) / now.size
+                tally.paired_plain_seconds += tokens * (record.draft_seconds + record.verify_seconds) / current.size
 
 
 class CollapseWatch:
-    """Follows how often the draft's best first token is the target's choice, for all samples that are drafted for.
+    """Detects a draft that has become useless, from how often its best first token is the target's choice.
 
-    Verified or not: unlike accepted length, and unlike the rate among verified ones, no policy's choice of nodes moves
-    it. A rate below `ratio` of the usual one is a collapse: a broken weight sync, or a policy that has moved away.
-    Drafting then stops until the next weight update, which alone can mend it, and is tried again for a short window.
+    This rate is taken over all samples that are drafted for, whether the token was verified or not. So, unlike accepted
+    length, it does not depend on which nodes the policy chooses. A rate below `ratio` times the usual one is a
+    collapse: the cause is a broken weight sync, or a target that has moved far from the draft. Drafting then stops
+    until the next weight update, since only new weights can help, and is tried again over a short window.
 
     Args:
-        stops: whether a collapse stops drafting; else it is only said.
+        stops: whether a collapse stops drafting; otherwise it is only reported.
 
     Attributes:
-        collapsed: the last window was a collapse.
-        rate: of the last full window, None before it.
-        usual: of the windows before, None before the first; set it to go on from an earlier run.
+        collapsed: whether the last full window was a collapse; stays True during a trial.
+        rate: acceptance rate of the last full window; None before the first.
+        usual: moving average of earlier rates without a collapse; None before the first. A resumed run sets it.
     """
 
     def __init__(self, ratio: float, stops: bool = True) -> None:
@@ -70,52 +76,54 @@ class CollapseWatch:
         self._judged = self._accepted = 0
 
     def weights_changed(self) -> None:
-        """Begin a new window: what was seen before an update says nothing of the time after it.
+        """Begin a new window after a weight update, since earlier outcomes say nothing about the new weights.
 
-        What is too little to be judged goes on counting: else a draft that is hardly used would never be.
+        An unfinished window with fewer than TRIAL_SIZE tokens is kept, unless drafting was stopped: otherwise a draft
+        that is rarely used would never fill a window.
         """
-        if self.without_hope or self._judged >= LEAST_OF_TRIAL:
+        if self.awaits_weight_update or self._judged >= TRIAL_SIZE:
             self._judged = self._accepted = 0
         self._on_trial = self.collapsed
 
-    def settle(self) -> None:
-        """A rollout is over: judge a window that did not become full, if it is long enough for a trial."""
-        if self._judged >= LEAST_OF_TRIAL:
+    def end_rollout(self) -> None:
+        """Judge the current window although it is not full, if it has at least TRIAL_SIZE tokens."""
+        if self._judged >= TRIAL_SIZE:
             self._judge()
 
     @property
-    def without_hope(self) -> bool:
-        """The last window was a collapse, and weights have not changed since."""
+    def awaits_weight_update(self) -> bool:
+        """Whether the last window was a collapse and the weights have not changed since."""
         return self.collapsed and not self._on_trial
 
     @property
     def may_draft(self) -> bool:
-        return not (self._stops and self.without_hope)
+        return not (self._stops and self.awaits_weight_update)
 
     def count(self, judged: int, accepted: int) -> None:
-        """Best first tokens of a step; judge when there are enough."""
+        """Add one step: `judged` best first tokens, `accepted` of which the target chose. Judges a full window."""
         self._judged += judged
         self._accepted += accepted
-        if self._judged >= (LEAST_OF_TRIAL if self._on_trial else LEAST):
+        if self._judged >= (TRIAL_SIZE if self._on_trial else WINDOW_SIZE):
             self._judge()
 
     def _judge(self) -> None:
         self.rate = self._accepted / self._judged
         self.collapsed = self.usual is not None and self.rate < self._ratio * self.usual
-        if not self.collapsed and not self._on_trial:  # a trial is too short to say what is usual
-            news = NEWEST * min(1.0, self._judged / LEAST)
-            self.usual = self.rate if self.usual is None else self.usual + news * (self.rate - self.usual)
+        if not self.collapsed and not self._on_trial:  # a trial is too short to update the usual rate
+            weight = NEW_WINDOW_WEIGHT * min(1.0, self._judged / WINDOW_SIZE)
+            self.usual = self.rate if self.usual is None else self.usual + weight * (self.rate - self.usual)
         self._judged = self._accepted = 0
         self._on_trial = False
 
 
-class OverseenPolicy:
-    """Implements `DraftingPolicy` by another one, which decides all steps that need not be plain.
+class MonitoredPolicy:
+    """A `DraftingPolicy` around another one: adds plain control steps, the collapse watch and counters.
 
     Args:
-        stops: whether a collapse stops drafting; without it no decision depends on steps before `begin_anew`.
-        temperature: of the samples that are watched for a collapse, as a draft is right more often at lower ones; None:
-            of all.
+        policy: decides all steps that are not plain by order of the control or the watch.
+        stops: whether a collapse stops drafting. If not, no decision depends on steps before the last `replace_policy`.
+        temperature: only samples of this temperature count for the collapse watch, because a draft is right more often
+            at lower temperatures; None: all samples count.
     """
 
     def __init__(
@@ -124,10 +132,10 @@ class OverseenPolicy:
         self.width, self.max_depth, self.max_nodes = policy.width, policy.max_depth, policy.max_nodes
         self._tally = DraftingTally()
         self.watch, self._temperature = CollapseWatch(collapse_ratio, stops), temperature
-        self.begin_anew(policy)
+        self.replace_policy(policy)
 
-    def begin_anew(self, policy: DraftingPolicy) -> None:
-        """Go on with another policy of the same width, depth and nodes; the counts and the watch go on."""
+    def replace_policy(self, policy: DraftingPolicy) -> None:
+        """Continue with another policy of the same width, depth and nodes; counters and collapse watch are kept."""
         self.policy = policy
         self._control = PlainControl()
 
@@ -162,9 +170,9 @@ class OverseenPolicy:
             tally.sample_steps_by_verified[each] += count
 
     def take_tally(self) -> DraftingTally:
-        """What was counted since the last call, at the end of a rollout."""
-        self.watch.settle()
+        """Counters since the last call. Call it at the end of a rollout: it also judges the watch's last window."""
+        self.watch.end_rollout()
         taken, self._tally = self._tally, DraftingTally()
-        taken.collapsed_rate = self.watch.rate if self.watch.without_hope else None
+        taken.collapsed_rate = self.watch.rate if self.watch.awaits_weight_update else None
         taken.usual_rate = self.watch.usual
         return taken

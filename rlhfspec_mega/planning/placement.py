@@ -1,4 +1,4 @@
-"""Where every model of a run lies, as data: what is on which devices, and where its weights rest."""
+"""Placement: which devices each model of a run has, and where its weights are kept while it is not used."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from enum import StrEnum
 from rlhfspec_mega.errors import UserError
 
 ACTOR, ENGINE, REFERENCE = "actor", "engine", "reference"
-GENERATION = "generation"  # devices: those of the engines
-Devices = list[tuple[int, ...]]  # of each rank; devices are numbered node by node
+GENERATION = "generation"  # the engines' devices, as a place for the reference
+Devices = list[tuple[int, ...]]  # devices of each rank; devices are numbered node by node
 
 
 class Residency(StrEnum):
-    """Where the weights of a model rest while it is not used; on a CPU the two are one."""
+    """Where the weights of a model are kept while it is not used; without GPUs there is no difference."""
 
     DEVICE = "device"
     HOST = "host"
 
 
 @dataclass(frozen=True)
-class Place:
-    """One model's.
+class ModelPlacement:
+    """Placement of one model.
 
     Attributes:
-        devices: by rank, an engine or a rank of Megatron.
-        rests: where its weights are while it is not used.
-        copy_of: the model whose weights these are a copy of, brought by resharding; "": none.
-        within: the model in whose processes it lies; "": it has processes of its own.
+        devices: those of each rank; a rank is an engine, or a process of Megatron.
+        rests: where the weights are kept while the model is not used.
+        copy_of: the model that resharding copies the weights from; "": none.
+        within: the model in whose processes this one lives; "": it has processes of its own.
     """
 
     devices: Devices
@@ -40,134 +40,134 @@ class Place:
 
 @dataclass(frozen=True)
 class Placement:
-    """All models of a run by name."""
+    """Placement of all models of a run, by name."""
 
-    places: Mapping[str, Place]
+    places: Mapping[str, ModelPlacement]
 
     def devices(self, model: str) -> Devices:
-        """Of each rank of a model; nothing for a model that the run does not have."""
+        """Devices of each rank of a model; [] if the run does not have this model."""
         return self.places[model].devices if model in self.places else []
 
     def processes(self) -> dict[str, Devices]:
-        """By model, for those that have processes of their own, the devices of each process."""
+        """Devices of each process, by model, for models that have processes of their own."""
         return {model: place.devices for model, place in self.places.items() if not place.within}
 
-    def shares(self, one: str, other: str) -> bool:
+    def share_device(self, one: str, other: str) -> bool:
         """Whether a device holds both models."""
-        return bool(self._held_by(one) & self._held_by(other))
+        return bool(self._devices_of(one) & self._devices_of(other))
 
-    def fullest(self, needs: Mapping[str, int]) -> int:
-        """Bytes on the device that has most, if each rank of a model needs so many on each of its devices."""
+    def max_bytes_per_device(self, needs: Mapping[str, int]) -> int:
+        """Most bytes on one device, if each rank of a model needs `needs[model]` bytes on each of its devices."""
         sums = Counter[int]()
         for model, need in needs.items():
             for devices in self.devices(model):
                 sums.update(dict.fromkeys(devices, need))
         return max(sums.values(), default=0)
 
-    def _held_by(self, model: str) -> set[int]:
+    def _devices_of(self, model: str) -> set[int]:
         return {device for devices in self.devices(model) for device in devices}
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What a placement is made for.
+class PlacementRequest:
+    """What a placement must provide.
 
     Attributes:
-        devices: of the whole cluster.
-        copy: devices of one data-parallel copy of the actor, tensor x pipeline.
-        copies: of the actor; None: as many as there is room for.
-        engines: None: as many as there is room for.
-        engine_devices: of one engine, neighbours on one node.
-        node: devices of a node.
-        reference: where a frozen reference lies, GENERATION or ACTOR; None: there is none.
-        reference_devices: of one replica on generation devices, its tensor-parallel size.
+        devices: number of devices of the cluster.
+        copy_devices: devices of one data-parallel copy of the actor: tensor x pipeline parallel size.
+        data_parallel: number of copies of the actor; None: as many as the devices allow.
+        engines: number of engines; None: as many as the devices allow.
+        engine_devices: devices of one engine, which lie next to each other on one node.
+        devices_per_node: number of devices of a node.
+        reference: devices of the frozen reference, GENERATION or ACTOR; None: there is no reference.
+        reference_devices: devices of one replica of the reference on generation devices: its tensor parallel size.
     """
 
     devices: int
-    copy: int
-    copies: int | None = None
+    copy_devices: int
+    data_parallel: int | None = None
     engines: int | None = None
     engine_devices: int = 1
-    node: int = 1
+    devices_per_node: int = 1
     reference: str | None = None
     reference_devices: int = 1
 
 
-def colocated(wishes: Wishes) -> Placement:
-    """Actor rank i is on device i, and engine 0 begins at device 0.
+def colocated(request: PlacementRequest) -> Placement:
+    """Actor and engines share devices: actor rank i is on device i, and engine 0 begins at device 0.
 
-    Raises UserError for more ranks than devices.
+    Raises UserError if the cluster has too few devices.
     """
-    ranks = _actor_ranks(wishes, wishes.devices)
-    most = wishes.devices // wishes.engine_devices
-    engines = wishes.engines or most
+    ranks = _actor_ranks(request, request.devices)
+    most = request.devices // request.engine_devices
+    engines = request.engines or most
     if engines > most:
         raise UserError(
-            f"rollout.engines={engines} is more than the {wishes.devices} devices of the cluster hold: use at most "
+            f"rollout.engines={engines} is too many for the {request.devices} devices of the cluster: use at most "
             f"{most}."
         )
-    return _placement(wishes, ranks, engines, first_engine=0)
+    return _placement(request, ranks, engines, first_engine=0)
 
 
-def separate(wishes: Wishes) -> Placement:
-    """The actor holds the first devices, engines the next ones, unless told half of all.
+def separate(request: PlacementRequest) -> Placement:
+    """The actor has the first devices and engines have the next ones: half of all if their number is not set.
 
-    Raises UserError for more ranks than devices.
+    Raises UserError if the cluster has too few devices.
     """
-    of_engines = (wishes.engines or 0) * wishes.engine_devices or wishes.devices // 2
-    ranks = _actor_ranks(wishes, wishes.devices - of_engines)
-    engines = wishes.engines or max(wishes.devices - ranks, 0) // wishes.engine_devices
-    # A multiple of an engine's devices: an engine stays on one node.
-    first_engine = -(-ranks // wishes.engine_devices) * wishes.engine_devices
-    needed = max(engines, 1) * wishes.engine_devices
-    if first_engine + needed > wishes.devices:
+    of_engines = (request.engines or 0) * request.engine_devices or request.devices // 2
+    ranks = _actor_ranks(request, request.devices - of_engines)
+    engines = request.engines or max(request.devices - ranks, 0) // request.engine_devices
+    # Engines begin at a multiple of their size, so that each of them lies on one node.
+    first_engine = -(-ranks // request.engine_devices) * request.engine_devices
+    needed = max(engines, 1) * request.engine_devices
+    if first_engine + needed > request.devices:
         raise UserError(
             f"placement=separate needs {ranks} devices for the actor and {needed} for engines, and the cluster has "
-            f"{wishes.devices}: set cluster.devices_per_node={first_engine + needed}, lower the actor's parallel "
+            f"{request.devices}: set cluster.devices_per_node={first_engine + needed}, lower the actor's parallel "
             "sizes, or use placement=colocated."
         )
-    return _placement(wishes, ranks, engines, first_engine)
+    return _placement(request, ranks, engines, first_engine)
 
 
 PLACEMENTS = {"colocated": colocated, "separate": separate}  # choices of placement.mode
 
 
-def _actor_ranks(wishes: Wishes, room: int) -> int:
-    """Of the copies given, or of as many as `room` devices hold."""
-    ranks = wishes.copy * (wishes.copies or max(room // wishes.copy, 1))
-    if ranks > wishes.devices:
+def _actor_ranks(request: PlacementRequest, room: int) -> int:
+    """Number of actor ranks: of `request.data_parallel` copies, or of as many as fit on `room` devices."""
+    ranks = request.copy_devices * (request.data_parallel or max(room // request.copy_devices, 1))
+    if ranks > request.devices:
         raise UserError(
             f"The actor needs {ranks} devices (tensor x pipeline x data parallel) and the cluster has "
-            f"{wishes.devices}: lower the actor's parallel sizes or set cluster.devices_per_node={ranks}."
+            f"{request.devices}: lower the actor's parallel sizes or set cluster.devices_per_node={ranks}."
         )
     return ranks
 
 
-def _placement(wishes: Wishes, actor_ranks: int, engines: int, first_engine: int) -> Placement:
-    size = wishes.engine_devices
+def _placement(request: PlacementRequest, actor_ranks: int, engines: int, first_engine: int) -> Placement:
+    size = request.engine_devices
     last_engine = first_engine + engines * size
     places = {
-        ACTOR: Place([(device,) for device in range(actor_ranks)]),
-        ENGINE: Place(
+        ACTOR: ModelPlacement([(device,) for device in range(actor_ranks)]),
+        ENGINE: ModelPlacement(
             [tuple(range(device, device + size)) for device in range(first_engine, last_engine, size)],
             copy_of=ACTOR,
         ),
     }
-    if wishes.reference == ACTOR:
-        places[REFERENCE] = Place(places[ACTOR].devices, Residency.HOST, within=ACTOR)
-    elif wishes.reference == GENERATION:
-        places[REFERENCE] = Place(_replicas(wishes, range(first_engine, last_engine)), Residency.HOST)
+    if request.reference == ACTOR:
+        places[REFERENCE] = ModelPlacement(places[ACTOR].devices, Residency.HOST, within=ACTOR)
+    elif request.reference == GENERATION:
+        places[REFERENCE] = ModelPlacement(_replicas(request, range(first_engine, last_engine)), Residency.HOST)
     return Placement(places)
 
 
-def _replicas(wishes: Wishes, devices: range) -> Devices:
-    """A device for every rank of as many replicas as there is room for, none of which spans two nodes."""
-    size = wishes.reference_devices
+def _replicas(request: PlacementRequest, devices: range) -> Devices:
+    """The device of each rank, for as many replicas as fit; no replica spans two nodes."""
+    size, node = request.reference_devices, request.devices_per_node
     starts = [first for first in devices[::size] if first + size <= devices.stop]
-    whole = [first for first in starts if first // wishes.node == (first + size - 1) // wishes.node]
+    whole = [first for first in starts if first // node == (first + size - 1) // node]
     if not whole:
         raise UserError(
-            f"placement.reference_tensor_parallel={size} needs as many generation devices on one node, and the "
-            f"{len(devices)} there are do not hold a replica: lower it, or set placement.reference=actor."
+            f"placement.reference_tensor_parallel={size} needs {size} generation devices on one node, and the "
+            f"{len(devices)} generation devices do not provide them: lower it, or set placement.reference=actor."
         )
     return [(device,) for first in whole for device in range(first, first + size)]

@@ -1,4 +1,4 @@
-"""Sample reallocation: which samples go from engines that will end late to engines that will end early, and when."""
+"""Sample reallocation: plans moves of samples from engines that will finish late to engines that will finish early."""
 
 from __future__ import annotations
 
@@ -9,42 +9,49 @@ import numpy as np
 from rlhfspec_mega.planning.rollout_state import Bools, Floats, Ints, MigrationCost, Move, RolloutState
 from rlhfspec_mega.planning.throughput import Decay
 
-BAND = 0.1  # engines that end within this share of the last one give up samples together
-PAIRS = 64  # of engines compared in a round, about
-COLUMNS = 16  # samples of an engine compared, from the longest to the shortest, unless none of them helps
-EXCHANGED = 4  # engines that the last one tries to exchange samples with
-# Samples times destinations in one plan, or by engine if that is more: bounds its time.
-MOST_COMPARED, MOST_COMPARED_EACH = 24_000, 96
-ROUND = 700  # comparisons that take as long as the rest of a round
-SPARE = 8  # samples that an engine may come to hold above the fullest one
-SMALL_EFFORT = 0.01  # of the makespan: moves that cost less than this are told apart by their gain alone
-PARTIAL = 0.5  # of the time beyond what is enough that a plan cut short may leave
-LEAST_SHARE = 1e-9  # of the makespan: gains below are rounding
+LATE_BAND = 0.1  # engines that finish within this share of the latest finish give samples away in the same round
+PAIRS = 64  # approximate number of engine pairs compared in a round
+CANDIDATES = 16  # samples of an engine compared in a round, evenly from longest to shortest; all if none of them helps
+EXCHANGE_PARTNERS = 4  # engines with which the latest one tries to exchange samples
+# Most (sample, destination) pairs compared in one plan, in total and per engine; the larger bound holds. It limits the
+# time that planning takes.
+MAX_COMPARED, MAX_COMPARED_EACH = 24_000, 96
+ROUND_OVERHEAD = 700  # comparisons that take as long as everything else in a round
+SPARE = 8  # samples that an engine may hold beyond those of the fullest engine
+# Share of the makespan that is added to the cost of each move, so that cheap moves are compared by gain alone.
+SMALL_COST = 0.01
+PARTIAL = 0.5  # share of the excess time that a plan may leave if it ran out of comparisons
+MIN_GAIN_SHARE = 1e-9  # share of the makespan below which a gain is rounding error
 
 
-class _Draft:
-    """A plan in the making. Arrays by sample have an entry more, for none."""
+class _MovePlan:
+    """A plan of moves that is being built. Arrays by sample have one more entry, which stands for "no sample".
+
+    Args:
+        cooling: [N] samples that may not move because they moved recently.
+        barred: [engines, engines] pairs of source and destination between which no started sample may move.
+        closed: engines (indices) that receive no samples.
+    """
 
     def __init__(
-        self, state: RolloutState, cost: MigrationCost, resting: Bools, barred: Bools, closed: Collection[int]
+        self, state: RolloutState, cost: MigrationCost, cooling: Bools, barred: Bools, closed: Collection[int]
     ) -> None:
-        """`resting` samples may not move, nor may any from the source to the destination of a `barred` pair."""
         engines, count = state.engines, len(state.engines)
         final, begun = state.lengths + state.remaining, state.generated > 0
         held = np.bincount(state.at, final, count)
-        self.decay = Decay(engines, state.at, state.remaining, np.arange(len(state.ids)), SPARE)  # with the moves made
-        self.destination = state.at.copy()  # [N] where each sample is to be
-        self.bound = self.decay.least_makespan()  # seconds; no plan ends sooner
+        self.decay = Decay(engines, state.at, state.remaining, np.arange(len(state.ids)), SPARE)  # after planned moves
+        self.destination = state.at.copy()  # [N] engine of each sample after the planned moves
+        self.bound = self.decay.least_makespan()  # seconds; no plan can finish sooner
         self.remaining = np.append(state.remaining, 0.0)
-        # Seconds of both engines' time that moving each sample takes; seconds in which it is decoded nowhere.
+        # Seconds that a move costs each of its two engines, and seconds in which the moving sample is not decoded.
         self.price = np.append(state.lengths * np.where(begun, cost.per_token, cost.prefill), 0.0)
         self.downtime = np.append(np.where(begun, cost.downtime, 0.0), 0.0)
-        self.final = np.append(final, 0.0)  # tokens of each sample in the end
-        self.movable = np.append(state.movable & ~resting, False)
-        self.begun = np.append(begun, False)  # it would stand still where it had to wait for a slot
-        self.load = np.zeros(count)  # [engines] seconds that copying takes
-        self.wait = np.zeros(count)  # [engines] the longest downtime of a sample that comes
-        # [engines] slots that no sample has or waits for, less than 0 where samples wait.
+        self.final = np.append(final, 0.0)  # tokens of each sample once it is finished
+        self.movable = np.append(state.movable & ~cooling, False)
+        self.begun = np.append(begun, False)  # must find a free slot, as it would otherwise stop decoding
+        self.load = np.zeros(count)  # [engines] seconds spent on copying
+        self.wait = np.zeros(count)  # [engines] longest downtime among the samples that arrive
+        # [engines] slots that are neither taken nor waited for; negative where samples wait.
         self.free = np.array([engine.slots for engine in engines]) - self.decay.counts
         self.kv_room = np.array([engine.kv_tokens for engine in engines], np.float64) - held
         self.open = ~np.isin(np.arange(count), list(closed))
@@ -52,58 +59,59 @@ class _Draft:
 
     @property
     def finish(self) -> Floats:
-        """Seconds until each engine is done."""
+        """Seconds [engines] until each engine is done, moves included."""
         return self.decay.finish + self.load + self.wait
 
-    def improve(self, everywhere: bool) -> tuple[int, bool]:
-        """One round: engines that end last give one sample each, as far as that helps.
+    def improve(self, exhaustive: bool) -> tuple[int, bool]:
+        """One greedy round: each of the latest engines gives one sample to an early engine, if that helps.
 
         Args:
-            everywhere: only the last engine gives, any of its samples, to whichever engine is best; else a few of the
-                last to a few of the first.
+            exhaustive: only the latest engine gives, but any of its samples to any engine; otherwise some samples of
+                several late engines are compared for a few early engines each.
 
         Returns:
-            Samples times destinations compared, and whether anything moved.
+            Number of (sample, destination) pairs compared, and whether anything moved.
         """
         finish = self.finish
         top = float(finish.max())
-        late_first = np.argsort(-finish, kind="stable")
-        late = int(np.count_nonzero(finish > max(self.bound, (1.0 - BAND) * top)))
-        sources = late_first[: 1 if everywhere else min(late, max(1, len(finish) // 2))]
-        early = late_first[: len(sources) - 1 : -1] if len(sources) else late_first[:0]
+        latest_first = np.argsort(-finish, kind="stable")
+        late = int(np.count_nonzero(finish > max(self.bound, (1.0 - LATE_BAND) * top)))
+        sources = latest_first[: 1 if exhaustive else min(late, max(1, len(finish) // 2))]
+        early = latest_first[: len(sources) - 1 : -1] if len(sources) else latest_first[:0]
         early = early[(self.decay.counts[early] < self.decay.width) & self.open[early]]
         if len(early) == 0:
             return 0, False
-        each = len(early) if everywhere else min(len(early), max(1, PAIRS // len(sources)))
+        each = len(early) if exhaustive else min(len(early), max(1, PAIRS // len(sources)))
         offered = early[(np.arange(len(sources))[:, None] + np.arange(each)) % len(early)]
-        columns = self._columns(sources, self.decay.width if everywhere else COLUMNS)
+        columns = self._columns(sources, self.decay.width if exhaustive else CANDIDATES)
         scores = self._compare(np.repeat(sources, each), np.repeat(columns, each, axis=0), offered.ravel(), finish)
         choices = scores.reshape(len(sources), -1)
         best = choices.argmax(axis=1)
         moving = np.flatnonzero(choices[np.arange(len(sources)), best] > 0.0)
         destinations = offered[moving, best[moving] // columns.shape[1]]
-        destinations, firsts = np.unique(destinations, return_index=True)  # several for one: the latest engine's
-        givers, best = sources[moving[firsts]], best[moving[firsts]] % columns.shape[1]
-        moved = self.decay.take_out(givers, columns[moving[firsts], best])
-        self.decay.put_in(destinations, moved)
-        self._enter(moved, givers, destinations)
+        # Where several sources chose one destination, the latest of them gets it.
+        destinations, firsts = np.unique(destinations, return_index=True)
+        sources, best = sources[moving[firsts]], best[moving[firsts]] % columns.shape[1]
+        moved = self.decay.remove(sources, columns[moving[firsts], best])
+        self.decay.insert(destinations, moved)
+        self._apply(moved, sources, destinations)
         return scores.size, len(moved) > 0
 
     def exchange(self) -> tuple[int, bool]:
-        """The last engine changes a sample for a shorter one of an engine that ends early: for engines without room.
+        """The latest engine exchanges a sample for a shorter one of an early engine, in case that one has no room.
 
-        Where samples wait for a slot only such a one comes as has not begun.
+        An engine whose samples wait for slots receives only a sample that has not started.
 
         Returns:
-            Pairs of samples compared, and whether anything moved.
+            Number of pairs of samples compared, and whether anything moved.
         """
         finish, decay = self.finish, self.decay
-        late_first = np.argsort(-finish, kind="stable")
-        last, others = late_first[0], late_first[:0:-1]
-        others = others[self.open[others] & (decay.counts[others] > 0)][:EXCHANGED]
+        latest_first = np.argsort(-finish, kind="stable")
+        last, others = latest_first[0], latest_first[:0:-1]
+        others = others[self.open[others] & (decay.counts[others] > 0)][:EXCHANGE_PARTNERS]
         if len(others) == 0 or not self.open[last] or finish[last] <= self.bound:
             return 0, False
-        columns, other_columns = self._columns(late_first[:1], COLUMNS)[0], self._columns(others, COLUMNS)
+        columns, other_columns = self._columns(latest_first[:1], CANDIDATES)[0], self._columns(others, CANDIDATES)
         given = decay.samples[last, columns][None, :, None]
         taken = decay.samples[others[:, None], other_columns][:, None, :]
         last_ends, other_ends = decay.finish_exchanged(int(last), columns, others, other_columns)
@@ -113,47 +121,47 @@ class _Draft:
         gains = finish[last] - np.maximum(last_ends, other_ends)
         more = self.final[given] - self.final[taken]
         allowed = self.movable[given] & self.movable[taken] & (more <= self.kv_room[at]) & (-more <= self.kv_room[last])
-        allowed &= gains > LEAST_SHARE * finish[last]
+        allowed &= gains > MIN_GAIN_SHARE * finish[last]
         allowed &= self.remaining[given] > self.remaining[taken]
         allowed &= ~self.begun[given] | (self.free[at] >= 0) & ~self.barred[last, at]
         allowed &= ~self.begun[taken] | (self.free[last] >= 0) & ~self.barred[at, last]
-        worth = 2.0 * price + self.downtime[given] + self.downtime[taken] + SMALL_EFFORT * finish[last]
-        scores = np.where(allowed, gains / worth, 0.0)
-        other, one, its = np.unravel_index(int(scores.argmax()), scores.shape)
-        if scores[other, one, its] <= 0.0:
+        costs = 2.0 * price + self.downtime[given] + self.downtime[taken] + SMALL_COST * finish[last]
+        scores = np.where(allowed, gains / costs, 0.0)
+        row, given_column, taken_column = np.unravel_index(int(scores.argmax()), scores.shape)
+        if scores[row, given_column, taken_column] <= 0.0:
             return scores.size, False
-        ends = np.array([last, others[other]])
-        moved = decay.take_out(ends, np.array([columns[one], other_columns[other, its]]))
-        decay.put_in(ends[::-1], moved)
-        self._enter(moved[:1], ends[:1], ends[1:])
-        self._enter(moved[1:], ends[1:], ends[:1])
+        pair = np.array([last, others[row]])
+        moved = decay.remove(pair, np.array([columns[given_column], other_columns[row, taken_column]]))
+        decay.insert(pair[::-1], moved)
+        self._apply(moved[:1], pair[:1], pair[1:])
+        self._apply(moved[1:], pair[1:], pair[:1])
         return scores.size, True
 
     def _columns(self, engines: Ints, most: int) -> Ints:
-        """Up to so many places [k, columns] in each engine's row, evenly from its longest sample to its shortest."""
+        """Up to `most` columns [k, columns] of each engine's row, evenly from its longest sample to its shortest."""
         counts = self.decay.counts[engines]
         columns = max(1, min(most, int(counts.max())))
         return np.arange(columns) * counts[:, None] // columns
 
     def _compare(self, sources: Ints, columns: Ints, destinations: Ints, finish: Floats) -> Floats:
-        """What it is worth [pairs, columns] that a sample moves, 0 if it does not help or is not allowed.
+        """Scores [pairs, columns] of moving each sample; 0 if the move does not help or is not allowed.
 
-        Worth: how much earlier the later of the two engines ends, by what the move costs.
+        The score is the time by which the later of the two engines finishes earlier, divided by the cost of the move.
         """
         rows, top = sources[:, None], float(finish.max())
         who = self.decay.samples[rows, columns]
         price, downtime = self.price[who], self.downtime[who]
-        source_ends = self.decay.without[rows, columns] + (self.load + self.wait)[rows] + price
+        source_ends = self.decay.finish_without[rows, columns] + (self.load + self.wait)[rows] + price
         destination_ends = self.decay.finish_with(destinations, self.remaining[who])
         destination_ends += self.load[destinations, None] + np.maximum(self.wait[destinations, None], downtime) + price
         gains = finish[rows] - np.maximum(source_ends, destination_ends)
         allowed = self.movable[who] & (self.final[who] <= self.kv_room[destinations, None])
-        stays = self.barred[sources, destinations] | (self.free[destinations] <= 0)
-        allowed &= ~(self.begun[who] & stays[:, None]) & (gains > LEAST_SHARE * top)
-        return np.where(allowed, gains / (2.0 * price + downtime + SMALL_EFFORT * top), 0.0)
+        full = self.barred[sources, destinations] | (self.free[destinations] <= 0)
+        allowed &= ~(self.begun[who] & full[:, None]) & (gains > MIN_GAIN_SHARE * top)
+        return np.where(allowed, gains / (2.0 * price + downtime + SMALL_COST * top), 0.0)
 
-    def _enter(self, moved: Ints, sources: Ints, destinations: Ints) -> None:
-        """Account for samples that have moved."""
+    def _apply(self, moved: Ints, sources: Ints, destinations: Ints) -> None:
+        """Update destinations, loads, slots and KV room for samples that move."""
         self.destination[moved] = destinations
         self.movable[moved] = False
         self.load[sources] += self.price[moved]
@@ -166,24 +174,25 @@ class _Draft:
 
 
 class Reallocator:
-    """Moves samples while that brings the predicted end of the rollout forward (RLHFSpec, sample reallocation).
+    """Moves samples while that makes the predicted end of the rollout earlier (RLHFSpec, arXiv 2512.04752).
 
-    Greedy rounds: each of the engines that end last gives one sample to an engine that ends early, such that the later
-    of the two ends as much earlier as possible for what the move costs. The predicted end contains the cost of the
-    moves: both engines lose `per_token` seconds for each token copied, and an engine that samples come to ends later by
-    their downtime; what nobody has decoded yet costs a prefill of its prompt. Throughput curves decide: where a batch
-    is below the knee of its curve, taking samples out of it gains nothing.
+    The plan is greedy. In each round, each of the engines that finish last gives one sample to an engine that finishes
+    early: the one for which the later of the two finishes is reduced most, relative to the cost of the move. Predicted
+    finishes include this cost: both engines lose `per_token` seconds for each token copied, a destination also loses
+    the sample's downtime, and a sample that has not started costs a prefill of its prompt. Gains follow from the
+    throughput curves: below the knee of its curve, an engine gains nothing from a smaller batch.
 
-    Moves that bring less than `least_gain` all together are not made. Samples moved after they had begun stay for
-    `cool_down` seconds, and as long no such sample moves between the two engines the other way. An engine takes no more
-    of them than it has slots free; samples that have not begun wait as well at one place as at another, and are bound
-    by neither. An engine takes no more than the KV that all its samples will have in the end leaves room for. The time
-    of a plan is bounded: of very many moves the next plan makes the rest, and one that was cut short is kept if it has
-    taken away half of what late engines have too much.
+    * Moves that together gain less than `least_gain` are not made.
+    * A started sample that has moved may not move again for `cool_down` seconds, and during this time no started sample
+      may move between the two engines in the opposite direction. An engine receives no more started samples than it has
+      free slots. Neither rule applies to samples that have not started: they can wait in any engine's queue.
+    * An engine receives no more samples than its KV cache can hold once they are finished.
+    * The planning time is bounded. A plan that ran out of comparisons is kept if it has removed half of the excess time
+      of late engines; the next plan continues from there.
 
     Args:
-        cost: of a move; may be replaced when it is known better.
-        least_gain: share of the time to the end of the rollout.
+        cost: of a move; may be replaced by a newer measurement.
+        least_gain: smallest gain that is worth moving for, as a share of the time to the end of the rollout.
         cool_down: seconds.
     """
 
@@ -193,46 +202,46 @@ class Reallocator:
         self.begin()
 
     def begin(self) -> None:
-        """A new rollout begins: nothing has moved in it."""
-        self._moved: dict[str, float] = {}  # when, by sample id
-        self._flows: dict[tuple[int, int], float] = {}  # when last, by ranks of source and destination
+        """Start a new rollout: forget earlier moves."""
+        self._moved: dict[str, float] = {}  # time of the last move, by sample id
+        self._flows: dict[tuple[int, int], float] = {}  # time of the last move, by ranks of source and destination
 
     def plan(self, state: RolloutState, closed: Collection[int] = ()) -> tuple[Move, ...]:
-        """Moves that pay, by sample; none goes to an engine (index) in `closed`."""
+        """Moves by sample, none to an engine (index) in `closed`; () if they would gain too little."""
         if len(state.engines) - len(closed) < 1 or len(state.ids) == 0:
             return ()
-        draft = _Draft(state, self.cost, self._resting(state), self._barred(state), closed)
-        at_first = draft.finish
-        enough = (1.0 - self._least_gain) * float(at_first.max())
-        if draft.bound > enough:
+        moves = _MovePlan(state, self.cost, self._cooling_down(state), self._barred_pairs(state), closed)
+        finish_before = moves.finish
+        target = (1.0 - self._least_gain) * float(finish_before.max())
+        if moves.bound > target:
             return ()
-        left = max(MOST_COMPARED, MOST_COMPARED_EACH * len(state.engines))
+        left = max(MAX_COMPARED, MAX_COMPARED_EACH * len(state.engines))
         while left > 0:
-            for attempt in (lambda: draft.improve(False), lambda: draft.improve(True), draft.exchange):
+            for attempt in (lambda: moves.improve(False), lambda: moves.improve(True), moves.exchange):
                 compared, moved = attempt()
-                left -= compared + ROUND
+                left -= compared + ROUND_OVERHEAD
                 if moved:
                     break
             else:
                 break
-        last = float(draft.finish.max())
-        # A plan that was cut short has not come to all late engines: it is kept for what it has done for the others.
-        allowed = PARTIAL * _excess(at_first, enough) if left <= 0 else 0.0
-        if _excess(draft.finish, enough) > allowed:
+        makespan = float(moves.finish.max())
+        # A plan that ran out of comparisons has not reached all late engines, but helps those that it has reached.
+        allowed = PARTIAL * _excess(finish_before, target) if left <= 0 else 0.0
+        if _excess(moves.finish, target) > allowed:
             return ()
-        moves = _needed(draft, state.at, at_first, last)
-        self._remember(state, moves)
-        return moves
+        needed = _needed_moves(moves, state.at, finish_before, makespan)
+        self._remember(state, needed)
+        return needed
 
-    def _resting(self, state: RolloutState) -> Bools:
-        """Samples that were moved lately after they had begun."""
+    def _cooling_down(self, state: RolloutState) -> Bools:
+        """[N] samples that have moved less than `cool_down` seconds ago, after they had started."""
         self._moved = {name: when for name, when in self._moved.items() if when > state.now - self._cool_down}
         if not self._moved:
             return np.zeros(len(state.ids), np.bool_)
         return np.array([name in self._moved for name in state.ids]) & (state.generated > 0)
 
-    def _barred(self, state: RolloutState) -> Bools:
-        """Pairs of engines that samples have lately gone through the other way."""
+    def _barred_pairs(self, state: RolloutState) -> Bools:
+        """[engines, engines] pairs whose opposite direction a started sample took less than `cool_down` seconds ago."""
         self._flows = {pair: when for pair, when in self._flows.items() if when > state.now - self._cool_down}
         index = {engine.rank: i for i, engine in enumerate(state.engines)}
         barred = np.zeros((len(index), len(index)), np.bool_)
@@ -244,20 +253,20 @@ class Reallocator:
     def _remember(self, state: RolloutState, moves: Sequence[Move]) -> None:
         for move in moves:
             if state.generated[move.sample] == 0:
-                continue  # what has not begun is bound by no rest
+                continue  # the cool-down applies to started samples only
             source, destination = state.engines[state.at[move.sample]], state.engines[move.destination]
             self._moved[state.ids[move.sample]] = state.now
             self._flows[source.rank, destination.rank] = state.now
 
 
-def _excess(finish: Floats, enough: float) -> float:
-    """Seconds by which engines end later than that, together."""
-    return float(np.maximum(finish - enough, 0.0).sum())
+def _excess(finish: Floats, target: float) -> float:
+    """Sum over engines of the seconds by which each finishes later than `target`."""
+    return float(np.maximum(finish - target, 0.0).sum())
 
 
-def _needed(draft: _Draft, at: Ints, at_first: Floats, last: float) -> tuple[Move, ...]:
-    """The draft's moves without those from engines that would have ended in time anyway and take none themselves."""
-    moved = np.flatnonzero(draft.destination != at)
-    needless = at_first <= last
-    needless[draft.destination[moved]] = False
-    return tuple(Move(int(i), int(draft.destination[i])) for i in moved if not needless[at[i]])
+def _needed_moves(plan: _MovePlan, at: Ints, finish_before: Floats, makespan: float) -> tuple[Move, ...]:
+    """The planned moves, except those from engines that would finish in time anyway and receive no samples."""
+    moved = np.flatnonzero(plan.destination != at)
+    unneeded = finish_before <= makespan
+    unneeded[plan.destination[moved]] = False
+    return tuple(Move(int(i), int(plan.destination[i])) for i in moved if not unneeded[at[i]])

@@ -1,4 +1,4 @@
-"""What decisions about a running rollout are about: engines, their unfinished samples, and where these are to go."""
+"""The data of decisions during a rollout: engines, their unfinished samples, and planned moves."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Throughput:
-    """How fast an engine decodes, by the number of samples it decodes at once; speculation included.
+    """How fast an engine decodes, by the number of samples in its batch, with speculation if it drafts.
 
     Attributes:
-        batches: ascending, from 1.
-        seconds: in which each of so many samples gains one token, on average.
+        batches: numbers of samples, ascending from 1.
+        seconds: mean seconds in which each sample of such a batch gains one token.
     """
 
     batches: tuple[int, ...]
@@ -28,11 +28,11 @@ class Throughput:
 
 @dataclass(frozen=True)
 class EngineState:
-    """An engine that serves.
+    """An engine that can decode.
 
     Attributes:
-        slots: samples it decodes at once; more wait.
-        kv_tokens: room in its KV cache, in tokens of all samples together.
+        slots: most samples that it decodes at once; others wait.
+        kv_tokens: capacity of its KV cache, in tokens of all samples together.
     """
 
     rank: int
@@ -47,12 +47,12 @@ class RolloutState:
 
     Attributes:
         now: seconds since the rollout began.
-        at: index into `engines` of the engine that holds (or queues) the sample; of one under way, where it goes to.
-        groups: number of the sample's group (samples of one prompt).
+        at: index into `engines` of the engine that decodes or queues the sample; its destination while it migrates.
+        groups: number of the sample's group (the samples of one prompt).
         generated: response tokens so far.
         lengths: tokens of prompt and response so far.
-        remaining: response tokens still to come, as predicted; at least 1.
-        movable: false for samples under way, and for those that cannot be moved.
+        remaining: predicted response tokens still to be decoded; at least 1.
+        movable: whether the sample can be moved now; false while it migrates.
     """
 
     now: float
@@ -68,13 +68,13 @@ class RolloutState:
 
 @dataclass(frozen=True)
 class MigrationCost:
-    """What moving one sample takes.
+    """The time that moving one sample takes.
 
     Attributes:
-        downtime: seconds in which the sample is decoded nowhere.
-        per_token: seconds of both engines' time for each token of KV that is copied.
-        prefill: seconds for each token of the prompt of a sample that has not begun. An upper bound: members of a group
-            that move together share one prefill, and the source is spared its own.
+        downtime: seconds in which no engine decodes the sample.
+        per_token: seconds that each of the two engines loses per copied token of KV.
+        prefill: seconds per prompt token of a sample that has not started. An upper bound: samples of a group that move
+            together share one prefill, and the source no longer needs one.
     """
 
     downtime: float
@@ -84,7 +84,7 @@ class MigrationCost:
 
 @dataclass(frozen=True)
 class Move:
-    """A sample (index into the state's arrays) goes to another engine (index into its engines)."""
+    """A sample (index into the state's arrays) is to move to another engine (index into the state's engines)."""
 
     sample: int
     destination: int
@@ -92,10 +92,10 @@ class Move:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do now.
+    """What a policy decides at one moment.
 
     Attributes:
-        freed: engines (indices) that are given no more samples in this rollout: once empty they do other work.
+        freed: engines (indices) that get no more samples in this rollout; once empty, they do other work.
     """
 
     moves: tuple[Move, ...] = ()
@@ -103,10 +103,10 @@ class Plan:
 
 
 class RolloutPolicy(Protocol):
-    """Decides while a rollout runs. A function of the states it was shown, in their order: deterministic."""
+    """Decides about moves while a rollout runs. Decisions depend only on the states it was given, in their order."""
 
     def begin(self) -> None:
-        """A new rollout begins."""
+        """Start a new rollout."""
 
     def plan(self, state: RolloutState) -> Plan:
-        """Called again and again: after `rollout.poll_seconds` or more, sooner if an engine has run out of samples."""
+        """Called about every `rollout.poll_interval`, and as soon as an engine has run out of samples."""

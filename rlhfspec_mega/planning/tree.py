@@ -1,4 +1,4 @@
-"""What drafting decisions are about: the samples of a step, the draft tree grown for them, and what came of it."""
+"""The data of drafting decisions: the samples of a step, their draft tree, and the record of the step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Bools = NDArray[np.bool_]
 
 ROOT = -1  # the parent of depth-1 nodes: the sample's last token
 
-# Accepted tokens a sample may have that the draft has not read, while nothing is drafted. Many: reading costs as much
-# as drafting, and of a batch that is too large to draft for, few samples are left when it has become small enough.
+# Most accepted tokens of a sample that the draft may leave unread during plain steps. Many, because reading tokens
+# costs as much as drafting them, and few samples are left once a batch has become small enough to draft for.
 BACKLOG = 256
 
 
@@ -26,10 +26,10 @@ class Batch:
     Attributes:
         lengths: tokens of prompt and response so far.
         generated: response tokens so far.
-        remaining: response tokens until the length limit; a node deeper than `remaining - 1` could not be used.
+        remaining: response tokens until the length limit. A node deeper than `remaining - 1` cannot be used.
         temperatures: 0 is greedy.
-        backlog: accepted tokens of the whole batch that the draft has not read yet; its first pass reads them.
-        samples: which sample of the engine, counted as they came: what is learnt of one is kept under its number.
+        backlog: accepted tokens, of all samples together, that the draft has not read yet; its first pass reads them.
+        samples: serial number of each sample in its engine, under which what is learnt about it is kept.
     """
 
     lengths: Ints
@@ -50,17 +50,17 @@ class Batch:
 
 @dataclass
 class DraftTree:
-    """Draft tokens of all samples of a step as flat arrays: a forest whose parents come before their children.
+    """Draft tokens of all samples of a step, as flat arrays with an entry per node; parents come before children.
 
     Attributes:
-        rows: sample of each node.
+        rows: index of the node's sample in the batch.
         parents: index of the parent node, or ROOT.
         depths: from 1.
-        ranks: place among its siblings by perturbed score, from 0.
-        gaps: best perturbed score among the siblings minus the second best: how sure the draft is.
-        survival: predicted probability that the node is accepted; filled by the policy, layer by layer.
-        ends: the node's token would end its sample: children are useless and never drafted.
-        layers: first node of each layer.
+        ranks: rank among its siblings by perturbed score log q + g, from 0.
+        gaps: best perturbed score among the siblings minus the second best; large where the draft is confident.
+        survival: predicted probability that the node is accepted; the policy fills it, layer by layer.
+        ends: whether the node's token would end its sample; such nodes get no children.
+        layers: index of the first node of each layer.
     """
 
     rows: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -78,16 +78,16 @@ class DraftTree:
 
     @property
     def depth(self) -> int:
-        """Layers drafted."""
+        """Number of drafted layers."""
         return len(self.layers)
 
     @property
     def last_layer(self) -> slice:
-        """The newest nodes, which may be drafted from; empty before the first layer."""
+        """The nodes of the last layer; empty before the first layer."""
         return slice(self.layers[-1] if self.layers else 0, self.size)
 
     def add_layer(self, rows: Ints, parents: Ints, ranks: Ints, gaps: Floats, ends: Bools) -> None:
-        """Append the children of nodes of the last layer; their survival is still 0."""
+        """Append children of nodes of the last layer, with a survival of 0."""
         self.layers.append(self.size)
         self.rows = np.concatenate((self.rows, rows))
         self.parents = np.concatenate((self.parents, parents))
@@ -100,14 +100,14 @@ class DraftTree:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one decode step did and took.
+    """What one decode step did, and its times.
 
     Attributes:
-        chosen: nodes verified, ascending.
-        accepted: of each chosen node.
-        drafted: nodes the draft was run on after its first pass.
-        draft_seconds, verify_seconds: wall time of drafting (decisions included) and of the rest of the step.
-        root_hits: of each sample that was drafted for, whether the draft's best first token is the target's choice.
+        chosen: indices of the verified nodes, ascending.
+        accepted: whether each chosen node was accepted.
+        drafted: number of nodes that the draft was run on after its first pass.
+        draft_seconds, verify_seconds: wall time of drafting (policy included) and of the rest of the step.
+        root_hits: for each sample that was drafted for, whether the draft's best first token is the target's choice.
     """
 
     batch: Batch
@@ -121,33 +121,33 @@ class StepRecord:
 
 
 class DraftingPolicy(Protocol):
-    """Decides each step how deep to draft and which nodes to verify. Called in this order, by one engine:
+    """Decides in each step how many layers to draft and which nodes to verify. One engine calls it in this order:
 
         depth -> (add_layer -> expand)* -> choose -> observe
 
-    Everything but `observe` is a function of the arguments and of what was observed: deterministic.
+    All methods but `observe` depend only on their arguments and on what was observed before.
     """
 
-    width: int  # children kept per drafted node, at most
-    max_depth: int  # `depth` never returns more
-    max_nodes: int  # of one sample, `choose` never keeps more
+    width: int  # most children per drafted node
+    max_depth: int  # most layers that `depth` returns
+    max_nodes: int  # most nodes of one sample that `choose` returns
 
     def depth(self, batch: Batch) -> int:
-        """Layers to draft at most; 0 decodes plainly."""
+        """Most layers to draft in this step; 0 for a plain step."""
 
     def expand(self, batch: Batch, tree: DraftTree) -> Ints:
-        """Called after each layer: fills its survival; nodes of the last layer to draft children of, none to stop."""
+        """Set the survival of the new layer, and return its nodes that get children; none ends drafting."""
 
     def choose(self, batch: Batch, tree: DraftTree) -> Ints:
-        """Nodes to verify, ascending, parents included; may be empty."""
+        """Indices of the nodes to verify, ascending, with their parents; may be empty."""
 
     def observe(self, record: StepRecord) -> None:
-        """Learn from a step, plain ones too."""
+        """Learn from a step, with or without a draft."""
 
 
 def most_drafted(policy: DraftingPolicy) -> int:
-    """Nodes of a sample that the draft is run on in a step at most: as many as may be kept, or `width` of each layer.
+    """Most nodes of a sample that the draft is run on in a step.
 
-    None of the last layer.
+    As many as may be verified, or `width` in each layer; never nodes of the last layer.
     """
     return max(policy.max_nodes, policy.width * (policy.max_depth - 1))

@@ -15,7 +15,7 @@ from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.types import TensorInfo
 
 ALIGNMENT = 16  # bytes; every piece starts at a multiple, so that its bytes can be viewed as any dtype
-_CHUNK_WORDS = 1 << 18  # 32-bit words summed at once: 2 MiB as int64, which stays in a CPU cache
+_CHUNK_WORDS = 1 << 18  # 32-bit words per partial sum: 2 MiB as int64, which fits a CPU cache
 _MULTIPLIER = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number, odd
 
 
@@ -47,8 +47,8 @@ class Bucket:
 def plan_buckets(tensors: Sequence[TensorInfo], owner: Callable[[str], int], bucket_bytes: int) -> list[Bucket]:
     """Cut tensors into buckets of at most `bucket_bytes`, stage after stage, in the given order within a stage.
 
-    Only a tensor larger than a bucket is cut, at multiples of 16 bytes. The same arguments give the same plan, so every
-    process makes its own. `TensorInfo.dtype` is the dtype sent. Raises UserError for a bucket under 16 bytes.
+    Only a tensor larger than a bucket is cut, at multiples of 16 bytes. The plan is a function of the arguments, so
+    every process computes its own. `TensorInfo.dtype` is the dtype sent. Raises UserError for a bucket under 16 bytes.
     """
     if bucket_bytes < ALIGNMENT:
         raise UserError(f"A bucket of {bucket_bytes} bytes holds no tensor: set resharding.bucket_mib to 1 or more.")
@@ -79,11 +79,11 @@ def pack(bucket: Bucket, tensors: Iterable[tuple[str, Tensor]], buffer: Tensor) 
     """Copy a bucket's pieces out of full tensors, cast to the planned dtype.
 
     Args:
-        tensors: (name, full tensor), consumed one by one, so that each may be gathered when its turn comes and dropped
-            after it; names the bucket does not hold are ignored.
+        tensors: (name, full tensor) pairs, consumed one by one, so that each tensor can be gathered when it is needed
+            and dropped afterwards; names outside the bucket are ignored.
         buffer: uint8 of at least `bucket.bytes`, on any device.
 
-    Returns: `buffer[:bucket.bytes]`, gaps between pieces zeroed. Raises RunError when a piece's tensor did not come.
+    Returns: `buffer[:bucket.bytes]`, with gaps between pieces zeroed. Raises RunError if a piece's tensor is missing.
     """
     flat = buffer[: bucket.bytes]
     by_name: dict[str, list[Piece]] = {}
@@ -121,7 +121,7 @@ def checksum(tensor: Tensor) -> int:
     rest = torch.zeros(4, dtype=torch.uint8, device=data.device)
     rest[: length - words_bytes] = data[words_bytes:]
     words = data[:words_bytes]
-    if words.storage_offset() % 4:  # cannot be viewed as 32-bit words where it lies
+    if words.storage_offset() % 4:  # not aligned to 32-bit words
         words = words.clone()
     weights = _position_weights(str(data.device))
     total = torch.full((), length, dtype=torch.int64, device=data.device)

@@ -18,7 +18,7 @@ from rlhfspec_mega.resharding.buckets import Bucket
 
 _CANCELLED = "cancelled"  # key of a collective's store
 _CHECK_SECONDS = 0.2
-_BACKLOG = 1024  # workers that may connect at the same moment
+_BACKLOG = 1024  # pending connections of the listening socket
 
 
 class CollectiveHost:
@@ -32,12 +32,12 @@ class CollectiveHost:
         self.address = CollectiveAddress(host, self._store.port, owners, receivers, slot_bytes, deadline, device)
 
     def drop(self, receiver: int) -> None:
-        """A collective cannot go on without a member: end it for all, so that the others need not wait."""
+        """Cancel the collective for all members: it cannot continue without this one."""
         if self._store is not None:
             self._store.set(_CANCELLED, f"engine {receiver} has died or failed")
 
     def close(self) -> None:
-        """End the store: members that still wait, or come to wait, raise RunError. Safe to call twice."""
+        """Close the store: members that wait, now or later, raise RunError. Safe to call twice."""
         self._store = None
 
 
@@ -45,8 +45,8 @@ class CollectiveHost:
 class CollectiveAddress:
     """Where members meet. `owners`: number of pipeline stages; `deadline` in seconds; `device`: cpu (gloo) or cuda.
 
-    Each owner has a process group of its own with all receivers: a bucket passes only through those that need it, and
-    the default process group of either side is not touched.
+    Each owner has a process group with all receivers, so that a bucket goes only where it is needed. The members'
+    default process groups are not used.
     """
 
     host: str
@@ -58,19 +58,19 @@ class CollectiveAddress:
     device: str = "cpu"
 
     def sender(self, owner: int) -> CollectiveSender:
-        """Blocks until all receivers are made; senders and receivers are made at the same time."""
+        """Create a sender; blocks until all receivers exist. Senders and receivers must be created at the same time."""
         return CollectiveSender(_Broadcasts(self, owner, 0))
 
     def receiver(self, index: int) -> CollectiveReceiver:
-        """Blocks until all senders and receivers are made."""
+        """Create a receiver; blocks until all senders and receivers exist."""
         return CollectiveReceiver(self, [_Broadcasts(self, owner, index + 1) for owner in range(self.owners)])
 
 
 class _Broadcasts:
     """One member of an owner's process group: the sender is rank 0, receiver i is rank i + 1.
 
-    A member that waits asks the host's store from time to time whether it need not: members of a collective do not
-    learn by themselves that one of them has died. What is said here for NCCL, the abort above all, has not been run.
+    Members of a collective do not learn by themselves that another one has died. So a waiting member asks the host's
+    store from time to time whether the collective was cancelled. The NCCL path, above all its abort, has not been run.
     """
 
     def __init__(self, address: CollectiveAddress, owner: int, rank: int) -> None:
@@ -85,7 +85,10 @@ class _Broadcasts:
             raise RunError(f"{what} at {address.host}:{address.port} ({_first_line(error)}).") from None
 
     def _await_members(self, owner: int, what: str) -> None:
-        """Wait until all members have come: the constructor of a group, which waits for them too, has no way out."""
+        """Wait until all members have arrived.
+
+        The constructor of a process group, which waits too, cannot be cancelled.
+        """
         arrivals, members = f"resharding/{owner}/arrivals", self.address.receivers + 1
         end, pause = time.monotonic() + self.address.deadline, 1e-3
         arrived = self._store.add(arrivals, 1)
@@ -108,11 +111,11 @@ class _Broadcasts:
         if self.address.device == "cpu":
             return dist.ProcessGroupGloo(prefixed, rank, size, timeout)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = 2 * timeout  # ours passes first: after NCCL's, torch ends the process
+        options._timeout = 2 * timeout  # our deadline comes first: after NCCL's, torch ends the process
         return dist.ProcessGroupNCCL(prefixed, rank, size, options)
 
     def broadcast(self, bucket: Bucket, data: Tensor) -> None:
-        """Take part in the broadcast of `data`. Raises RunError when it fails, takes too long, or was cancelled."""
+        """Take part in the broadcast of `data`. Raises RunError if it fails, takes too long, or was cancelled."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         try:
@@ -126,7 +129,7 @@ class _Broadcasts:
             ) from None
 
     def _wait(self, work: Any, bucket: Bucket) -> None:
-        """Poll rather than block, so as to see that the broadcast was cancelled."""
+        """Poll instead of blocking, to notice a cancelled broadcast."""
         end, pause = time.monotonic() + self.address.deadline, 5e-5
         next_check = time.monotonic() + _CHECK_SECONDS
         while not work.is_completed():
@@ -146,20 +149,20 @@ class _Broadcasts:
         """Raise RunError with `what` if a receiver was dropped or the host is closed."""
         try:
             reason = self._store.get(_CANCELLED).decode() if self._store.check([_CANCELLED]) else ""
-        except RuntimeError:  # the store went with its host
+        except RuntimeError:  # the host, and with it the store, is gone
             reason = "the transport was closed, as when another worker has died"
         if reason:
             raise RunError(f"{what}: {reason}.")
 
     def _abandon(self, work: Any) -> None:
-        """Leave a broadcast that will not end by itself."""
+        """Leave a broadcast that will not complete."""
         if self.address.device == "cpu":
             _ABANDONED.append((self._group, work))
         else:
-            self._group.abort()  # takes the kernel off the GPU, before NCCL's timeout
+            self._group.abort()  # ends the GPU kernel before NCCL's timeout does
 
     def close(self) -> None:
-        with suppress(RuntimeError):  # the other side may be gone already
+        with suppress(RuntimeError):  # the other side may already be gone
             self._group.shutdown()
 
 
@@ -181,7 +184,7 @@ class CollectiveSender:
 
 
 class CollectiveReceiver:
-    """Rank index + 1 of every owner's group; owns the memory buckets arrive in."""
+    """Rank index + 1 of every owner's group; owns the memory that buckets arrive in."""
 
     def __init__(self, address: CollectiveAddress, groups: list[_Broadcasts]) -> None:
         self._groups = groups
@@ -198,7 +201,7 @@ class CollectiveReceiver:
 
 
 def _connect(address: CollectiveAddress, what: str) -> dist.TCPStore:
-    """A client of the host's store. Raises RunError with `what` at once if the host no longer listens."""
+    """Connect to the host's store. Raises RunError with `what` at once if the host no longer listens."""
     timeout = timedelta(seconds=address.deadline)
     try:
         # Listening began before there was an address. Torch by itself would try a closed port until the deadline.
@@ -212,7 +215,7 @@ def _connect(address: CollectiveAddress, what: str) -> dist.TCPStore:
 
 
 def listening_store(host: str, deadline: float) -> dist.TCPStore:
-    """A store on a free port of `host` alone; torch by itself would listen on every interface."""
+    """A store on a free port of `host` alone; torch's default would listen on every interface."""
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.bind(address)

@@ -1,4 +1,4 @@
-"""The driver's side of resharding: a plan of buckets per target, updates of all engines, and a stream for export."""
+"""The driver's side of resharding: bucket plans, weight updates of all engines, and streaming of weights for export."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ _CONNECTABLE = (WorkerState.REJOINING, WorkerState.SERVING)
 
 @dataclass(frozen=True)
 class _Plan:
-    """All tensors of a target, and the buckets they travel in."""
+    """All tensors of one target (policy or draft) and the buckets they are sent in."""
 
     tensors: list[TensorInfo]
     buckets: list[Bucket]
 
     def by_stage(self) -> list[tuple[int, list[Bucket]]]:
-        """The buckets of each pipeline stage that has any, in the order of stages."""
+        """Group the target's buckets by the pipeline stage that sends them; stages in ascending order."""
         stages = sorted({bucket.owner for bucket in self.buckets})
         return [(stage, [bucket for bucket in self.buckets if bucket.owner == stage]) for stage in stages]
 
 
 class WeightSource(Protocol):
-    """The ranks that hold the weights; workers.model_group.ModelGroup is one."""
+    """The ranks that hold the weights, such as workers.model_group.ModelGroup."""
 
     def senders(self) -> dict[int, list[int]]:
-        """By pipeline stage the ranks that send, the first in the name of all."""
+        """Sending ranks by pipeline stage; the first rank of each stage sends for it."""
 
     def weight_names(self, rank: int, target: WeightTarget) -> list[str]:
         """Names of a target's tensors that a rank's stage holds."""
 
     def connect(self, rank: int, stream: str, address: Any, owner: int) -> Call:
-        """Begin to make a rank's sending end."""
+        """Start creating a rank's sending end."""
 
     def send_weights(self, rank: int, stream: str, buckets: Sequence[Bucket], target: WeightTarget) -> Call:
-        """Begin to send buckets; the call's result is their checksums."""
+        """Start sending buckets; the call returns their checksums."""
 
 
 class Resharder:
-    """Moves the weights that a model's ranks hold to engines, and the model's own to this process for export.
+    """Sends the weights that a model's ranks hold to engines, or to this process for export.
 
     Args:
         tensors: every Hugging Face tensor of the model, in model order, with the dtype to send.
-        open_host: opens the transport this run is configured for.
-        bucket_bytes: bound of a bucket.
-        device: where a collective's buffers lie; "cuda" (NCCL) only if no engine shares a GPU with the actor.
+        open_host: opens the configured transport.
+        bucket_bytes: largest size of a bucket.
+        device: device of a collective's buffers; "cuda" (NCCL) only if no engine shares a GPU with the actor.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class Resharder:
         self.plan(WeightTarget.ACTOR, tensors)
 
     def plan(self, target: WeightTarget, tensors: Sequence[TensorInfo]) -> None:
-        """Cut a target's tensors into buckets of the stages that hold them; needed before its first update.
+        """Plan the buckets of a target; needed before its first update.
 
-        Raises RunError when no rank holds one of them.
+        Raises RunError if no rank holds one of the tensors.
         """
         owner: dict[str, int] = {}
         for stage, members in self._stage_ranks.items():
@@ -93,22 +93,24 @@ class Resharder:
         if missing:
             raise RunError(f"No pipeline stage of the actor holds {', '.join(missing[:5])}.")
         self._plans[target] = _Plan(list(tensors), plan_buckets(tensors, owner.__getitem__, self._bucket_bytes))
-        self._connected = []  # the transport's slots may be too small for the new buckets
+        self._connected = []  # slots of the transport may be too small for the new buckets
 
     @property
     def buckets(self) -> list[Bucket]:
-        """Those of the actor's weights."""
+        """Buckets of the actor's weights."""
         return self._plans[WeightTarget.ACTOR].buckets
 
     def update(
         self, engines: WorkerGroup, ranks: Sequence[int], version: int, target: WeightTarget = WeightTarget.ACTOR
     ) -> list[int]:
-        """Give these engines a target's weights of now as `version`; the ranks that hold them then.
+        """Send a target's current weights as `version` to these engines; returns the ranks that hold it afterwards.
 
-        An engine that dies on the way is left out. Where the transport cannot do without it, the others begin again.
+        An engine that dies meanwhile is left out; if the transport cannot continue without it, the update starts again
+        with the others.
 
         Raises:
-            RunError: an engine's checksum of a bucket differs (named with its tensors), a worker failed or went silent.
+            RunError: an engine's checksum of a bucket differs (its tensors are named), or a worker failed or went
+                silent.
         """
         remaining = list(ranks)
         while remaining:
@@ -145,7 +147,10 @@ class Resharder:
     def _transfer(
         self, engines: WorkerGroup, version: int, target: WeightTarget
     ) -> tuple[dict[int, int] | None, list[Call]]:
-        """Send and receive all buckets; the senders' checksums (None if a death broke the transport), the receives."""
+        """Transfer all buckets.
+
+        Returns the senders' checksums, or None if a death broke the transport, and the receivers' calls.
+        """
         assert self._host is not None
         plan = self._plans[target]
         arguments = ("receive_weights", version, plan.tensors, plan.buckets, target)
@@ -163,9 +168,9 @@ class Resharder:
         return (None if broken and any(call.dead for call in receives) else sums), receives
 
     def _watch(self, awaited: Sequence[Call], receives: Sequence[Call], host: Host, phase: str) -> None:
-        """Wait for these calls; nobody waits for a receiver that has died or failed meanwhile.
+        """Wait for these calls; a receiver that dies or fails meanwhile is dropped from the transport.
 
-        Raises what a sender failed with, unless a receiver's death may be the cause.
+        Raises a sender's error, unless the death of a receiver may have caused it.
         """
         while not all(call.done for call in awaited):
             pending = [call for call in dict.fromkeys([*awaited, *receives]) if not call.done]
@@ -204,12 +209,12 @@ class Resharder:
         return [call.rank for call in held]
 
     def stream(self, target: WeightTarget = WeightTarget.ACTOR) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in its directory, full tensor on CPU) of a target's weights; holds one unfinished tensor at a time.
+        """(Hugging Face name, full CPU tensor) of every tensor of a target; at most one incomplete tensor is held.
 
-        Every tensor is valid until the next is asked for.
+        Each tensor is valid until the next one is requested.
         """
         host = self._open_host(1, "cpu")
-        with ThreadPoolExecutor(1) as beside, closing(host):  # closed first: it ends what the thread waits for
+        with ThreadPoolExecutor(1) as beside, closing(host):  # the host is closed first, which ends the thread's wait
             calls = self._connect_senders("export", host.address)
             receiver: Receiver = self._result(beside.submit(host.address.receiver, 0), calls)
             self._cluster.wait(calls, "export")
@@ -223,7 +228,7 @@ class Resharder:
                     self._compare(target, calls[0].result(), sums, "this process")
 
     def _result(self, work: Future[Any], calls: Sequence[Call]) -> Any:
-        """What the thread beside waits for; a sender's death or error ends the wait."""
+        """Wait for the receiving thread; a sender's death or error ends the wait."""
         while not work.done():
             self._cluster.look("export", calls)
             wait_for([work], timeout=_LOOK_SECONDS)
@@ -252,7 +257,7 @@ class Resharder:
             sums[bucket.id] = checksum(data)
             for name, start, values in unpack(bucket, data):
                 size = prod(shapes[name])
-                if values.numel() < size:  # a tensor larger than a bucket: its parts come in order
+                if values.numel() < size:  # a tensor larger than a bucket arrives in parts, in order
                     whole = partial.setdefault(name, torch.empty(size, dtype=values.dtype))
                     whole[start : start + values.numel()] = values.cpu()
                     if start + values.numel() < size:
@@ -261,7 +266,7 @@ class Resharder:
                 yield name, values.cpu().view(shapes[name])
 
     def _compare(self, target: WeightTarget, sent: Mapping[int, int], received: Mapping[int, int], who: str) -> None:
-        """Raise RunError, naming the tensors, where what was received differs."""
+        """Raise RunError, naming the tensors, if received checksums differ from those sent."""
         buckets = self._plans[target].buckets
         if wrong := [bucket for bucket in buckets if bucket.id in sent and sent[bucket.id] != received.get(bucket.id)]:
             names = "; ".join(f"bucket {bucket.id} ({', '.join(bucket.names)})" for bucket in wrong)

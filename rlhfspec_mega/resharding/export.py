@@ -1,4 +1,4 @@
-"""One rank's side of resharding: its Megatron shards, or full tensors that it holds, leave bucket by bucket."""
+"""A rank's side of resharding: merges its Megatron shards into full tensors and sends them bucket by bucket."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from rlhfspec_mega.resharding.transport import Sender
 
 
 class Senders:
-    """Sending ends of transports, by the name of a stream of weights."""
+    """Sending ends of transports, by stream name."""
 
     def __init__(self) -> None:
         self._senders: dict[str, Sender] = {}
 
     def connect(self, stream: str, address: Any, owner: int) -> None:
-        """Make one, in place of the last one of this name."""
+        """Create one; replaces an earlier one of this name."""
         if stream in self._senders:
             self._senders[stream].close()
         self._senders[stream] = address.sender(owner)
 
     def get(self, stream: str) -> Sender | None:
-        """None on ranks that send nothing."""
+        """The sending end of this name; None on ranks that send nothing."""
         return self._senders.get(stream)
 
 
 class WeightExporter:
-    """Merges what a bucket asks for over the tensor-parallel group; the group's first rank sends it.
+    """Merges tensors over the tensor-parallel group and sends them from the group's first rank.
 
-    A rank never holds more than the bucket and one merged parameter beyond its own shards.
+    A rank holds at most one bucket and one merged parameter beyond its own shards.
     """
 
     def __init__(self, model: MegatronModel) -> None:
@@ -59,14 +59,13 @@ class WeightExporter:
             sender: the transport's end on the group's first rank, None on the others.
 
         Returns:
-            {bucket id: checksum} on the first rank, empty on the others.
+            {bucket id: checksum} on the first rank, {} on the others.
 
         Raises:
             RunError: the transport failed.
-            Exception: the first of any kind (memory ran out, say), only after all gathers, so that no other rank waits
-                in one.
+            Exception: any other error (e.g. out of memory), raised only after all gathers, so that no other rank hangs.
         """
-        self._last_names = []  # weights have changed since the last update
+        self._last_names = []  # its weights have changed since the last update
         sums: dict[int, int] = {}
         buffer: torch.Tensor | None = None
         failure: Exception | None = None
@@ -82,7 +81,7 @@ class WeightExporter:
                     sender.send(bucket, flat)
                 except Exception as error:
                     failure = error
-            for name in names:  # not taken by `pack`: only takes part in the gathers
+            for name in names:  # ranks that do not pack only take part in the gathers
                 try:
                     self._gather(name)
                 except Exception as error:
@@ -99,22 +98,23 @@ class WeightExporter:
             yield name, self._last[name]
 
     def _gather(self, name: str) -> None:
-        """Bring the tensor of this name into `_last` on the group's first rank; collective over the group.
+        """Gather the tensor of this name into `_last` on the group's first rank; collective over the group.
 
-        A parameter is gathered once, also when its tensors (Q, K and V of one `linear_qkv`) or the parts of a large one
-        fall into several buckets: the last one gathered is kept. Every rank of the group follows the same order.
+        A parameter is gathered once even if its tensors (Q, K and V of one `linear_qkv`), or the parts of a large one,
+        fall
+        into several buckets: the last parameter is kept. All ranks of the group gather in the same order.
         """
         if name not in self._last_names:
             mapped = self._by_name[name]
             self._last.clear()
-            self._last_names = mapped.hf_names  # also if merging fails here: the other ranks do not gather it again
+            self._last_names = mapped.hf_names  # even if merging fails here: the other ranks do not gather it again
             self._last.update(merge_parameter(mapped, self._model.shape, self._model.groups.tp) or {})
 
 
 def send_tensors(tensors: Mapping[str, torch.Tensor], buckets: Sequence[Bucket], sender: Sender) -> dict[int, int]:
-    """Send buckets of full tensors, which this rank holds, in order; {bucket id: checksum}.
+    """Send buckets of full tensors that this rank holds, in order; returns {bucket id: checksum}.
 
-    Raises RunError when the transport failed or a tensor is not there.
+    Raises RunError if the transport failed or a tensor is missing.
     """
     device = next(iter(tensors.values())).device
     buffer = torch.empty(max(bucket.bytes for bucket in buckets), dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""An engine's side of resharding: buckets arrive, are checked and written into the engine's weights."""
+"""An engine's side of resharding: receives buckets, computes their checksums and loads them into the engine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rlhfspec_mega.types import TensorInfo, WeightTarget
 
 
 class WeightReceiver:
-    """Loads what comes over a transport into an engine; it goes live only with the engine's `end_update`.
+    """Loads received buckets into an engine; the weights become live with the engine's `end_update`.
 
     Args:
-        device: where the engine's weights are; buckets are brought there whole, and summed up there.
+        device: device of the engine's weights; buckets are copied there before checksums are computed.
     """
 
     def __init__(self, engine: RolloutEngine, device: str) -> None:
@@ -24,7 +24,7 @@ class WeightReceiver:
         self._receiver: Receiver | None = None
 
     def connect(self, address: Any, index: int) -> None:
-        """Make the receiving end of a transport in place of the last one."""
+        """Create the receiving end of a transport; replaces an earlier one."""
         if self._receiver is not None:
             self._receiver.close()
         self._receiver = address.receiver(index)
@@ -32,7 +32,7 @@ class WeightReceiver:
     def receive(
         self, version: int, tensors: Sequence[TensorInfo], buckets: Sequence[Bucket], target: WeightTarget
     ) -> dict[int, int]:
-        """Load all buckets: {bucket id: checksum of what arrived}. Raises RunError before `connect`."""
+        """Load all buckets; returns {bucket id: checksum of what arrived}. Raises RunError before `connect`."""
         if self._receiver is None:
             raise RunError("An engine was asked for weights before it was connected to a transport.")
         self._engine.begin_update(version, tensors, target)

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.resharding.buckets import Bucket
 
-_SLOTS = 2  # the next bucket is gathered and sent while the engines load the last
+_SLOTS = 2  # the next bucket is gathered and sent while engines load the last one
 # Bytes, as 64-bit words: [sent, bucket id in slot 0, in slot 1, closed, released by receiver 0, by 1, ...]
 _HEADER = 4096
 _CLOSED = 1 + _SLOTS
@@ -27,10 +27,10 @@ _MAX_RECEIVERS = _HEADER // 8 - _RELEASED
 
 
 class SharedMemoryHost:
-    """Owns anonymous shared memory (memfd), which has no name to clean up: the kernel frees it with its last process.
+    """Owns anonymous shared memory (memfd): it has no name to clean up, and the kernel frees it with its last process.
 
-    Unlike /dev/shm it is not bounded by a container's small tmpfs. Workers open it through /proc of this process, which
-    therefore must live until all of them have made their ends.
+    Unlike /dev/shm it is not limited by a container's small tmpfs. Workers open it through /proc of this process, which
+    must stay alive until all of them have opened it.
     """
 
     def __init__(self, slot_bytes: int, receivers: int, deadline: float) -> None:
@@ -50,12 +50,12 @@ class SharedMemoryHost:
         self._memory: _Memory | None = _Memory(self.address)
 
     def drop(self, receiver: int) -> None:
-        """Count every bucket, also those to come, as released by this receiver."""
+        """Count all buckets, including future ones, as released by this receiver."""
         if self._memory is not None:
             self._memory.release(receiver, _FOREVER)
 
     def close(self) -> None:
-        """Refuse further ends; those that wait, or come to wait, raise RunError. Safe to call twice."""
+        """Refuse further ends; ends that wait, now or later, raise RunError. Safe to call twice."""
         if self._memory is not None:
             self._memory.closed = True
             self._memory = None
@@ -81,10 +81,10 @@ class SharedMemoryAddress:
 
 
 class _Memory:
-    """The mapped header and slots. Counters only grow: bucket number n (over all updates) lies in slot n % 2.
+    """The mapped header and slots. Counters only grow: bucket number n (over all updates) is in slot n % 2.
 
     Args:
-        pinned: so that GPUs of this process copy at full speed, where the system allows it.
+        pinned: pin the memory where possible, so that this process's GPUs copy at full speed.
     """
 
     def __init__(self, address: SharedMemoryAddress, pinned: bool = False) -> None:
@@ -104,11 +104,11 @@ class _Memory:
         self._slots = torch.frombuffer(memory, dtype=torch.uint8, offset=_HEADER).view(_SLOTS, address.slot_bytes)
         if pinned:
             cuda = torch.cuda.cudart()
-            start = self._slots.data_ptr() - _HEADER  # of a page
+            start = self._slots.data_ptr() - _HEADER  # start of a memory page
             if int(cuda.cudaHostRegister(start, len(memory), 0)) == 0:
                 weakref.finalize(self, cuda.cudaHostUnregister, start)
             else:
-                with suppress(RuntimeError):  # CUDA would tell of it at the next kernel
+                with suppress(RuntimeError):  # otherwise the next CUDA call would report it
                     torch.zeros(1, device="cuda")
 
     @property
@@ -130,7 +130,7 @@ class _Memory:
 
     @property
     def closed(self) -> bool:
-        """Whether the host was closed: what is waited for then will not come."""
+        """Whether the host is closed, so that waiting is useless."""
         return bool(self._header[_CLOSED])
 
     @closed.setter
@@ -138,15 +138,21 @@ class _Memory:
         self._header[_CLOSED] = value
 
     def released(self) -> list[int]:
-        """Buckets that each receiver is done with."""
+        """Number of buckets that each receiver has released."""
         return self._header[_RELEASED : _RELEASED + self.address.receivers].tolist()
 
     def release(self, receiver: int, count: int) -> None:
-        """The receiver is done with the first `count` buckets; what was released, as by a drop, stays so."""
+        """Mark the first `count` buckets as released by the receiver.
+
+        Never lowers the mark, which a drop sets to its maximum.
+        """
         self._header[_RELEASED + receiver] = max(self._header[_RELEASED + receiver], count)
 
     def wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Poll with growing pauses (50 us to 2 ms). Raises RunError with `what()` on closing and after the deadline."""
+        """Poll with growing pauses (50 us to 2 ms).
+
+        Raises RunError with `what()` after the deadline or if the host closes.
+        """
         end, pause = time.monotonic() + self.address.deadline, 5e-5
         while not ready():
             if self.closed:
@@ -158,7 +164,7 @@ class _Memory:
 
 
 class SharedMemorySender:
-    """Writes buckets into the slots, waiting until every receiver has released what lay there."""
+    """Writes buckets into slots, after every receiver has released the slot's previous bucket."""
 
     def __init__(self, memory: _Memory) -> None:
         self._memory = memory
@@ -168,7 +174,7 @@ class SharedMemorySender:
         if bucket.bytes > memory.address.slot_bytes:
             raise RunError(f"Bucket {bucket.id} of {bucket.bytes} bytes exceeds the slot: {memory.address.slot_bytes}.")
         number = memory.sent
-        oldest = number - _SLOTS  # the bucket whose slot this one takes
+        oldest = number - _SLOTS  # the previous bucket of this slot
         memory.wait(
             lambda: min(memory.released()) > oldest,
             lambda: (
@@ -178,10 +184,10 @@ class SharedMemorySender:
         )
         memory.slot(number)[: bucket.bytes].copy_(buffer[: bucket.bytes])
         memory.set_bucket_id(number, bucket.id)
-        memory.sent = number + 1  # last: this is what receivers wait for
+        memory.sent = number + 1  # written last: receivers wait for it
 
     def close(self) -> None:
-        """Nothing to do: the mapping goes with the last tensor that refers to it."""
+        """Nothing to do: the mapping is freed with the last tensor that refers to it."""
 
 
 class SharedMemoryReceiver:
@@ -206,5 +212,5 @@ class SharedMemoryReceiver:
         return memory.slot(number)[: bucket.bytes]
 
     def close(self) -> None:
-        """Release the last bucket, so that a sender no longer waits for this receiver to load it."""
+        """Release the last bucket, so that no sender waits for this receiver."""
         self._memory.release(self._index, self._received)

@@ -1,12 +1,12 @@
-"""What a transport of buckets is: from pipeline stages to engines, over shared memory, a collective or an object store.
+"""The interface of a transport of buckets from pipeline stages to engines.
 
-The controller opens a host, sends its `address` (plain, picklable) to the workers, and each worker makes its end:
+The controller opens a host and sends its `address` (plain, picklable) to the workers, which create the two ends:
 
     address.sender(owner).send(bucket, buffer)                      in the process that gathers a stage's buckets
     address.receiver(index).receive(bucket) -> uint8 [bucket.bytes] in each engine, index 0 .. receivers - 1
 
-Buckets are sent one after the other, in the same order everywhere. What `receive` returns is valid until the next
-`receive` or `close` of that receiver. Whoever waits longer than the deadline raises RunError.
+Buckets are sent one after the other, in the same order everywhere. The result of `receive` is valid until the next
+`receive` or `close` of that receiver. An end that waits longer than the deadline raises RunError.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """The end of a transport in an engine."""
+    """The end of a transport in an engine's process."""
 
     def receive(self, bucket: Bucket) -> Tensor:
         """Wait for `bucket`; returns its uint8 bytes, valid until the next call."""
@@ -39,23 +39,23 @@ class Receiver(Protocol):
 
 
 class Host(Protocol):
-    """The driver's part of a transport; `address` is what workers make their ends from."""
+    """The driver's part of a transport; workers create their ends from its `address`."""
 
     address: Any
 
     def drop(self, receiver: int) -> None:
-        """A receiver has died: senders no longer wait for it. Where the transport cannot do without it, all waits end.
+        """Stop waiting for a receiver that has died; cancels all waits if the transport cannot continue without it.
 
-        May be said again, and after `close`.
+        May be repeated, and called after `close`.
         """
         ...
 
     def close(self) -> None:
-        """Whoever still waits at an end raises RunError, and so does whoever makes one later. Safe to call twice."""
+        """Ends that wait, now or later, and ends created from now on raise RunError. Safe to call twice."""
         ...
 
 
 class OpenHost(Protocol):
-    """Opens the transport that this run was configured for."""
+    """Opens the configured transport."""
 
     def __call__(self, owners: int, receivers: int, slot_bytes: int, device: str) -> Host: ...

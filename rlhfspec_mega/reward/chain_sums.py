@@ -1,4 +1,4 @@
-"""Reward of the built-in task: how far the working is right, and whether all of it is."""
+"""Reward of the built-in task: how many steps of the working are right, and whether all of it is."""
 
 from __future__ import annotations
 

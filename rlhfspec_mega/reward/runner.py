@@ -29,9 +29,9 @@ class _WorkerHung(Exception):
 class RewardRunner:
     """Runs the reward function named by `path` as function(prompt, response, answer, **arguments).
 
-    The function returns a RewardScore or a plain number (exact from 1 upward). It is imported once, in a process of its
-    own. A sample that takes longer than `time_limit` seconds gets the value 0, whatever the function is doing: the
-    process is killed and started again. Not thread-safe.
+    The function returns a RewardScore or a plain number (exact from 1 upward). It is imported once, in a separate
+    process. A sample that takes longer than `time_limit` seconds gets the value 0: the process is killed and restarted,
+    whatever the function is doing. Not thread-safe.
 
     Attributes:
         timeouts: samples that hit the time limit since the start.
@@ -76,7 +76,7 @@ class RewardRunner:
         return scores
 
     def close(self) -> None:
-        """End the process and whatever it started. A later `score` starts it again."""
+        """End the process and its children. A later `score` starts it again."""
         if self._process is None or self._connection is None:
             return
         with contextlib.suppress(ProcessLookupError):

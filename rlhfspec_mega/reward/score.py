@@ -6,7 +6,10 @@ from typing import NamedTuple
 
 
 class RewardScore(NamedTuple):
-    """`value` is what the policy is trained on (finite); `exact` says whether the response counts as correct."""
+    """A reward function's result.
+
+    `value` (finite) is used for training, `exact` is whether the response counts as correct.
+    """
 
     value: float
     exact: bool

@@ -38,7 +38,7 @@ def _watch_parent(connection: Connection) -> None:
 
 
 def _checked(result: Any) -> RewardScore:
-    """A reward function's result as a RewardScore; a plain number counts as exact from 1 upward."""
+    """Convert a reward function's result to a RewardScore; a plain number of at least 1 counts as an exact answer."""
     if isinstance(result, tuple) and len(result) == 2:
         value, exact = result
     else:

@@ -1,4 +1,4 @@
-"""Which engine decodes which sample of a rollout, what is known of each, and who takes over from a dead engine."""
+"""Assignment of a rollout's samples to engines, their state as the driver knows it, and recovery of lost samples."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.types import EngineReport, GenerationRequest, GenerationResult
 
 
-def held_at_once(slots: int) -> int:
-    """Samples of an engine under queue dispatch: a few more than its slots, to fill those that fall free between two
-    of its answers."""
+def max_samples_per_engine(slots: int) -> int:
+    """Samples that an engine gets at most under queue dispatch: a few more than its slots, to fill those that become
+    free between two of its reports."""
     return slots + max(1, slots // 4)
 
 
 def assign(requests: Sequence[GenerationRequest], engines: int) -> list[list[GenerationRequest]]:
-    """Whole groups (they share a prompt's KV) to the engine with the fewest samples so far; deterministic."""
+    """Split requests among engines: each group, whose members share a prompt's KV, goes to the least loaded engine.
+
+    Returns:
+        one list of requests per engine; the same for the same arguments.
+    """
     groups: dict[str, list[GenerationRequest]] = {}
     for request in requests:
         groups.setdefault(request.group_id, []).append(request)
@@ -29,22 +33,24 @@ def assign(requests: Sequence[GenerationRequest], engines: int) -> list[list[Gen
 
 
 class Assignment:
-    """The samples of one rollout among its engines.
+    """Assigns the samples of one rollout to its engines.
 
-    A share is what an engine is given at once. Without `repeat`, shares join the samples an engine already decodes;
-    with it, an engine begins its next share only when it holds none, so that the batches, and with them the last bits
-    of every result, do not depend on when an engine died.
+    A share is the list of samples that is queued for an engine together. With `deterministic`, an engine gets its next
+    share only when it has no samples left, so that the batches, and with them the last bits of every result, do not
+    depend on when an engine died. Otherwise shares join the samples that the engine already decodes.
 
     Args:
-        engines: of the run; with `repeat` every rollout is cut into as many shares, however many serve.
+        engines: number of engines of the run; with `deterministic` samples are always split into this many shares,
+            however many engines serve.
         serving: ranks that take work now.
-        at_once: samples an engine holds at most; the others wait here in one queue and follow as samples end. None:
-            all samples are shared out at the beginning.
+        deterministic: see above; samples of a dead engine are then decoded again from the prompt.
+        max_per_engine: most samples that an engine has at a time; the others wait in one shared queue. None: all
+            samples are assigned at the beginning.
 
     Attributes:
         results: finished samples by id.
-        known: what the driver knows of every sample.
-        custody: which engine has which sample.
+        known: the last reported state of every sample, by id.
+        custody: the part of the ledger that knows which engine has which sample.
     """
 
     def __init__(
@@ -54,28 +60,28 @@ class Assignment:
         serving: Sequence[int],
         ledger: Ledger,
         *,
-        repeat: bool,
-        at_once: int | None = None,
+        deterministic: bool,
+        max_per_engine: int | None = None,
     ) -> None:
         self.results: dict[str, GenerationResult] = {}
         self.known: dict[str, SampleSnapshot] = {}
         self.custody = ledger.custody
-        self._engines, self._repeat, self._at_once = engines, repeat, at_once
-        self._common: deque[str] = deque()  # with `at_once`: samples for whichever engine has room first
-        self._queues: dict[int, deque[list[str]]] = {}  # shares not yet handed over, by rank
-        self._share: dict[int, list[str]] = {}  # with repeat: the share an engine works on, as it was given
+        self._engines, self._deterministic, self._max_per_engine = engines, deterministic, max_per_engine
+        self._shared_queue: deque[str] = deque()  # with `max_per_engine`: ids of samples for the next engine with room
+        self._queues: dict[int, deque[list[str]]] = {}  # shares not yet given to their engine, by rank
+        self._share: dict[int, list[str]] = {}  # with `deterministic`: all samples of the share an engine works on
         self.add(requests, serving)
 
     def add(self, requests: Sequence[GenerationRequest], serving: Sequence[int]) -> None:
-        """Share these samples out, too. Raises RunError for one that is known."""
+        """Assign more samples. Raises RunError for a sample that was added before."""
         for request in requests:
             if request.sample_id in self.known:
-                raise RunError(f"Sample {request.sample_id} was given to the engines twice.")
+                raise RunError(f"Sample {request.sample_id} was added to the rollout twice.")
             self.known[request.sample_id] = SampleSnapshot(request, [], [], [])
-        if self._at_once is not None:
-            self._common.extend(request.sample_id for request in requests)
+        if self._max_per_engine is not None:
+            self._shared_queue.extend(request.sample_id for request in requests)
             return
-        homes = list(range(self._engines)) if self._repeat or not serving else list(serving)
+        homes = list(range(self._engines)) if self._deterministic or not serving else list(serving)
         for rank, share in zip(homes, assign(requests, len(homes)), strict=True):
             self._enqueue(rank, [request.sample_id for request in share])
 
@@ -84,34 +90,34 @@ class Assignment:
         return len(self.results) == len(self.known)
 
     def holders(self) -> list[int]:
-        """Ranks with samples of their own: handed over, queued, or on their way to them."""
+        """Ranks of engines that have samples, have a queue, or are the destination of a migration."""
         return [rank for rank in range(self._engines) if self._load(rank) or self.custody.leads_to(rank)]
 
     def has_work(self, rank: int) -> bool:
-        """Whether there are samples at an engine or for it."""
-        return bool(self._load(rank) or self._common or self.custody.leads_to(rank))
+        """Whether an engine has samples, or there are samples that it can get."""
+        return bool(self._load(rank) or self._shared_queue or self.custody.leads_to(rank))
 
     def owners(self) -> dict[str, int]:
-        """The engine of every unfinished sample that has been handed over."""
+        """The rank of the engine that owns each unfinished sample, by sample id; without samples still in a queue."""
         owned = ((sample_id, self.custody.owner(sample_id)) for sample_id in self.known)
         return {sample_id: rank for sample_id, rank in owned if rank is not None}
 
     def take(self, rank: int) -> list[SampleSnapshot]:
-        """What to hand to an engine now; it owns these samples from here on."""
+        """Take from the queues the samples that an engine gets now; it owns them from here on."""
         queue, ids = self._queues.get(rank, deque()), list[str]()
         held = self.custody.held(rank)
-        while queue and not (self._repeat and (held or ids)):
+        while queue and not (self._deterministic and (held or ids)):
             self._share[rank] = queue.popleft()
             ids += self._share[rank]
-        while self._common and held + len(ids) < (self._at_once or 0):
-            ids.append(self._common.popleft())
-        self.custody.give(rank, ids, repeat=self._repeat)
+        while self._shared_queue and held + len(ids) < (self._max_per_engine or 0):
+            ids.append(self._shared_queue.popleft())
+        self.custody.give(rank, ids, repeat=self._deterministic)
         return [self.known[sample_id] for sample_id in ids]
 
     def report(self, rank: int, report: EngineReport, serving: Sequence[int]) -> None:
-        """File what an engine answered.
+        """Process the report of an engine.
 
-        Raises RunError when a sample came back twice or unasked, or when the engine does not know one it was given.
+        Raises RunError if it returned a sample twice or one that it was not given, or if it has lost a sample.
         """
         for arrived in report.migration.arrived:
             if self.custody.arrived(rank, arrived.sample_id):
@@ -127,7 +133,7 @@ class Assignment:
         for sample_id in report.migration.kept:
             self.custody.kept(sample_id)
         self.custody.balance(rank, report.unfinished)
-        if not self._repeat:
+        if not self._deterministic:
             for gain in report.progress:
                 if self.custody.owner(gain.sample_id) == rank:
                     known = self.known[gain.sample_id]
@@ -135,23 +141,23 @@ class Assignment:
                     known.logprobs += gain.logprobs
                     known.versions += gain.versions
 
-    def cut(self, rank: int, sources: Sequence[int], serving: Sequence[int]) -> None:
-        """An engine has taken all that these dead ones had sent it: what did not arrive is decoded elsewhere."""
+    def sources_drained(self, rank: int, sources: Sequence[int], serving: Sequence[int]) -> None:
+        """Assign again what dead engines did not manage to send: `rank` has taken all samples that had reached it."""
         for source in sources:
             self._hand_out(self.custody.cut(source, rank), serving, rank)
 
     def lose(self, rank: int, serving: Sequence[int]) -> None:
-        """An engine died: its samples go to those that serve, or back to its own queue while none does."""
+        """An engine died: assign its samples to the serving engines, or to its own queue if none serves."""
         shares, holding = list(self._queues.pop(rank, ())), self.custody.held(rank)
         lost = self.custody.lose(rank)
-        if not self._repeat:
+        if not self._deterministic:
             self._hand_out([*lost, *(sample_id for share in shares for sample_id in share)], serving, rank)
             return
         for share in [*([self._share[rank]] if holding else []), *shares]:
             self._enqueue(min(serving or [rank], key=self._load), share)
 
     def _hand_out(self, ids: Sequence[str], serving: Sequence[int], otherwise: int) -> None:
-        """Queue samples at engines that serve, or at `otherwise`."""
+        """Queue samples for the serving engines, or for the engine `otherwise` if none serves."""
         homes = list(serving) or [otherwise]
         for home, part in zip(homes, assign([self.known[i].request for i in ids], len(homes)), strict=True):
             self._enqueue(home, [request.sample_id for request in part])

@@ -1,4 +1,4 @@
-"""What the manager, resharding and migration expect of a generation engine."""
+"""The interface of a generation engine, as the rollout manager, resharding and migration use it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from rlhfspec_mega.types import (
 
 @dataclass
 class DraftPast:
-    """What a draft needs of a sample's past, without its tokens.
+    """The draft model's state for a sample, without the tokens: its KV cache and the features it still has to process.
 
     Attributes:
-        kv: [1, 2, kv_heads, entries, head_dim] of the tokens it has read.
-        features: [n, 3 * hidden], the target's states that belong to the last n tokens, which it has not read yet.
+        kv: [1, 2, kv_heads, entries, head_dim] of the tokens that the draft has processed.
+        features: [n, 3 * hidden], the target's hidden states for the last n tokens, which the draft has not processed
+            yet.
     """
 
     kv: torch.Tensor
@@ -36,12 +37,15 @@ class DraftPast:
 
 @dataclass
 class SampleSnapshot:
-    """State of an unfinished sample, enough to go on elsewhere with the same tokens (noise is keyed: no random state).
+    """State of an unfinished sample, enough for another engine to continue it with the same tokens.
+
+    There is no random state: the noise depends only on the sample's seed and the position.
 
     Attributes:
-        kv: [layers, 2, kv_heads, positions, head_dim] of the settled positions, or None: the importer prefills again.
-        draft: the draft's part; without it an engine that drafts prefills again.
-        reported: tokens that the driver knows of; None: all.
+        kv: [layers, 2, kv_heads, positions, head_dim] of the committed positions; None: the importing engine prefills
+            the sample again.
+        draft: state of the draft model; without it an engine with a draft prefills the sample again.
+        reported: number of response tokens that the driver knows; None: all of them.
     """
 
     request: GenerationRequest
@@ -55,7 +59,7 @@ class SampleSnapshot:
 
 @dataclass
 class LiveSample:
-    """An unfinished sample in an engine and its response so far; `reported`: tokens of it that the driver knows."""
+    """An unfinished sample in an engine and its response so far; the driver knows the first `reported` tokens."""
 
     request: GenerationRequest
     tokens: list[int] = field(default_factory=list)
@@ -65,7 +69,7 @@ class LiveSample:
 
     @classmethod
     def of(cls, snapshot: SampleSnapshot) -> Self:
-        """One that comes from elsewhere, or begins."""
+        """The sample of a snapshot, whether it is new or comes from another engine."""
         reported = len(snapshot.tokens) if snapshot.reported is None else snapshot.reported
         return cls(snapshot.request, list(snapshot.tokens), list(snapshot.logprobs), list(snapshot.versions), reported)
 
@@ -79,7 +83,7 @@ class LiveSample:
         return (*self.request.prompt_tokens, *self.tokens)
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> FinishReason | None:
-        """Add tokens up to the one that ends the sample; the reason if there is one."""
+        """Add tokens up to the one that ends the sample; returns why it ended, or None if it has not."""
         stops = () if self.request.ignore_stop else self.request.stop_tokens
         for token, logprob in zip(tokens, logprobs, strict=True):
             self.tokens.append(token)
@@ -92,7 +96,10 @@ class LiveSample:
         return None
 
     def progress(self) -> SampleProgress:
-        """What came since the last call."""
+        """Return the tokens that each unfinished sample gained since the last call.
+
+        All reports of a sample together are enough for another engine to continue it.
+        """
         new, self.reported = slice(self.reported, None), len(self.tokens)
         return SampleProgress(self.request.sample_id, self.tokens[new], self.logprobs[new], self.versions[new])
 
@@ -100,7 +107,7 @@ class LiveSample:
         return GenerationResult(self.request.sample_id, self.tokens, self.logprobs, self.versions, reason)
 
     def snapshot(self, kv: torch.Tensor | None = None, draft: DraftPast | None = None) -> SampleSnapshot:
-        """What to go on with elsewhere."""
+        """The state from which another engine can continue the sample."""
         return SampleSnapshot(self.request, self.tokens, self.logprobs, self.versions, kv, draft, self.reported)
 
 
@@ -108,15 +115,15 @@ class RolloutEngine(Protocol):
     """One generation engine. Calls come from one thread; decoding happens only inside `poll`.
 
     Attributes:
-        least_copy: bytes of KV to ask for at once: of fewer the call costs more than the copy.
-        turn_seconds: of decoding between two looks at migrations; 0: one step.
-        max_positions: tokens of prompt and response that the engine holds of a sample.
-        last_decode: when the last decode step began, in seconds since the epoch, and its seconds.
-        spans: what the time goes into.
+        min_copy_bytes: least KV to read in one call of `committed_kv`; for less, the call costs more than the copy.
+        migration_interval: seconds of decoding between two calls of the migration agent; 0: one decode step.
+        max_positions: longest prompt + response, in tokens.
+        last_decode: start of the last decode step, in seconds since the epoch, and its duration in seconds.
+        spans: records what the engine spends its time on.
     """
 
-    least_copy: int
-    turn_seconds: float
+    min_copy_bytes: int
+    migration_interval: float
     max_positions: int
     last_decode: tuple[float, float]
     spans: SpanRecorder
@@ -132,23 +139,23 @@ class RolloutEngine(Protocol):
         """Decode for at most about `seconds` or until idle; return samples finished since the last poll."""
 
     def progress(self) -> list[SampleProgress]:
-        """What unfinished samples have gained since the last call; enough, added up, to go on with them elsewhere."""
+        """Tokens of unfinished samples since the last call; all of them together let another engine continue."""
 
     def clear(self) -> None:
-        """Forget every sample, finished or not: the rollout was given up."""
+        """Drop every sample, finished or not, because the rollout was abandoned."""
 
     def abort(self, sample_ids: Sequence[str]) -> list[GenerationResult]:
-        """Stop these samples and return what they have (finish reason ABORTED); unknown or finished ids are skipped."""
+        """Stop these samples and return their tokens so far (finish reason ABORTED); skips unknown or finished ids."""
 
     def load(self) -> EngineLoad:
-        """Load figures now."""
+        """The current load."""
 
     def begin_update(
         self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget = WeightTarget.ACTOR
     ) -> None:
-        """Announce new weights of the target; no decoding until `end_update`.
+        """Announce new weights of the actor or the draft; the engine does not decode until `end_update`.
 
-        Versions of the two targets are counted apart. Raises RunError on a name or shape it does not hold.
+        Actor and draft have separate version counters. Raises RunError on a name or shape that the model does not have.
         """
 
     def update_weights(self, pieces: Sequence[tuple[str, int, torch.Tensor]]) -> None:
@@ -161,46 +168,50 @@ class RolloutEngine(Protocol):
         """
 
     def abandon_draft_update(self) -> None:
-        """Give up an update of the draft that was begun and will not be ended; without one nothing happens."""
+        """Cancel an unfinished update of the draft; does nothing if there is none."""
 
-    def holds(self, sample_id: str) -> bool:
-        """Whether this engine has the sample, decoding or waiting."""
+    def has_sample(self, sample_id: str) -> bool:
+        """Whether this engine has the sample, running or waiting."""
 
-    def waits(self, sample_id: str) -> bool:
-        """Whether the sample is here and not being decoded yet."""
+    def is_waiting(self, sample_id: str) -> bool:
+        """Whether this engine has the sample but has not begun to decode it."""
 
     def request(self, sample_id: str) -> GenerationRequest:
         """The request of a sample that this engine has."""
 
-    def settled(self, sample_id: str) -> dict[str, int] | None:
-        """Positions whose KV no longer changes, of the "target" and, where one follows the sample, the "draft".
+    def committed_positions(self, sample_id: str) -> dict[str, int] | None:
+        """Number of committed positions, whose KV no longer changes, by part: "target", and "draft" if it has a state.
 
         None unless the sample is being decoded here.
         """
 
-    def read_ahead(self, sample_ids: Sequence[str]) -> None:
-        """Let the draft read what it has not read of decoding samples, so that little but settled KV is to be moved."""
+    def catch_up_draft(self, sample_ids: Sequence[str]) -> None:
+        """Run the draft over the tokens of these running samples that it has not processed yet.
+
+        A migration then transfers hardly anything but KV; otherwise it would include the target's hidden states of
+        these tokens, which are larger than the draft's KV.
+        """
 
     def kv_layout(self, positions: int) -> Layout:
-        """Of the KV of a sample of so many tokens."""
+        """Layout of a sample's KV for this number of positions."""
 
-    def settled_kv(self, sample_id: str, part: str, first: int, last: int) -> torch.Tensor:
-        """[layers, 2, kv_heads, last - first, head_dim] of a decoding sample's KV, valid until the next step.
+    def committed_kv(self, sample_id: str, part: str, first: int, last: int) -> torch.Tensor:
+        """KV [layers, 2, kv_heads, last - first, head_dim] of a running sample, valid until the next step.
 
-        Fewer positions of one that has just ended, in an engine that decodes between two polls.
+        An engine that also decodes between two polls returns fewer positions for a sample that has just ended.
         """
 
     def export_sample(self, sample_id: str, with_kv: bool = True) -> SampleSnapshot:
-        """State of an unfinished sample, with its KV if it is being decoded; it leaves this engine.
+        """Remove an unfinished sample from this engine and return its state, with its KV if it is being decoded.
 
         Args:
-            with_kv: false if the settled KV was copied before; `draft.kv` is then empty.
+            with_kv: false if the committed KV was copied before; `kv` is then None and `draft.kv` is empty.
 
         Raises RunError for a sample that is not here, or that has ended.
         """
 
     def import_sample(self, snapshot: SampleSnapshot) -> None:
-        """Go on with a sample exported elsewhere. Raises UserError if it does not fit."""
+        """Continue a sample that another engine has exported. Raises UserError if it does not fit."""
 
     def stats(self) -> dict[str, Any]:
         """Counters since start, for metrics."""

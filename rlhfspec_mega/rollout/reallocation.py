@@ -1,4 +1,4 @@
-"""Moves samples between engines while a rollout runs: shows a policy the rollout, and carries out what it decides."""
+"""Reallocation of samples between engines during a rollout: shows a policy the state and carries out its plans."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.rollout_state import EngineState, MigrationCost, RolloutPolicy, RolloutState
 from rlhfspec_mega.planning.throughput import Decay
 from rlhfspec_mega.rollout.assignment import Assignment
-from rlhfspec_mega.rollout.migration.messages import Meeting, MigrationOrder, Orders
+from rlhfspec_mega.rollout.migration.messages import MigrationOrder, MigrationOrders, PeerInfo
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, Landing, MigrationEvent
 
-FIRST_DOWNTIME = 0.02  # seconds, until it is measured
-NEWEST = 0.1  # weight of the newest migration in the usual downtime, of the newest plan in their usual effort
-PLAN_SHARE = 0.01  # of the driver's time may go into plans: where it shares its cores with engines, they pay for them
-URGENT_SHARE = 0.2  # while an engine stands idle, which costs more
+FIRST_DOWNTIME = 0.02  # seconds, before the first measurement
+NEWEST_WEIGHT = 0.1  # of the newest value in the moving averages of downtime and of the time of a plan
+PLAN_SHARE = 0.01  # share of the driver's time that plans may take: it may share its cores with engines
+URGENT_SHARE = 0.2  # the same while an engine is idle, which costs more
 
 
 @dataclass
 class ScoringWork:
-    """What the reference has still to read of a rollout's samples, ended or not.
+    """What the reference still has to score of a rollout's samples, finished or not.
 
     Attributes:
-        tokens: of prompts and responses.
-        seconds_per_token: on one device; 0 until it is known, or if nothing is scored.
+        tokens: prompt and response tokens to score, unfinished samples at their predicted length.
+        seconds_per_token: time on one device; 0 while it is unknown, or if nothing is scored.
     """
 
     tokens: int = 0
     seconds_per_token: float = 0.0
 
     def seconds(self) -> float:
-        """On one device."""
+        """Time that all of it takes on one device."""
         return self.tokens * self.seconds_per_token
 
 
 class Reallocation:
-    """The driver's side of sample reallocation in one rollout after another.
+    """The driver's side of sample reallocation, for one rollout after another.
 
     Args:
-        plan_seconds: between two plans, at least, but for urgent ones; more where plans take long, see PLAN_SHARE.
-        learn_cost: is told what migrations have cost lately.
+        plan_seconds: least time between two plans that are not urgent; longer if plans are slow, see PLAN_SHARE.
+        learn_cost: called at the start of a rollout with the measured cost of migrations.
 
     Attributes:
-        scoring: what is to be done by engines that are freed; the policy reads it.
+        scoring: the scoring that freed engines can do; the policy reads it.
     """
 
     def __init__(
@@ -61,32 +61,32 @@ class Reallocation:
         self._policy, self._lengths, self._plan_seconds = policy, lengths, plan_seconds
         self.scoring, self._learn_cost = scoring or ScoringWork(), learn_cost
         self._downtime = FIRST_DOWNTIME
-        self._effort = 0.0  # seconds of the driver's time that a plan takes
+        self._plan_cost = 0.0  # seconds of the driver's CPU time per plan, moving average
 
-    def begin(self, requests: Sequence[GenerationRequest], meetings: Mapping[int, Meeting]) -> None:
-        """A rollout begins, of these samples, on engines that have told about themselves."""
-        self._group: dict[str, int] = {}  # the number of each sample's group
-        self._numbers: dict[str, int] = {}  # of groups
+    def begin(self, requests: Sequence[GenerationRequest], peers: Mapping[int, PeerInfo]) -> None:
+        """Start a rollout of these samples; `peers`: what each participating engine says of itself, by rank."""
+        self._group: dict[str, int] = {}  # number of each sample's group, by sample id
+        self._numbers: dict[str, int] = {}  # numbers of the groups, by group id
         self._lengths.begin()
         self.add(requests)
         self._policy.begin()
-        self._meetings = dict(meetings)
-        self._names = {meeting.address.name: rank for rank, meeting in meetings.items()}
+        self._peers = dict(peers)
+        self._names = {peer.address.name: rank for rank, peer in peers.items()}
         self._orders: dict[int, list[MigrationOrder]] = {}
         self._begun = time.monotonic()
         self._next_plan, self._next_urgent = self._begun + self._plan_seconds, self._begun
         self._state: RolloutState | None = None
-        copying = [meeting.copy_seconds for meeting in meetings.values()]
-        reading = [meeting.prefill_seconds for meeting in meetings.values() if math.isfinite(meeting.prefill_seconds)]
+        copying = [peer.copy_seconds for peer in peers.values()]
+        reading = [peer.prefill_seconds for peer in peers.values() if math.isfinite(peer.prefill_seconds)]
         copy, prefill = (sum(seconds) / max(len(seconds), 1) for seconds in (copying, reading))
         self._learn_cost(MigrationCost(self._downtime, copy, prefill))
 
-    def met(self) -> Sequence[int]:
-        """Engines that take part in migrations."""
-        return list(self._meetings)
+    def participants(self) -> Sequence[int]:
+        """Ranks of the engines that take part in migrations."""
+        return list(self._peers)
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """The rollout has these samples, too."""
+        """Add samples to the rollout."""
         prompts = {request.group_id: str(hash(request.prompt_tokens)) for request in requests}
         fresh = [group for group in prompts if group not in self._numbers]
         for group in fresh:
@@ -94,27 +94,31 @@ class Reallocation:
         self._group |= {request.sample_id: self._numbers[request.group_id] for request in requests}
         self._lengths.add([prompts[group] for group in fresh])
 
-    def orders(self, rank: int, work: Assignment) -> Orders | None:
-        """What to ask of an engine with the samples it is given now; None for one that came later."""
-        if rank not in self._meetings:
+    def orders(self, rank: int, work: Assignment) -> MigrationOrders | None:
+        """The orders that go to an engine with its next call; None for one that joined after the rollout began."""
+        if rank not in self._peers:
             return None
         dead = set(work.custody.open_sources(rank))
         moves = list[MigrationOrder]()
         for order in self._orders.pop(rank, []):
-            if self._names[order.destination.name] not in self._meetings:
-                work.custody.kept(order.sample_id)  # it died meanwhile
+            if self._names[order.destination.name] not in self._peers:
+                work.custody.kept(order.sample_id)  # the destination has died
             elif order.sample_id not in work.results:
                 moves.append(order)
-        return Orders(
+        return MigrationOrders(
             moves=moves,
-            cut=[name for name, source in self._names.items() if source in dead],
-            expects=work.custody.leads_to(rank),
+            dead_sources=[name for name, source in self._names.items() if source in dead],
+            expects_arrivals=work.custody.leads_to(rank),
         )
 
-    def note(
+    def record(
         self, rank: int, finished: Sequence[GenerationResult], landings: Sequence[Landing]
     ) -> list[MigrationEvent]:
-        """File results that count and samples that landed on an engine; the migrations to it."""
+        """Learn from an engine's report: finished samples that count, and samples that migrated to it.
+
+        Returns:
+            the completed migrations to this engine.
+        """
         for result in finished:
             self._lengths.finished(self._group[result.sample_id], len(result.tokens))
         events = [
@@ -132,40 +136,41 @@ class Reallocation:
         ]
         for event in events:
             if event.begun:
-                self._downtime += NEWEST * (max(event.downtime, 0.0) - self._downtime)
+                self._downtime += NEWEST_WEIGHT * (max(event.downtime, 0.0) - self._downtime)
         return events
 
     def lose(self, rank: int) -> None:
-        """An engine died."""
-        self._meetings.pop(rank, None)
+        """Remove an engine that has died."""
+        self._peers.pop(rank, None)
         self._orders.pop(rank, None)
 
     def due(self, urgent: bool) -> bool:
-        """Whether it is time for a plan; sooner if `urgent`: an engine has run out of samples."""
+        """Whether it is time for a plan; `urgent`: an engine has run out of samples, so that a plan is due earlier."""
         return time.monotonic() >= (self._next_urgent if urgent else self._next_plan)
 
     def plan(self, work: Assignment, serving: Iterable[int], unscored_tokens: int | None) -> bool:
-        """Let the policy decide; orders go out with the next calls of the sources.
+        """Let the policy make a plan; its orders go out with the next calls of the source engines.
 
         Args:
-            unscored_tokens: of samples that have ended and were not scored; None if nothing is to be scored.
+            serving: ranks of the engines that take work.
+            unscored_tokens: tokens of finished samples that are not scored yet; None if nothing is to be scored.
 
         Returns:
-            Whether there was something to decide.
+            whether the policy was asked: there are unfinished samples and more than one engine.
         """
         now, begun = time.monotonic(), time.thread_time()
-        ranks = [rank for rank in serving if rank in self._meetings]
+        ranks = [rank for rank in serving if rank in self._peers]
         state = self._state = self._state_of(work, ranks, now - self._begun)
         decides = bool(state.ids) and len(ranks) > 1
         if decides:
             self._decide(state, ranks, work, unscored_tokens)
-        self._effort += NEWEST * (time.thread_time() - begun - self._effort)
-        self._next_plan = now + max(self._plan_seconds, self._effort / PLAN_SHARE)
-        self._next_urgent = now + self._effort / URGENT_SHARE
+        self._plan_cost += NEWEST_WEIGHT * (time.thread_time() - begun - self._plan_cost)
+        self._next_plan = now + max(self._plan_seconds, self._plan_cost / PLAN_SHARE)
+        self._next_urgent = now + self._plan_cost / URGENT_SHARE
         return decides
 
     def seconds_left(self) -> float:
-        """Until the rollout ends, as predicted from the last plan's state; 0 before the first plan."""
+        """Predicted time until the rollout ends, from the state at the last plan; 0 before the first plan."""
         state = self._state
         if state is None or not state.ids:
             return 0.0
@@ -178,14 +183,12 @@ class Reallocation:
         plan = self._policy.plan(state)
         for move in plan.moves:
             sample_id, destination = state.ids[move.sample], ranks[move.destination]
-            source, meeting = ranks[state.at[move.sample]], self._meetings[destination]
+            source, peer = ranks[state.at[move.sample]], self._peers[destination]
             work.custody.order(sample_id, source, destination)
-            self._orders.setdefault(source, []).append(
-                MigrationOrder(sample_id, meeting.address, meeting.prefill_seconds)
-            )
+            self._orders.setdefault(source, []).append(MigrationOrder(sample_id, peer.address, peer.prefill_seconds))
 
     def end(self) -> None:
-        """The rollout is over."""
+        """End the rollout."""
         self._lengths.end()
 
     def _state_of(self, work: Assignment, ranks: Sequence[int], now: float) -> RolloutState:
@@ -197,9 +200,9 @@ class Reallocation:
         prompts = np.array([len(sample.request.prompt_tokens) for sample in known], np.int64)
         groups = np.array([self._group[sample_id] for sample_id in ids], np.int64)
         engines = tuple(
-            EngineState(rank, meeting.slots, meeting.kv_tokens, meeting.throughput)
+            EngineState(rank, peer.slots, peer.kv_tokens, peer.throughput)
             for rank in ranks
-            for meeting in [self._meetings[rank]]
+            for peer in [self._peers[rank]]
         )
         going = {sample_id: work.custody.destination(sample_id) for sample_id in ids}
         at = [held[i] if (rank := going[i]) is None else index.get(rank, held[i]) for i in ids]

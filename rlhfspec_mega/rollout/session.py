@@ -1,6 +1,6 @@
-"""One rollout under way: samples go to engines, come back as they end, and are accounted for, whatever dies.
+"""One rollout in progress: gives samples to engines, collects results, and recovers samples of engines that die.
 
-It never waits by itself: the manager does, or the cluster while the driver waits for something else.
+A session never blocks: the manager waits for its calls, or the cluster does while the driver waits for something else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class EngineCall(Protocol):
 
 
 class EnginePool(Protocol):
-    """The engines as a session sees them; cluster.interface.WorkerGroup is one."""
+    """The engines, as a session uses them; cluster.interface.WorkerGroup is one."""
 
     size: int
 
@@ -40,19 +40,19 @@ class EnginePool(Protocol):
 
 
 class FreedWork(Protocol):
-    """Work for devices without samples, beside the scoring of finished ones."""
+    """Work other than scoring for devices whose engines have no samples."""
 
     def offer(self, busy: set[int], seconds_left: Callable[[], float]) -> None:
-        """All engines but the `busy` ones have nothing to do until the rollout ends, in about so many seconds."""
+        """Offer the devices of all engines except the `busy` ranks until the rollout ends in about `seconds_left()`."""
 
 
 class Session:
-    """Samples that engines decode while others wait. Made by RolloutManager.begin.
+    """A rollout in progress, made by RolloutManager.begin.
 
-    Implements cluster.interface.Background: between two answers of engines it needs a moment of the driver's time.
+    Implements cluster.interface.Background: the driver calls `handle_answers` whenever engines have answered.
 
     Args:
-        poll_seconds: longest time an engine decodes before it answers.
+        poll_seconds: longest time an engine decodes before it reports.
     """
 
     def __init__(
@@ -68,27 +68,28 @@ class Session:
         self._engines, self._work, self._poll_seconds, self._journal = engines, work, poll_seconds, journal
         self._reallocation, self._scoring, self._freed_work = reallocation, scoring, freed_work
         self._calls: dict[int, EngineCall] = {}  # in flight, by rank
-        # By rank, which of its processes was given something.
-        self._given = {rank: engines.launches(rank) for rank in engines.serving()}
-        self._ours = set(reallocation.met()) if reallocation else set[int]()  # engines that hold this session's alone
-        self._cut: dict[int, list[int]] = {}  # by rank, dead engines whose messages its call in flight takes
-        self._idle = False  # an engine has run out of samples, and no plan was made since
-        self._paused = self._holds_scoring = False
+        # By rank, the launch number of the engine process that was last given samples.
+        self._launches = {rank: engines.launches(rank) for rank in engines.serving()}
+        # Engines that have no samples of an earlier session.
+        self._cleared = set(reallocation.participants()) if reallocation else set[int]()
+        self._draining: dict[int, list[int]] = {}  # by rank, dead engines whose last messages its call in flight takes
+        self._idle = False  # an engine has run out of samples since the last plan
+        self._paused = self._scoring_held = False
         self._taken = 0
 
     @property
     def done(self) -> bool:
-        """Whether all samples have ended, and no engine is at work."""
+        """Whether all samples have ended and no call to an engine is in flight."""
         return self._work.done and not self._calls
 
     @property
     def idle(self) -> bool:
-        """Whether no engine is at work."""
+        """Whether no call to an engine is in flight."""
         return not self._calls
 
     @property
-    def moves(self) -> bool:
-        """Whether samples may move between engines."""
+    def reallocates(self) -> bool:
+        """Whether samples may migrate between engines."""
         return self._reallocation is not None
 
     @property
@@ -98,70 +99,71 @@ class Session:
 
     @property
     def samples(self) -> int:
-        """Samples begun so far."""
+        """Number of samples added so far."""
         return len(self._work.known)
 
     def calls(self) -> list[Any]:
-        """In flight, on engines and on replicas of the reference."""
+        """The calls in flight, on engines and on replicas of the reference."""
         return [*self._calls.values(), *(self._scoring.calls() if self._scoring else ())]
 
     def start(self, requests: Sequence[GenerationRequest]) -> None:
-        """More samples, which the ledger holds as PENDING. Raises RunError for one that is known."""
+        """Add samples, which the ledger has as PENDING. Raises RunError for a sample that was added before."""
         if self._reallocation:
             self._reallocation.add(requests)
         self._work.add(requests, self._engines.serving())
         self.advance()
 
     def take(self) -> list[GenerationResult]:
-        """Samples that have ended since the last call, in that order."""
+        """Samples that have ended since the last call, in the order of their ends."""
         fresh = list(self.results.values())[self._taken :]
         self._taken += len(fresh)
         return fresh
 
     def pause(self, paused: bool = True) -> None:
-        """Give engines nothing new, e.g. before a weight update: they keep their samples and fall idle.
+        """Start no more calls on engines, e.g. before a weight update: they keep their samples and become idle.
 
-        With False they go on.
+        With False, resume.
         """
         self._paused = paused
         self.advance()
 
     def hold_scoring(self, held: bool) -> None:
-        """Whether what has ended is to wait, as its replicas' devices are busy with something else."""
-        self._holds_scoring = held
+        """Start or stop holding back the scoring of finished samples, while the replicas' devices are in other use."""
+        self._scoring_held = held
 
     def unfinished(self) -> list[str]:
         """Ids of samples that have not ended."""
         return [sample_id for sample_id in self._work.known if sample_id not in self.results]
 
-    # Pumping
+    # Progress
 
-    def heard(self, calls: Sequence[Any]) -> None:
-        """File these answers, and give engines what comes next.
+    def handle_answers(self, calls: Sequence[Any]) -> None:
+        """Process calls that were answered or whose workers have died, then start the next calls.
 
-        Raises RunError: an engine or a replica failed or lost a sample, or one came back twice or unasked.
+        Raises RunError if an engine or a replica failed, lost a sample, or returned one twice or one that it was not
+        given.
         """
         for call in calls:
             if call in self._calls.values():
                 self._file(call)
-            elif self._scoring and (report := self._scoring.heard(call)):
+            elif self._scoring and (report := self._scoring.handle_answer(call)):
                 self._journal.scored(report)
         self.advance()
 
     def advance(self) -> None:
-        """Give every engine that waits what there is for it."""
+        """Start a call on every idle engine for which there are samples."""
         if self._work.done:
             self._journal.end()
-        if self._paused:  # an engine that waits for new weights keeps its samples meanwhile
+        if self._paused:
             return
-        self._take_back()
+        self._reclaim_lost()
         if self._idle:
-            self._plan()  # first: there may be samples for it, and else its device scores finished ones
+            self._plan()  # before the calls: the idle engine may get samples; otherwise its device scores finished ones
         self._start_calls()
-        self._plan()  # while all decode
+        self._plan()  # while all engines decode
 
     def _plan(self) -> None:
-        """Let samples be reallocated if a plan is due."""
+        """Make a reallocation plan if one is due."""
         reallocation = self._reallocation
         if reallocation is None or self._work.done or not reallocation.due(urgent=self._idle):
             return
@@ -171,50 +173,50 @@ class Session:
             self._offer_freed(reallocation)
 
     def _offer_freed(self, reallocation: Reallocation) -> None:
-        """After a plan, which gives an engine that has emptied new samples if there are any for it.
+        """Offer the devices of engines that have no samples even after a plan.
 
-        Scoring comes first: training waits for it.
+        Only once all finished samples are scored, because training waits for the scores.
         """
         if self._freed_work and (self._scoring is None or self._scoring.done):
             self._freed_work.offer(self._busy(), reallocation.seconds_left)
 
     def _busy(self) -> set[int]:
-        """Engines with samples."""
+        """Ranks of engines that have samples, can get some, or have a call in flight."""
         return {*self._calls, *(rank for rank in self._engines.alive() if self._work.has_work(rank))}
 
     def _start_calls(self) -> None:
-        """Have every engine that waits decode what there is for it, and what has ended scored where none does."""
+        """Start decoding on every idle engine with samples, and scoring on the devices of engines without."""
         if self._work.done:
             return
         for rank in self._engines.serving():
             if rank not in self._calls and self._work.has_work(rank):
-                self._given[rank] = self._engines.launches(rank)
+                self._launches[rank] = self._engines.launches(rank)
                 self._calls[rank] = self._decode(rank)
-        if self._scoring and not self._holds_scoring:
+        if self._scoring and not self._scoring_held:
             self._scoring.start(self._busy())
 
     def _decode(self, rank: int) -> EngineCall:
-        """Begin to hand over what is queued for an engine, and to decode."""
+        """Give an engine the samples that are queued for it and let it decode."""
         samples = self._work.take(rank)
         self._journal.live(rank, self._work.custody.held(rank))
-        orders, forget = None, rank not in self._ours
-        self._ours.add(rank)
+        orders, forget = None, rank not in self._cleared
+        self._cleared.add(rank)
         if self._reallocation:
-            self._cut[rank] = self._work.custody.open_sources(rank)
+            self._draining[rank] = self._work.custody.open_sources(rank)
             orders = self._reallocation.orders(rank, self._work)
         return self._engines.start(rank, "advance", samples, self._poll_seconds, orders, forget)
 
     def _file(self, call: EngineCall) -> None:
-        """Take note of an engine's answer, or of its death."""
+        """Process an engine's answer or its death."""
         rank = call.rank
         del self._calls[rank]
         if call.dead:
-            self._given.pop(rank, None)
+            self._launches.pop(rank, None)
             self._lose(rank)
         else:
-            self._decoded(rank, call.result())
+            self._file_report(rank, call.result())
 
-    def _decoded(self, rank: int, report: EngineReport) -> None:
+    def _file_report(self, rank: int, report: EngineReport) -> None:
         work, serving = self._work, self._engines.serving()
         work.report(rank, report, serving)
         counting = [result for result in report.finished if work.results.get(result.sample_id) is result]
@@ -222,44 +224,48 @@ class Session:
             for result in counting:
                 self._scoring.add(work.known[result.sample_id].request, result)
         if self._reallocation:
-            work.cut(rank, self._cut.pop(rank), serving)
-            self._journal.moved(self._reallocation.note(rank, counting, report.migration.landings))
+            work.sources_drained(rank, self._draining.pop(rank), serving)
+            self._journal.moved(self._reallocation.record(rank, counting, report.migration.landings))
         self._idle |= not work.has_work(rank)
         self._journal.decoded(rank, report.spans, work.custody.held(rank))
 
-    # What dies
+    # Recovery
 
     def _lose(self, rank: int) -> None:
-        self._ours.discard(rank)
+        self._cleared.discard(rank)
         self._work.lose(rank, self._engines.serving())
         if self._reallocation:
             self._reallocation.lose(rank)
         self._journal.gone(rank)
 
-    def _take_back(self) -> None:
-        """The work of engines that died between two calls, missed a weight update, or were away from the start."""
-        alive, given = self._engines.alive(), self._given
-        for rank in sorted({*self._work.holders(), *given}):
-            there = rank in alive and given.get(rank, self._engines.launches(rank)) == self._engines.launches(rank)
+    def _reclaim_lost(self) -> None:
+        """Reassign the samples of engines that died between two calls, missed a weight update or never served."""
+        alive, launches = self._engines.alive(), self._launches
+        for rank in sorted({*self._work.holders(), *launches}):
+            there = rank in alive and launches.get(rank, self._engines.launches(rank)) == self._engines.launches(rank)
             if not there and rank not in self._calls:
-                given.pop(rank, None)
+                launches.pop(rank, None)
                 self._lose(rank)
 
-    # Its end
+    # End
 
     def end(self) -> None:
-        """All samples have ended. Raises RunError where that is not so."""
+        """End the session. Raises RunError if samples have not ended or a call is in flight."""
         if not self.done:
-            raise RunError(f"A rollout was ended with {len(self.unfinished())} samples under way.")
+            raise RunError(f"A rollout was ended while {len(self.unfinished())} of its samples were unfinished.")
         self._end()
 
-    def give_up(self) -> list[str]:
-        """Ids of samples that have not ended, which nobody has any more: they are PENDING again in the ledger.
+    def abandon(self) -> list[str]:
+        """End the session early; its unfinished samples become PENDING again in the ledger.
 
-        Raises RunError while an engine is at work.
+        Returns:
+            the ids of the unfinished samples.
+
+        Raises:
+            RunError: a call is in flight.
         """
         if self.calls():
-            raise RunError("A rollout was given up while engines were at work.")
+            raise RunError("A rollout was abandoned while calls to its engines were in flight.")
         self._end()
         return self.unfinished()
 

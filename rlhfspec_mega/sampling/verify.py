@@ -10,15 +10,15 @@ def accepted_nodes(
 ) -> torch.Tensor:
     """Which nodes of a forest of draft tokens lie on the path that the target itself takes.
 
-    Output never depends on the draft: what comes out of a tree is the target's choice at every accepted node, under
-    the noise of the position (drafter-invariant speculative decoding, arXiv 2408.07978, 2506.05632).
+    The output never depends on the draft: a tree yields the target's choice at every accepted node, under the noise of
+    the position (drafter-invariant speculative decoding, arXiv 2408.07978, 2506.05632).
 
     Args:
         choices: int64 [N], the target's choice after each node.
         tokens: int64 [N], the node's own token.
         parents: int64 [N], index of the parent; a root is its own.
-        roots: bool [N]; roots are settled tokens and always accepted.
-        depth: of the deepest node, roots having 0.
+        roots: bool [N]; roots are committed tokens and always accepted.
+        depth: depth of the deepest node, roots having 0.
 
     Returns:
         bool [N]; in each tree the accepted nodes are one path from the root.

@@ -1,1 +1,1 @@
-"""A discrete-event simulation of rollouts under the planning objects of real runs; all its figures are simulated."""
+"""Discrete-event simulation of rollouts with the planning code of real runs. All its results are simulated values."""

@@ -1,4 +1,4 @@
-"""From the measurements of a real run to cost curves, fit to simulate another."""
+"""Makes cost curves for the simulation from measurements of a real run."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhfspec_mega.errors import UserError
-from rlhfspec_mega.planning.regression import rising
+from rlhfspec_mega.planning.regression import isotonic_regression
 from rlhfspec_mega.simulate.curves import CostCurves, DecodeCurve, MigrationTimes, check_curves
 from rlhfspec_mega.types import Span
 
-LARGEST_KV_PART = 0.9  # of a step, that reading the KV cache may explain
-LONGEST_PAUSE = 0.02  # seconds between two spans of an engine that is only waiting for its next call
+LARGEST_KV_PART = 0.9  # largest share of a step's time that reading the KV cache may explain
+LONGEST_PAUSE = 0.02  # seconds; longest pause between two spans of an engine that only waits for its next call
 
 
 @dataclass(frozen=True)
 class DecodeSample:
-    """A stretch of decode steps of one engine with a batch that stayed the same.
+    """Consecutive decode steps of one engine with an unchanged batch.
 
     Attributes:
-        kv_tokens: in the KV cache on average, of all samples together.
-        seconds: of the engine's time, prefill and copies for migrations left out. What an engine spends on its reports
-            and on waiting for the driver's next call belongs in it: it is part of the makespan.
+        kv_tokens: mean tokens in the KV cache, of all samples together.
+        seconds: time of the engine without prefill and migration copies. The time that the engine spends on reports and
+            on waiting for the driver's next call is included, because it is part of the makespan.
         tokens: gained by all samples together.
     """
 
@@ -38,18 +38,18 @@ class DecodeSample:
 
 @dataclass(frozen=True)
 class Measurements:
-    """What a run has to measure.
+    """Measurements of a real run.
 
     Attributes:
-        run: what was run and where; kept with the curves.
+        run: description of the run and its machine, which is kept with the curves.
         slots, kv_tokens: as in CostCurves.
-        plain, drafting: decoding without and with a draft; `drafting` may be empty.
-        prefill_tokens, prefill_seconds: in total.
-        scoring_tokens, scoring_seconds: in total.
+        plain, drafting: decode steps without and with a draft; `drafting` may be empty.
+        prefill_tokens, prefill_seconds: totals.
+        scoring_tokens, scoring_seconds: totals.
         scoring_start: seconds before an engine's first score.
-        copied_tokens, copy_seconds: of stage one, in total; 0 where nothing migrated, which then costs nothing.
+        copied_tokens, copy_seconds: totals of stage one; 0 if nothing migrated, and migration then costs nothing.
         downtimes: seconds of each stage two.
-        source_rate_during_copy: decode rate of an engine while it copies, over its rate without.
+        source_rate_during_copy: decode rate of an engine during copies, divided by its rate without.
     """
 
     run: str
@@ -69,7 +69,7 @@ class Measurements:
 
 
 def calibrate(records: Measurements) -> CostCurves:
-    """Cost curves of a real engine. Raises UserError if decoding was not measured, or figures are impossible."""
+    """Cost curves of a real engine. Raises UserError if decoding was not measured or measurements are impossible."""
     if not records.plain:
         raise UserError("A calibration needs decode steps without a draft: measure some at several batch sizes.")
     curves = CostCurves(
@@ -96,15 +96,15 @@ def calibrate(records: Measurements) -> CostCurves:
     try:
         check_curves(curves)
     except ValueError as error:
-        raise UserError(f"The run cannot have measured this ({error}): measure again.") from None
+        raise UserError(f"These measurements are impossible ({error}): measure again.") from None
     return curves
 
 
 def decode_samples(spans: Sequence[Span]) -> list[DecodeSample]:
-    """The stretches of decoding among the spans of one engine, in order of time (`EngineReport.spans`).
+    """The decode samples among the spans of one engine, which are in order of time (`EngineReport.spans`).
 
-    A pause before the next span, in which the engine reports and is called again, counts to the stretch; longer ones
-    do not: nothing was to be done. Spans that were joined with others are left out.
+    A short pause before the next span, in which the engine reports and is called again, belongs to the sample. In a
+    longer pause the engine had nothing to do. Spans that were joined with others are left out.
     """
     found = []
     for place, span in enumerate(spans):
@@ -119,11 +119,12 @@ def decode_samples(spans: Sequence[Span]) -> list[DecodeSample]:
 
 
 def decode_curve(samples: Sequence[DecodeSample]) -> DecodeCurve:
-    """Least squares of seconds per step = s(batch) + c * kv_tokens, divided by the tokens per step at each batch.
+    """Fit decode times by least squares: seconds per step = s(batch) + c * kv_tokens.
 
-    Each stretch weighs by its steps. c is 0 or more, and leaves every s at least a tenth of its step. Seconds per token
-    of a sample never fall with the batch (isotonic regression). Batches that were not measured lie between those that
-    were; below the smallest, the smallest's figures hold.
+    Seconds per token are these divided by the tokens per step of each batch size. Measurements are weighted by their
+    number of steps. c is not negative, and limited so that s(batch) is at least a tenth of the step's time. Seconds per
+    token never fall as the batch grows (isotonic regression). The curve has points at the measured batch sizes, and one
+    at batch 1, which gets the values of the smallest measured batch.
     """
     given = np.array([s.batch for s in samples])
     steps = np.array([s.steps for s in samples], np.float64)
@@ -137,7 +138,7 @@ def decode_curve(samples: Sequence[DecodeSample]) -> DecodeCurve:
     slope = float(steps @ (kv_apart * seconds_apart)) / variance if variance > 0 else 0.0
     slope = min(max(slope, 0.0), LARGEST_KV_PART * float((mean_seconds / np.maximum(mean_kv, 1.0)).min()))
     per_step = np.bincount(index, [s.tokens for s in samples]) / (batches * weights)
-    seconds = rising(((mean_seconds - slope * mean_kv) / per_step).tolist(), weights.tolist())
+    seconds = isotonic_regression(((mean_seconds - slope * mean_kv) / per_step).tolist(), weights.tolist())
     points = list(zip(batches.tolist(), seconds, (slope / per_step).tolist(), strict=True))
     if batches[0] > 1:
         points.insert(0, (1, *points[0][1:]))

@@ -1,4 +1,4 @@
-"""What everything takes on a simulated engine, as measured on a real one or computed from a roofline; kept as JSON."""
+"""Cost curves of a simulated engine, measured on a real one or computed from a roofline; they are stored as JSON."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.planning.rollout_state import MigrationCost, Throughput
 from rlhfspec_mega.planning.throughput import seconds_per_token
 
-_HOW = "take those that rlhfspec_mega.simulate.calibrate makes."
+_HOW = "give a file that rlhfspec_mega.simulate.calibrate has made."
 
 
 @dataclass(frozen=True)
 class DecodeCurve:
-    """How fast an engine decodes.
+    """How fast an engine decodes, by batch size.
 
     Attributes:
-        batches: ascending, from 1.
-        seconds: in which each of so many samples gains one token, reading the KV cache aside.
-        kv_seconds: more for each token that is in the engine's KV cache, of all its live samples together.
+        batches: numbers of samples, ascending from 1.
+        seconds: in which each sample of such a batch gains one token, without the time of reading the KV cache.
+        kv_seconds: additional seconds per token in the KV cache, of all live samples together.
     """
 
     batches: tuple[int, ...]
@@ -32,25 +32,25 @@ class DecodeCurve:
     kv_seconds: tuple[float, ...]
 
     def tables(self, slots: int) -> tuple[list[float], list[float]]:
-        """`seconds` and `kv_seconds` by batch, 0 to `slots`: straight between the points, and on beyond the last."""
+        """`seconds` and `kv_seconds` by batch from 0 to `slots`, interpolated linearly and continued after the last."""
         batches = np.arange(1, slots + 1)
         seconds = seconds_per_token(Throughput(self.batches, self.seconds), batches)
         return [0.0, *seconds.tolist()], [0.0, *np.interp(batches, self.batches, self.kv_seconds).tolist()]
 
     def throughput(self, context: float) -> Throughput:
-        """What policies see of it, for samples of so many tokens (prompt and response) on average."""
+        """The curve as policies see it, for samples with `context` tokens of prompt and response on average."""
         points = zip(self.batches, self.seconds, self.kv_seconds, strict=True)
         return Throughput(self.batches, tuple(seconds + kv * batch * context for batch, seconds, kv in points))
 
 
 @dataclass(frozen=True)
 class MigrationTimes:
-    """What moving a sample takes.
+    """The time that moving a sample takes.
 
     Attributes:
-        downtime: seconds of stage two, in which the sample is decoded nowhere.
-        copy_seconds: of stage one, per token in the sample's KV.
-        copy_share: of both engines' time that a stage one takes from their decoding; below 1.
+        downtime: seconds of stage two, in which no engine decodes the sample.
+        copy_seconds: seconds of stage one per token of the sample's KV.
+        copy_share: share of both engines' time that stage one takes from decoding; below 1.
     """
 
     downtime: float
@@ -59,23 +59,23 @@ class MigrationTimes:
 
     @property
     def cost(self) -> MigrationCost:
-        """What policies see of it."""
+        """The cost as policies see it."""
         return MigrationCost(self.downtime, self.copy_seconds * self.copy_share)
 
 
 @dataclass(frozen=True)
 class CostCurves:
-    """One kind of engine; a device each.
+    """The costs of one kind of engine, which has one device.
 
     Attributes:
-        source: where the figures come from ("measured" or "roofline") and all parameters they were computed from.
-        slots: samples decoded at once.
-        kv_tokens: room in the KV cache, in tokens of all samples together.
+        source: origin of the curves ("measured" or "roofline") and all parameters that they were computed from.
+        slots: most samples decoded at once.
+        kv_tokens: capacity of the KV cache, in tokens of all samples together.
         plain: decoding without a draft.
-        drafting: with adaptive drafting; None where it was not measured.
-        prefill_seconds: of the engine's time, per prompt token.
-        scoring_seconds: of the device's time, per token of prompt and response that the reference scores.
-        scoring_start: seconds before a device's first score (weights come from host memory).
+        drafting: decoding with adaptive drafting; None if it was not measured.
+        prefill_seconds: seconds of the engine per prompt token.
+        scoring_seconds: seconds of the device per token of prompt and response that the reference scores.
+        scoring_start: seconds before a device's first score, in which weights come from host memory.
     """
 
     name: str
@@ -90,18 +90,18 @@ class CostCurves:
     migration: MigrationTimes
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """The curves as plain data for JSON."""
         return asdict(self)
 
 
 def read_curves(path: Path) -> CostCurves:
-    """Curves that were saved as JSON (`CostCurves.as_json`). Raises UserError, naming what is wrong, for others."""
+    """Read curves from a JSON file (see `CostCurves.as_json`). Raises UserError if the file is missing or invalid."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"The cost curves in {path} cannot be read ({error.strerror}): give another file.") from None
     except ValueError:
-        raise UserError(f"{path} holds no JSON: {_HOW}") from None
+        raise UserError(f"{path} is not a JSON file: {_HOW}") from None
     try:
         curves = CostCurves(
             name=str(data["name"]),
@@ -119,12 +119,12 @@ def read_curves(path: Path) -> CostCurves:
     except KeyError as error:
         raise UserError(f"The cost curves in {path} lack {error.args[0]}: {_HOW}") from None
     except (TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"The cost curves in {path} are of no use ({error}): {_HOW}") from None
+        raise UserError(f"The cost curves in {path} are invalid ({error}): {_HOW}") from None
     return curves
 
 
 def check_curves(curves: CostCurves) -> None:
-    """Raise ValueError for values that no engine can have."""
+    """Raise ValueError for values that are impossible."""
     for curve in (curves.plain, curves.drafting):
         if curve is not None:
             _check_decode(curve)

@@ -1,4 +1,4 @@
-"""The mechanisms that are compared in simulation, and the planning objects that each of them runs."""
+"""The mechanisms that the simulation compares, and the planning objects that each of them uses."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rlhfspec_mega.simulate.workload import Learned, Oracle, Predictions, Worklo
 
 @dataclass(frozen=True)
 class Mechanism:
-    """How a rollout is run.
+    """The mechanisms that a rollout uses.
 
     Attributes:
-        queued: samples are handed out as slots free up; the start says nothing then.
+        queued: samples are in one queue and handed out as slots become free; the start is then ignored.
         moves: samples are reallocated.
         fuses: the long tail is consolidated, and freed engines score finished samples (inter-stage fusion).
         drafts: engines draft adaptively.
@@ -58,10 +58,11 @@ def simulate(
 
     Args:
         start: see `start_places`.
-        earlier: rollouts that lengths are predicted from, besides this one; None: policies are told the truth.
+        plan_seconds: simulated seconds between two plans.
+        earlier: rollouts from which lengths are predicted, besides this one; None: policies know the true lengths.
         least_gain, cool_down: see `Reallocator`.
 
-    Raises ValueError for drafting without a curve of it.
+    Raises ValueError for drafting if `curves` has no curve with drafting.
     """
     curve = curves.drafting if mechanism.drafts else curves.plain
     if curve is None:

@@ -1,4 +1,4 @@
-"""What simulations came to as rows, plain data and a picture; every figure is marked as simulated."""
+"""Results of simulations as table rows, plain data and a plot; every value is marked as simulated."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rlhfspec_mega.observe.plot import drawing
 from rlhfspec_mega.simulate.rollout import SimulatedRollout
 
 BASE = "static"
-INSTANTS = 120  # of the record of live samples
+INSTANTS = 120  # number of times at which live samples are recorded
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a simulation was of; seeds apart."""
+    """What was simulated, apart from the seed."""
 
     engines: int
     lengths: str
@@ -28,11 +28,11 @@ class Case:
 
     @property
     def setting(self) -> tuple[int, str, str]:
-        """All but the mechanism: what mechanisms are compared in."""
+        """Everything but the mechanism; mechanisms are compared within one setting."""
         return self.engines, self.lengths, self.start
 
 
-# Heading (below "simulated"), key in the JSON, digits behind the point.
+# Heading (below "simulated"), key in the JSON file, digits after the decimal point.
 COLUMNS = (
     ("rollout s", "makespan", 1),
     ("/ static", "makespan_over_static", 3),
@@ -42,12 +42,12 @@ COLUMNS = (
     ("used dev-s", "used_device_seconds", 0),
     ("migrations", "migrations", 0),
 )
-_WIDTHS = (8, 10, 8, 30)  # of the columns that name a case
-_WIDTH = 12  # of those with figures
+_WIDTHS = (8, 10, 8, 30)  # of the columns that describe the case
+_WIDTH = 12  # of the columns with values
 
 
 def figures(result: SimulatedRollout) -> dict[str, float]:
-    """The figures of one simulation."""
+    """The scalar results of one simulation."""
     names = (
         "makespan",
         "makespan_with_scoring",
@@ -63,8 +63,8 @@ def figures(result: SimulatedRollout) -> dict[str, float]:
     return {name: getattr(result, name) for name in names}
 
 
-def middle(runs: Sequence[dict[str, float]], base: Sequence[dict[str, float]] | None) -> dict[str, float]:
-    """Medians over seeds; also of the ratios to the base, seed by seed, where there is a base."""
+def medians_over_seeds(runs: Sequence[dict[str, float]], base: Sequence[dict[str, float]] | None) -> dict[str, float]:
+    """Medians over seeds. With a base (the static mechanism), also medians of the ratios to it at the same seed."""
     medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
     if base:
         for name in ("makespan", "makespan_with_scoring"):
@@ -74,14 +74,14 @@ def middle(runs: Sequence[dict[str, float]], base: Sequence[dict[str, float]] | 
 
 
 def heading() -> str:
-    """The two lines above the rows."""
+    """The two heading lines of the table."""
     marks = _left([""] * len(_WIDTHS)) + "simulated".rjust(_WIDTH) * len(COLUMNS)
     names = _left(("engines", "lengths", "start", "mechanism"))
     return f"{marks}\n{names}" + "".join(name.rjust(_WIDTH) for name, _, _ in COLUMNS)
 
 
 def row(case: Case, medians: dict[str, float]) -> str:
-    """A line of the table."""
+    """One row of the table."""
     values = (f"{medians[key]:.{digits}f}" if key in medians else "-" for _, key, digits in COLUMNS)
     words = (case.engines, case.lengths, case.start, case.mechanism)
     return _left(words) + "".join(value.rjust(_WIDTH) for value in values)
@@ -92,7 +92,7 @@ def _left(words: Sequence[object]) -> str:
 
 
 def live_record(result: SimulatedRollout) -> dict[str, Any]:
-    """Live samples over time: of each engine, and how many engines decode."""
+    """Numbers over time of live samples, in total and by engine, and of engines that decode."""
     times = np.linspace(0.0, result.makespan, INSTANTS).tolist()
     counts = result.live.at(times)
     return {
@@ -104,7 +104,7 @@ def live_record(result: SimulatedRollout) -> dict[str, Any]:
 
 
 def plot(medians: dict[Case, dict[str, float]], live: dict[Case, dict[str, Any]], path: Path) -> None:
-    """Draw makespans over static, and live samples over time in the largest setting, into a PNG."""
+    """Write a PNG: makespans relative to static, and live samples over time in the largest setting."""
     settings = list(dict.fromkeys(case.setting for case in medians))
     mechanisms = list(dict.fromkeys(case.mechanism for case in medians))
     with drawing(path, 2, 2, figsize=(15, 9)) as (figure, axes):

@@ -1,4 +1,4 @@
-"""A simulated rollout: samples end, plans fall due, samples migrate, freed devices score; and what it came to."""
+"""Discrete-event simulation of one rollout: samples end or migrate, plans are made, and freed devices score."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import numpy as np
 
 from rlhfspec_mega.planning.rollout_state import EngineState, Floats, Ints, RolloutPolicy, RolloutState
 from rlhfspec_mega.simulate.curves import CostCurves, DecodeCurve
-from rlhfspec_mega.simulate.engine import SAME_TOKEN, FluidEngine, Migration, Migrations, Share
 from rlhfspec_mega.simulate.scoring import Scoring
+from rlhfspec_mega.simulate.simulated_engine import SAME_TOKEN, FluidEngine, Migration, Migrations, QueuedSample
 from rlhfspec_mega.simulate.workload import Predictions, Workload
 
 
 class LiveCounts:
-    """Live samples of each engine over time, as changes in order of time."""
+    """Number of live samples of each engine over time, stored as changes in order of time."""
 
     def __init__(self, engines: int) -> None:
         self.engines = engines
         self._changes: list[tuple[float, int, int]] = []
-        self._now = [0] * engines
+        self._current = [0] * engines
 
     def note(self, now: float, engine: int, live: int) -> None:
-        """An engine has so many live samples from now on."""
-        if live != self._now[engine]:
-            self._now[engine] = live
+        """Record that an engine has so many live samples from this time on."""
+        if live != self._current[engine]:
+            self._current[engine] = live
             self._changes.append((now, engine, live))
 
     def at(self, times: Sequence[float]) -> Ints:
-        """Live samples [times, engines] after all changes up to each of these ascending times."""
+        """Numbers of live samples [times, engines] after all changes up to each time; times are ascending."""
         counts = np.zeros((len(times), self.engines), np.int64)
         current = np.zeros(self.engines, np.int64)
         changes = iter([*self._changes, (np.inf, 0, 0)])
@@ -47,20 +47,24 @@ class LiveCounts:
 
 @dataclass(frozen=True)
 class SimulatedRollout:
-    """One simulated rollout and the scoring of its samples.
+    """The result of one simulated rollout and of the scoring of its samples.
 
     Attributes:
         makespan: seconds until the last sample ended.
         makespan_with_scoring: seconds until the reference had scored all samples.
-        freed_device_seconds: from each engine's last sample to the end of the rollout, added up.
-        used_device_seconds: spent on inference tasks before the rollout ended, also beside samples that came meanwhile.
-        fused_tasks: inference tasks begun before the rollout ended.
-        migrations: samples that went on at another engine after a copy; `overtaken` ended before theirs was done.
-        handed_over: moves of samples that had not begun, which cost nothing.
-        refused: moves asked for that cannot be made (to a freed engine, of a sample under way, to where it is).
-        finished_at, ended_on: seconds and engine, [samples].
+        freed_device_seconds: sum over engines of the seconds from their last sample to the end of the rollout.
+        used_device_seconds: spent on inference tasks before the rollout ended, including any overlap with samples that
+            arrived during a task.
+        fused_tasks: inference tasks that began before the rollout ended.
+        migrations: moves of started samples that arrived.
+        overtaken: moves of started samples that ended before their copy was done.
+        handed_over: moves of samples that had not started, which take no time.
+        refused: planned moves that cannot be made: to a freed engine, of a migrating sample, or to the same engine.
+        finished_at, ended_on: [samples] time in seconds, and engine.
         decoded: tokens gained on all engines.
-        kv_peak: most tokens in one engine's KV cache. Engines are not stopped at their room: compare the two.
+        kv_peak: most tokens in the KV cache of one engine. The simulation does not enforce `CostCurves.kv_tokens`, so
+            compare the two.
+        live: numbers of live samples over time.
     """
 
     makespan: float
@@ -80,15 +84,19 @@ class SimulatedRollout:
 
 
 class Rollout:
-    """One rollout, to be run once.
+    """Simulates one rollout; may be run once.
 
     Args:
-        curve: of the two in `curves`, the one that engines decode by.
-        places: engine [samples] that each begins on; None: one queue for all, samples are handed out in order as slots
-            free up, and nothing is left to a policy.
-        policy: asked every `plan_seconds`; None: samples stay where they are.
-        predictions: of the tokens that samples still have to come; only `policy` reads them.
-        scoring: of this rollout's samples; nothing scored yet.
+        curves: costs, apart from decoding.
+        curve: the decode curve of the engines, one of those in `curves`.
+        places: [samples] engine on which each sample begins; None: samples are in one queue and handed out in order as
+            slots become free, and there is no policy.
+        policy: asked every `plan_seconds`; None: samples stay on their engines.
+        predictions: of the remaining tokens, for `policy`.
+        scoring: of this rollout's samples, with none scored yet.
+        plan_seconds: simulated seconds between plans.
+
+    Raises ValueError for a policy without `places`.
     """
 
     def __init__(
@@ -104,7 +112,7 @@ class Rollout:
         plan_seconds: float,
     ) -> None:
         if places is None and policy is not None:
-            raise ValueError("a policy moves samples that have a place; a queue hands them out by itself")
+            raise ValueError("a policy needs samples that begin on engines: give places, or no policy")
         self.now = 0.0
         self._workload, self._curves, self._curve = workload, curves, curve
         self._policy, self._predictions, self._plan_seconds = policy, predictions, plan_seconds
@@ -116,22 +124,22 @@ class Rollout:
         count = len(workload.lengths)
         self._ids = tuple(str(sample) for sample in range(count))
         self._at = np.zeros(count, np.int64) if places is None else places.copy()
-        self._left = workload.lengths.astype(np.float64)  # of samples without a slot; for the others engines know
+        self._left = workload.lengths.astype(np.float64)  # for samples without a slot; engines know those of the others
         self._totals = workload.totals
         self._finished_at = np.full(count, np.nan)
         self._unfinished = count
         self._queue: deque[int] = deque()
         self._migrations, self._freed = Migrations(engines), set[int]()
-        self._idle = set[int]()  # engines that found no sample to score
+        self._idle = set[int]()  # freed engines for which no sample was ready to score
         self._handed_over = self._refused = 0
         self._live = LiveCounts(engines)
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._scheduled = 0
-        self._stamps = [0] * engines  # an engine's announced end counts only while its stamp stays
-        self._place(places)
+        self._stamps = [0] * engines  # a scheduled end is ignored if its engine's stamp has changed since
+        self._assign_start(places)
 
     def run(self) -> SimulatedRollout:
-        """Simulate until the last sample has ended, and the scoring that is left then."""
+        """Simulate until the last sample has ended, and then the remaining scoring."""
         if self._policy is not None:
             self._policy.begin()
             self._schedule(self._plan_seconds, self._plan)
@@ -141,7 +149,7 @@ class Rollout:
         freed = sum(self.now - engine.last_held for engine in self._engines)
         return SimulatedRollout(
             makespan=self.now,
-            makespan_with_scoring=self._scoring.rest(self.now),
+            makespan_with_scoring=self._scoring.finish_time(self.now),
             freed_device_seconds=freed,
             used_device_seconds=self._scoring.seconds_before(self.now),
             fused_tasks=self._scoring.tasks,
@@ -158,28 +166,31 @@ class Rollout:
 
     # Samples and engines
 
-    def _place(self, places: Ints | None) -> None:
+    def _assign_start(self, places: Ints | None) -> None:
         if places is None:
             first = min(len(self._at), len(self._engines) * self._curves.slots)
             self._queue.extend(range(first, len(self._at)))
             places = np.arange(first) % len(self._engines)
         for sample, place in enumerate(places.tolist()):
-            self._give(self._engines[place], sample)
+            self._enqueue(self._engines[place], sample)
         for engine in self._engines:
-            self._changed(engine)
+            self._update(engine)
 
-    def _give(self, engine: FluidEngine, sample: int, with_kv: bool = False) -> None:
-        """Queue a sample at an engine; what follows from it is left to `_changed`."""
+    def _enqueue(self, engine: FluidEngine, sample: int, with_kv: bool = False) -> None:
+        """Queue a sample at an engine; the caller must call `_update` afterwards."""
         engine.advance(self.now)
         self._at[sample] = engine.rank
         prefill = 0 if with_kv else int(self._workload.prompts[sample])
         group, left, total = int(self._workload.groups[sample]), float(self._left[sample]), float(self._totals[sample])
-        engine.take(Share(sample, group, left, total, prefill))
+        engine.take(QueuedSample(sample, group, left, total, prefill))
 
-    def _changed(self, engine: FluidEngine) -> None:
-        """What follows when an engine, advanced to now, has gained or lost samples or decodes at another pace."""
+    def _update(self, engine: FluidEngine) -> None:
+        """Admit samples, schedule the next end and start scoring, after an engine's samples or pace have changed.
+
+        The engine must have been advanced to the current time.
+        """
         while self._queue and _held(engine) < engine.slots:
-            self._give(engine, self._queue.popleft())
+            self._enqueue(engine, self._queue.popleft())
         engine.admit()
         self._live.note(self.now, engine.rank, len(engine.live))
         self._stamps[engine.rank] += 1
@@ -189,7 +200,7 @@ class Rollout:
         self._score(engine)
 
     def _end(self, engine: FluidEngine, stamp: int) -> None:
-        """Samples of an engine end."""
+        """Event: the next samples of an engine end."""
         if stamp != self._stamps[engine.rank]:
             return
         for sample in engine.end(self.now):
@@ -199,8 +210,8 @@ class Rollout:
             self._scoring.add(sample)
             if sample in self._migrations.under_way:
                 self._overtake(sample, engine)
-        self._copy_next(engine.rank)  # not sooner: the next in line may have ended too
-        self._changed(engine)
+        self._copy_next(engine.rank)  # after all ends, because the next sample to be copied may have ended too
+        self._update(engine)
         while self._idle and self._scoring.waiting:
             rank = min(self._idle)
             self._idle.remove(rank)
@@ -220,7 +231,7 @@ class Rollout:
         self._schedule(self.now + self._plan_seconds, self._plan)
 
     def _state(self) -> RolloutState:
-        """What a policy may know now; the true lengths are not part of it."""
+        """The state as a policy may know it, without the true lengths."""
         left = self._left.copy()
         for engine in self._engines:
             engine.advance(self.now)
@@ -249,22 +260,22 @@ class Rollout:
     # Migrations
 
     def _move(self, sample: int, destination: FluidEngine) -> None:
-        """Do as the policy says; what cannot be done is counted and passed over, as a real run does."""
+        """Make a planned move; one that cannot be made is counted and skipped, as in a real run."""
         source = self._engines[self._at[sample]]
         if source is destination or destination.rank in self._freed or sample in self._migrations.under_way:
             self._refused += 1
         elif sample in source.waiting and source.waiting[sample].prefill:
             source.withdraw(sample)
             self._handed_over += 1
-            self._give(destination, sample)
-            self._changed(destination)
+            self._enqueue(destination, sample)
+            self._update(destination)
         else:
             self._at[sample] = destination.rank
             self._migrations.add(sample, source.rank, destination.rank)
             self._copy_next(source.rank)
 
     def _copy_next(self, source: int) -> None:
-        """An engine begins its next stage-one copy, if it has one to make and makes none."""
+        """Start the next stage-one copy of an engine that is not making one."""
         migration = self._migrations.next_copy(source)
         if migration is None:
             return
@@ -273,7 +284,7 @@ class Rollout:
         self._schedule(self.now + tokens * self._curves.migration.copy_seconds, self._copied, migration)
 
     def _overtake(self, sample: int, source: FluidEngine) -> None:
-        """A sample has ended at its source before its migration's copy was done."""
+        """Cancel the migration of a sample that ended at its source before the copy was done."""
         self._at[sample] = source.rank
         migration, was_copied = self._migrations.overtake(sample)
         if was_copied:
@@ -281,16 +292,16 @@ class Rollout:
         self._score(self._engines[migration.destination])
 
     def _copying(self, migration: Migration, more: int) -> None:
-        """A copy begins (+1) or is over (-1): both engines change their pace."""
+        """Start (+1) or end (-1) a copy, which changes the pace of both engines."""
         for rank in (migration.source, migration.destination):
             engine = self._engines[rank]
             engine.advance(self.now)
             engine.copies += more
-            self._changed(engine)
+            self._update(engine)
 
     def _copied(self, migration: Migration) -> None:
-        """Stage one is done: the sample leaves its source."""
-        if migration.void:
+        """Event: stage one is done, and the sample leaves its source."""
+        if migration.cancelled:
             return
         source = self._engines[migration.source]
         source.advance(self.now)
@@ -301,16 +312,16 @@ class Rollout:
         self._copy_next(migration.source)
 
     def _arrive(self, migration: Migration) -> None:
-        """Stage two is done: the sample goes on at its destination."""
+        """Event: stage two is done, and the sample continues at its destination."""
         self._migrations.arrive(migration)
         destination = self._engines[migration.destination]
-        self._give(destination, migration.sample, with_kv=True)
-        self._changed(destination)
+        self._enqueue(destination, migration.sample, with_kv=True)
+        self._update(destination)
 
     # Inference tasks
 
     def _score(self, engine: FluidEngine) -> None:
-        """An engine without samples, here or on their way, scores one that has ended."""
+        """Score a finished sample if this engine has no samples and expects none."""
         rank = engine.rank
         if not self._scoring.fused or not self._unfinished or not engine.empty or self._migrations.incoming[rank]:
             return

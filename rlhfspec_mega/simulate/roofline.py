@@ -1,91 +1,100 @@
-"""Cost curves from a roofline with stated parameters, for hardware that is not at hand."""
+"""Cost curves from a roofline model with stated parameters, for hardware that is not available."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from types import SimpleNamespace
 
+from rlhfspec_mega.config.compose import load_config
+from rlhfspec_mega.config.model_shape import model_shape
+from rlhfspec_mega.config.names import group_options
+from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.simulate.curves import CostCurves, DecodeCurve, MigrationTimes
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
-
-# Data sheet of the H200 SXM (4.8 TB/s, 989 TFLOP/s, 141 GB), PCIe 5 x16 and one 400 Gb/s port per device; the shares
-# reached, overheads and migration are assumptions of the usual size, not measurements.
-H200 = SimpleNamespace(
-    name="H200 SXM",
-    bytes_per_second=4.8e12,  # peaks, of memory and of dense products in bf16
-    flops_per_second=9.89e14,
-    memory_efficiency=0.75,  # reached shares of the peaks
-    compute_efficiency=0.6,
-    memory_bytes=141e9,
-    memory_used=0.85,  # for weights and KV
-    host_bytes_per_second=5e10,  # from host memory, for weights that wait there
-    link_bytes_per_second=4e10,  # between devices of different hosts, for KV that migrates
-    pass_overhead=1e-3,  # seconds of a forward pass however small, launches and sampling included
+# Weights of the draft (one layer and its vocabulary head) as a share of those of the model (conf/model/NAME.yaml).
+DRAFT_SHARE = {"8b": 0.05, "32b": 0.03}
+CURVES = tuple(f"{gpu}-{model}" for gpu in group_options()["cluster/gpu"] for model in DRAFT_SHARE)
+# Typical values, which were assumed and not measured: shares of the peaks in the GPU's data sheet
+# (conf/cluster/gpu/NAME.yaml) that are reached, and overheads.
+REACHED = SimpleNamespace(
+    memory_bandwidth=0.75,
+    compute=0.6,
+    network=0.8,  # for KV that migrates to another host
+    host=0.9,  # for weights that are read from host memory
+    memory=0.85,  # share of the memory for weights and KV
+    pass_overhead=1e-3,  # seconds added to each forward pass, launches and sampling included
 )
-# Shapes of Llama-3.1-8B (32 layers, 8 KV heads of 128) and Qwen3-32B (64 layers, 8 KV heads of 128).
-# kv_bytes are of one token; draft_share is the draft's parameters, one layer and its vocabulary head, over the model's.
-TARGETS = {
-    "h200-8b": SimpleNamespace(name="8B, bf16", parameters=8.0e9, kv_bytes=2 * 2 * 32 * 8 * 128, draft_share=0.05),
-    "h200-32b": SimpleNamespace(name="32B, bf16", parameters=32.8e9, kv_bytes=2 * 2 * 64 * 8 * 128, draft_share=0.03),
-}
-# Tokens per step with shared noise at temperature 1 on high-entropy text, as measured with a 14M target and a 3M draft
-# of eight layers' depth: the lower of two such tables. Whether large models reach it is not known.
+# Tokens per step with shared noise at temperature 1 on high-entropy text, measured with a 14M target and a 3M draft of
+# eight layers' depth (the lower of two such tables). It is not known whether large models reach these values.
 DRAFTING = SimpleNamespace(
     tokens=(1, 2, 4, 8, 16, 32, 64),  # draft tokens per sample that may be chosen
     depths=(1, 2, 4, 8, 8, 8, 8),  # layers drafted for each
-    tokens_per_step=(1.75, 2.27, 2.98, 3.61, 4.28, 4.87, 5.31),  # accepted draft tokens and one, for each
-    draft_pass_overhead=3e-4,  # seconds of one pass of the draft however small
+    tokens_per_step=(1.75, 2.27, 2.98, 3.61, 4.28, 4.87, 5.31),  # accepted draft tokens + 1, for each
+    draft_pass_overhead=3e-4,  # seconds added to each pass of the draft
 )
-# Seconds of a migration's stage two; share of both devices' time that stage one takes.
+# downtime: seconds of a migration's stage two. copy_share: share of both engines' time that a stage-one copy takes.
 ENGINE = SimpleNamespace(slots=256, downtime=0.02, copy_share=0.05)
 
 
-def roofline(name: str, target: SimpleNamespace) -> CostCurves:
-    """Curves of a dense model in bf16 on an H200; all parameters are in their `source`.
+def roofline(name: str) -> CostCurves:
+    """Curves of a dense model in bfloat16 on one GPU. `name` is one of CURVES; `source` has all parameters.
 
-    A pass over x tokens takes the longer of reading all weights once and of 2 FLOP per weight and token; attention,
-    a phase of its own in each layer, adds the reading of the KV cache. Adaptive drafting takes for each batch the
-    number of draft tokens that gives the most tokens per second, none included.
+    A pass over x tokens takes the time of reading all weights once or that of 2 FLOP per weight and token, whichever is
+    longer. Attention is a separate phase in each layer and adds the time of reading the KV cache. Adaptive drafting
+    uses, for each batch, the number of draft tokens with the most tokens per second, which may be 0.
     """
-    memory = H200.bytes_per_second * H200.memory_efficiency
-    compute = H200.flops_per_second * H200.compute_efficiency
-    weights = 2.0 * target.parameters
-    kv_pass = target.kv_bytes / memory
+    gpu_name, _, model = name.partition("-")
+    config = load_config(["cluster=8n8g", f"cluster/gpu={gpu_name}", f"model={model}"])
+    gpu, shape, draft_share = config.cluster.gpu, model_shape(config.model), DRAFT_SHARE[model]
+    memory = gpu.memory_bandwidth * 1e9 * REACHED.memory_bandwidth
+    compute = gpu.bf16_tflops * 1e12 * REACHED.compute
+    kv_bytes = _kv_bytes(shape)
+    weights = 2.0 * shape.parameters
+    kv_pass = kv_bytes / memory
 
     def model_pass(tokens: int) -> float:
-        return max(weights / memory, 2.0 * target.parameters * tokens / compute)
+        return max(weights / memory, 2.0 * shape.parameters * tokens / compute)
 
-    plain = [H200.pass_overhead + model_pass(batch) for batch in BATCHES]
+    plain = [REACHED.pass_overhead + model_pass(batch) for batch in BATCHES]
     best = []
     for batch, seconds in zip(BATCHES, plain, strict=True):
         choices = [(seconds, 1.0, 0)]
         for number, depth, gained in zip(DRAFTING.tokens, DRAFTING.depths, DRAFTING.tokens_per_step, strict=True):
             per_pass = batch * -(-number // depth)
-            draft = depth * (DRAFTING.draft_pass_overhead + target.draft_share * model_pass(per_pass))
-            verify = H200.pass_overhead + model_pass(batch * (1 + number))
+            draft = depth * (DRAFTING.draft_pass_overhead + draft_share * model_pass(per_pass))
+            verify = REACHED.pass_overhead + model_pass(batch * (1 + number))
             choices.append(((draft + verify) / gained, gained, number))
         best.append(min(choices))
-    room = H200.memory_bytes * H200.memory_used - weights * (1.0 + target.draft_share)
+    room = gpu.memory_gib * 2**30 * REACHED.memory - weights * (1.0 + draft_share)
     parameters = {
-        "device": vars(H200),
-        "target": vars(target),
+        "device": asdict(gpu),
+        "reached": vars(REACHED),
+        "target": asdict(shape) | {"draft_share": draft_share},
         "drafting": vars(DRAFTING),
         "engine": vars(ENGINE),
-        "draft_tokens": [number for _, _, number in best],  # of a sample, at each of the curve's batches
+        "draft_tokens": [number for _, _, number in best],  # per sample, at each batch of the curve
     }
     return CostCurves(
         name=name,
         source={"kind": "roofline"} | parameters,
         slots=ENGINE.slots,
-        kv_tokens=int(room / target.kv_bytes),
+        kv_tokens=int(room / kv_bytes),
         plain=DecodeCurve(BATCHES, tuple(plain), (kv_pass,) * len(BATCHES)),
-        # One reading of the KV cache serves all tokens of a step.
+        # The KV cache is read once for all tokens of a step.
         drafting=DecodeCurve(
             BATCHES, tuple(seconds for seconds, _, _ in best), tuple(kv_pass / gained for _, gained, _ in best)
         ),
-        prefill_seconds=2.0 * target.parameters / compute,
-        scoring_seconds=2.0 * target.parameters / compute,
-        scoring_start=weights / H200.host_bytes_per_second,
-        migration=MigrationTimes(ENGINE.downtime, target.kv_bytes / H200.link_bytes_per_second, ENGINE.copy_share),
+        prefill_seconds=2.0 * shape.parameters / compute,
+        scoring_seconds=2.0 * shape.parameters / compute,
+        scoring_start=weights / (gpu.host_bandwidth * 1e9 * REACHED.host),
+        migration=MigrationTimes(
+            ENGINE.downtime, kv_bytes / (gpu.network_bandwidth * 1e9 * REACHED.network), ENGINE.copy_share
+        ),
     )
+
+
+def _kv_bytes(shape: ModelShape) -> int:
+    """Bytes of the keys and values of one token in bfloat16."""
+    return 2 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim

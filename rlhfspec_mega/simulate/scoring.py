@@ -9,16 +9,18 @@ from rlhfspec_mega.planning.rollout_state import Floats
 
 
 class Scoring:
-    """Which samples are scored when, one at a time on a device and never interrupted.
+    """Schedules the scoring of samples. A device scores one sample at a time, without interruption.
 
     Args:
-        tokens: [samples] of prompt and response, once they have ended.
-        token_seconds: of a device, for each of them.
+        engines: number of engines, each on one device.
+        tokens: [samples] final number of tokens of prompt and response.
+        token_seconds: seconds of a device per token.
         start: seconds before a device's first task.
-        fused: devices without samples begin before the rollout is over.
+        fused: whether devices without samples begin before the rollout is over.
 
     Attributes:
-        tasks: begun so far.
+        waiting: whether a finished sample waits to be scored.
+        tasks: number of tasks begun so far.
     """
 
     def __init__(self, engines: int, tokens: Floats, token_seconds: float, start: float, fused: bool) -> None:
@@ -26,15 +28,15 @@ class Scoring:
         self._seconds, self._token_seconds, self._start = (tokens * token_seconds).tolist(), token_seconds, start
         self._waiting: deque[int] = deque()
         self._waiting_seconds = self._expected_seconds = 0.0
-        self._busy_until: list[float | None] = [None] * engines  # None: never began
+        self._busy_until: list[float | None] = [None] * engines  # None: has not begun any
         self._spans: list[tuple[float, float]] = []
 
     def expect(self, tokens: float) -> None:
-        """Samples that have not ended are predicted to come to so many tokens."""
+        """Set the predicted final number of tokens of all unfinished samples together."""
         self._expected_seconds = tokens * self._token_seconds
 
     def work_seconds(self) -> float:
-        """Device-seconds of the tasks that nobody has begun, as far as it can be known; consolidation asks."""
+        """Predicted device-seconds of all tasks that have not begun, for consolidation."""
         return self._waiting_seconds + self._expected_seconds
 
     @property
@@ -46,12 +48,12 @@ class Scoring:
         return len(self._spans)
 
     def add(self, sample: int) -> None:
-        """A sample has ended and may be scored."""
+        """Queue a sample that has ended."""
         self._waiting.append(sample)
         self._waiting_seconds += self._seconds[sample]
 
     def begin(self, engine: int, now: float) -> float | None:
-        """Give a device the sample that has waited longest; when it will be done, or None if none waits."""
+        """Start scoring the sample that has waited longest; returns when it will be done, or None if none waits."""
         if not self._waiting:
             return None
         seconds = self._seconds[self._waiting.popleft()]
@@ -62,18 +64,18 @@ class Scoring:
         return until
 
     def busy(self, engine: int, now: float) -> bool:
-        """Whether a device is at a task at this moment."""
+        """Whether a device is working on a task at this time."""
         until = self._busy_until[engine]
         return until is not None and until > now
 
     def seconds_before(self, now: float) -> float:
-        """Device-seconds that tasks took until `now`."""
+        """Device-seconds spent on tasks until `now`."""
         return sum(min(until, now) - begun for begun, until in self._spans)
 
-    def rest(self, now: float) -> float:
-        """When all is scored if every device helps from `now` on: longest first, to the device that is free first.
+    def finish_time(self, now: float) -> float:
+        """Time at which all samples are scored if every device works on them from `now` on.
 
-        The rule is LPT (Graham 1969).
+        Longest processing time first (LPT, Graham 1969): the longest task goes to the device that is free first.
         """
         ready = (now + self._start if until is None else max(now, until) for until in self._busy_until)
         free = [(until, rank) for rank, until in enumerate(ready)]

@@ -1,4 +1,4 @@
-"""The samples of a simulated rollout, drawn from distributions of RL workloads, and what policies know of them."""
+"""The samples of a simulated rollout, drawn from typical length distributions, and the predictions for policies."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from rlhfspec_mega.types import GenerationRequest
 
 
 @dataclass(frozen=True)
-class LengthLaw:
-    """Response lengths: lognormal, cut at a limit; all equal where sigma is 0.
+class LengthDistribution:
+    """A lognormal distribution of response lengths, clipped at a limit; sigma 0 makes all lengths equal.
 
     Attributes:
         median: tokens.
-        correlation: of the logarithms of two lengths in one group.
+        sigma: standard deviation of log length.
+        correlation: between the log lengths of two samples of one group.
         limit: longest response, in tokens.
         prompt: tokens of a prompt.
     """
@@ -32,38 +33,38 @@ class LengthLaw:
     limit: int
     prompt: int
 
-    def scaled(self, factor: float) -> LengthLaw:
-        """The law with all lengths, the prompt's included, multiplied."""
+    def scaled(self, factor: float) -> LengthDistribution:
+        """The distribution with all lengths, including the prompt's, multiplied by `factor`."""
         limit, prompt = (max(round(tokens * factor), 1) for tokens in (self.limit, self.prompt))
         return replace(self, median=self.median * factor, limit=limit, prompt=prompt)
 
     def draw(self, groups: int, members: int, generator: np.random.Generator) -> Ints:
-        """Lengths [groups * members], group by group; from 1 to the limit."""
+        """Random lengths [groups * members], group by group; from 1 to the limit."""
         shared = generator.standard_normal((groups, 1)) * self.correlation**0.5
         own = generator.standard_normal((groups, members)) * (1.0 - self.correlation) ** 0.5
         lengths = np.rint(self.median * np.exp(self.sigma * (shared + own)))
         return np.clip(lengths, 1, self.limit).astype(np.int64).reshape(-1)
 
 
-# Chat: LMSYS-like conversations. Reasoning: RL on mathematics, where members of a group resemble each other. Short: the
-# fixed 480 tokens of APP (arXiv 2312.11819), the control without a long tail.
-LENGTH_LAWS = {
-    "chat": LengthLaw(median=119, sigma=0.77, correlation=0.0, limit=4096, prompt=128),
-    "reasoning": LengthLaw(median=1300, sigma=0.99, correlation=0.6, limit=32768, prompt=256),
-    "short": LengthLaw(median=480, sigma=0.0, correlation=0.0, limit=480, prompt=128),
+# chat: conversations as in LMSYS. reasoning: RL on mathematics, where members of a group have similar lengths. short:
+# the fixed 480 tokens of APP (arXiv 2312.11819), a control without a long tail.
+LENGTH_DISTRIBUTIONS = {
+    "chat": LengthDistribution(median=119, sigma=0.77, correlation=0.0, limit=4096, prompt=128),
+    "reasoning": LengthDistribution(median=1300, sigma=0.99, correlation=0.6, limit=32768, prompt=256),
+    "short": LengthDistribution(median=480, sigma=0.0, correlation=0.0, limit=480, prompt=128),
 }
 STARTS = ("even", "skewed")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The samples of a rollout, one entry each, members of a group side by side.
+    """The samples of a rollout, one entry each; members of a group are next to each other.
 
     Attributes:
-        groups: number of the prompt.
-        prompts: tokens of the prompt.
-        lengths: response tokens that the sample will have; no policy sees them.
-        limit: the most that a response may have.
+        groups: group of the sample, numbered from 0.
+        prompts: number of prompt tokens.
+        lengths: response tokens that the sample will have; policies do not see them.
+        limit: most tokens of a response.
     """
 
     groups: Ints
@@ -77,21 +78,21 @@ class Workload:
         return (self.prompts + self.lengths).astype(np.float64)
 
 
-def draw_workload(law: LengthLaw, samples: int, members: int, seed: int) -> Workload:
-    """Random groups of `members` samples. Raises UserError unless `samples` are whole groups."""
+def draw_workload(distribution: LengthDistribution, samples: int, members: int, seed: int) -> Workload:
+    """A random workload in groups of `members`. Raises UserError unless `samples` is a multiple of `members`."""
     if members < 1 or samples < 1 or samples % members:
-        raise UserError(f"{samples} samples are no whole groups of {members}: choose numbers that divide.")
+        raise UserError(f"{samples} samples are not whole groups of {members}: choose a multiple of {members}.")
     count = samples // members
-    lengths = law.draw(count, members, np.random.default_rng(seed))
+    lengths = distribution.draw(count, members, np.random.default_rng(seed))
     groups = np.repeat(np.arange(count, dtype=np.int64), members)
-    return Workload(groups, np.full(samples, law.prompt, np.int64), lengths, law.limit)
+    return Workload(groups, np.full(samples, distribution.prompt, np.int64), lengths, distribution.limit)
 
 
 def start_places(workload: Workload, engines: int, start: str) -> Ints:
-    """Engine [samples] that each sample begins on: as a real rollout assigns them ("even"), or "skewed".
+    """The engine [samples] on which each sample begins: "even", as a real rollout assigns samples, or "skewed".
 
-    A skewed start has the longest samples, as many as an even share, on the first engine; the others are assigned
-    evenly to the rest. With one engine the two are the same.
+    A skewed start puts the longest samples on the first engine, as many as an even share, and assigns the others evenly
+    to the other engines. With one engine, both are the same.
     """
     count = len(workload.lengths)
     places = np.zeros(count, np.int64)
@@ -109,17 +110,17 @@ def start_places(workload: Workload, engines: int, start: str) -> Ints:
 
 
 class Predictions(Protocol):
-    """Predicts from the samples that have ended."""
+    """Predictions of remaining tokens, which may learn from the samples that have ended."""
 
     def finished(self, sample: int, tokens: int) -> None:
-        """A sample has ended with so many response tokens."""
+        """Learn that a sample has ended with so many response tokens."""
 
     def remaining(self, samples: Ints, generated: Ints) -> Floats:
-        """Response tokens that unfinished samples, which have `generated` by now, still have to come; at least 1."""
+        """Predicted remaining tokens [n], at least 1, of unfinished samples with `generated` [n] tokens so far."""
 
 
 class Oracle:
-    """The truth: what a policy could do at best."""
+    """The true remaining tokens: an upper bound on what predictions are worth."""
 
     def __init__(self, workload: Workload) -> None:
         self._lengths = workload.lengths
@@ -132,10 +133,10 @@ class Oracle:
 
 
 class Learned:
-    """What a real run predicts.
+    """Predictions of `LengthPredictor`, as in a real run.
 
     Args:
-        earlier: rollouts that it has seen before this one, of other prompts.
+        earlier: rollouts of other prompts that it has learnt from before this one.
     """
 
     def __init__(self, workload: Workload, earlier: Sequence[Workload] = ()) -> None:

@@ -1,4 +1,4 @@
-"""When a run's draft learns: during a rollout that frees its device, or after one."""
+"""When the draft of a run is refreshed: during a rollout, on a device that has become free, or after it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class DraftRefresh:
     """Refreshes of the draft beside the actor.
 
     Args:
-        draft: the one of now; None without drafting. The actor may be started anew.
-        changed: is told when the draft is another one than before.
+        draft: returns the current draft, None without drafting; it changes when the actor is restarted.
+        changed: called when a refresh has changed the draft.
 
     Attributes:
-        freed: refreshes in time that the long tail frees; None where nothing frees the device of the draft's rank.
+        freed: refreshes during rollouts; None if no device ever becomes free for them.
     """
 
     def __init__(
@@ -29,10 +29,10 @@ class DraftRefresh:
     ) -> None:
         self._wait, self._draft, self._changed = cluster.wait, draft, changed
         self.freed: FreedRefresh | None = None
-        drafting, now = setup.config.drafting, draft()
-        if now and drafting.refresh_every and reallocates(setup.config, "adaptive"):
+        speculation, now = setup.config.speculation, draft()
+        if now and speculation.refresh_every and reallocates(setup.config, "adaptive"):
             (device,) = setup.placement.devices(ACTOR)[now.rank]
-            self.freed = FreedRefresh(self._begin, device, setup.placement.devices(ENGINE), drafting.refresh_seconds)
+            self.freed = FreedRefresh(self._begin, device, setup.placement.devices(ENGINE), speculation.refresh_seconds)
 
     def _begin(self, seconds: float) -> list[Any]:
         draft = self._draft()
@@ -40,24 +40,27 @@ class DraftRefresh:
         return draft.start_refresh(seconds)
 
     def allow_freed(self) -> None:
-        """There may be one during the rollout to come."""
+        """Allow a refresh during the coming rollout."""
         if self.freed:
             self.freed.allow()
 
     def disallow_freed(self) -> None:
-        """None is begun any more."""
+        """Allow no refresh from now on."""
         if self.freed:
             self.freed.disallow()
 
     def take_freed(self) -> RefreshReport | None:
-        """The one made during the last rollout, once it has ended; None without one."""
+        """The report of a refresh during the last rollout, once it has ended; None if there was none."""
         report = self.freed.take(self._wait) if self.freed else None
         if report and report.kept:
             self._changed()
         return report
 
     def now(self, *, steps: int | None = None, seconds: float | None = None) -> RefreshReport:
-        """Train the draft on the actor's recent samples, by count or by time; if kept, the next reshard brings it."""
+        """Train the draft on recent samples for a number of steps or of seconds.
+
+        A draft that got better goes out with the next reshard.
+        """
         draft = self._draft()
         assert draft is not None
         report = draft.refresh(steps=steps, seconds=seconds)

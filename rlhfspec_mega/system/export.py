@@ -1,4 +1,4 @@
-"""What a run leaves behind: the actor and its draft as directories that others read."""
+"""Results of a run that other programs read: the actor and its draft as Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def export_model(training: Training, path: Path, source: Path) -> None:
 
 
 def export_draft(training: Training, path: Path) -> None:
-    """Write the draft, as it is now, as a directory that drafting.path takes."""
+    """Write the current draft as a directory for speculation.draft_model_path."""
     start, target = training.setup.draft, training.setup.shape
     assert start is not None
     shape = read_draft_shape(start, target)

@@ -1,4 +1,4 @@
-"""The side that generates: what engines are made from, and the rollout manager over them."""
+"""The generation side: the engine workers and the rollout manager over them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhfspec_mega.cluster.interface import WorkerSpec
-from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sglang import memory_share, uses_sglang
 from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.placement import ENGINE
 from rlhfspec_mega.planning.reallocation import Reallocator
 from rlhfspec_mega.planning.rollout_state import MigrationCost
 from rlhfspec_mega.planning.tail import Consolidator, TailPolicy
-from rlhfspec_mega.rollout.assignment import held_at_once
+from rlhfspec_mega.rollout.assignment import max_samples_per_engine
 from rlhfspec_mega.rollout.manager import RolloutManager, Wait
 from rlhfspec_mega.rollout.reallocation import FIRST_DOWNTIME, Reallocation, ScoringWork
 from rlhfspec_mega.rollout.session import EnginePool, FreedWork
@@ -22,10 +22,10 @@ from rlhfspec_mega.system.setup import Setup
 
 
 def engine_specs(setup: Setup, drafting_state: Any) -> list[WorkerSpec]:
-    """The workers of role engine.
+    """Specifications of the engine workers.
 
     Args:
-        drafting_state: what a torch engine has learnt of drafting before, or None.
+        drafting_state: learnt models of an earlier torch engine, or None.
     """
     config = setup.config
     arguments: dict[str, Any] = {
@@ -36,19 +36,19 @@ def engine_specs(setup: Setup, drafting_state: Any) -> list[WorkerSpec]:
         "deterministic": config.trainer.deterministic,
     }
     if setup.draft is not None:
-        arguments |= {"draft": setup.draft, "drafting": config.drafting}
+        arguments |= {"draft": setup.draft, "drafting": config.speculation}
     if uses_sglang(config):
-        kind = "rlhfspec_mega.workers.sglang.SGLangEngineWorker"
+        kind = "rlhfspec_mega.workers.sglang_engine.SGLangEngineWorker"
         memory = memory_share(config, setup.placement)
         arguments |= {"model": setup.model, "memory": memory, "sleeps": setup.engines_sleep}
     else:
-        kind = "rlhfspec_mega.workers.engine.TorchEngineWorker"
+        kind = "rlhfspec_mega.workers.torch_engine.TorchEngineWorker"
         arguments["drafting_state"] = drafting_state
     return [WorkerSpec(kind, arguments, devices) for devices in setup.placement.devices(ENGINE)]
 
 
 def reallocates(config: RunConfig, policy: str) -> bool:
-    """Whether this policy is at work: under trainer.deterministic assignment is fixed."""
+    """Whether samples are reallocated: never under trainer.deterministic, where each sample has a fixed engine."""
     return config.reallocation.policy == policy and not config.trainer.deterministic
 
 
@@ -61,15 +61,17 @@ def make_manager(
     freed_work: FreedWork | None,
     timeline: Any,
 ) -> RolloutManager:
-    """The manager of a run's rollouts; arguments as RolloutManager's."""
+    """The rollout manager of a run; for the arguments see RolloutManager."""
     config = setup.config
     return RolloutManager(
         engines,
         wait,
         revive=revive,
-        poll_seconds=config.rollout.poll_seconds,
+        poll_seconds=config.rollout.poll_interval,
         deterministic=config.trainer.deterministic,
-        at_once=held_at_once(config.rollout.slots) if reallocates(config, "queue") else None,
+        max_per_engine=(
+            max_samples_per_engine(config.rollout.max_running_requests) if reallocates(config, "queue") else None
+        ),
         reallocation=_reallocation(setup, lengths) if reallocates(config, "adaptive") else None,
         timeline=timeline,
         freed_work=freed_work,
@@ -83,11 +85,11 @@ def _reallocation(setup: Setup, lengths: LengthPredictor) -> Reallocation:
         Consolidator(cost, tolerance=options.tolerance) if setup.fuses_scoring else None,
         scoring.seconds,
     )
-    return Reallocation(policy, lengths, setup.config.rollout.poll_seconds, scoring, policy.learn_cost)
+    return Reallocation(policy, lengths, setup.config.rollout.poll_interval, scoring, policy.learn_cost)
 
 
 def length_predictor(config: RunConfig, known: Any) -> LengthPredictor:
-    """Of responses' lengths, going on from what was known; what cannot be read is as good as nothing."""
+    """Predictor of response lengths from saved state; unreadable state is ignored."""
     lengths = LengthPredictor(config.rollout.max_new_tokens)
     if known:
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):

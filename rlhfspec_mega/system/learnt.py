@@ -1,4 +1,4 @@
-"""What a run learns of costs, acceptance and lengths, kept beside its results for a resumed one."""
+"""Learnt models of cost, acceptance and lengths, saved with a run's results so that a resumed run starts from them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ LEARNT_FILE = "learnt.json"
 
 
 class Learnt:
-    """The file of one run.
+    """The file in a run's directory that holds learnt models by name.
 
     Args:
-        resumed: an earlier part of the run may have written it.
+        resumed: start from the contents of the existing file.
     """
 
     def __init__(self, run_dir: Path, resumed: bool) -> None:
         self._file, self._resumed = run_dir / LEARNT_FILE, resumed
 
     def load(self, what: str) -> Any:
-        """What was learnt under this name; None where there is nothing, or the file cannot be read."""
+        """The saved state under this name; None if there is none or the file cannot be read."""
         if not self._resumed:
             return None
         try:
@@ -29,7 +29,7 @@ class Learnt:
             return None
 
     def save(self, learnt: dict[str, Any]) -> None:
-        """Write all of it. Raises OSError."""
+        """Write the states of all names. Raises OSError."""
         partial = self._file.with_suffix(".partial")
         partial.write_text(json.dumps(learnt) + "\n", encoding="utf-8")
         partial.replace(self._file)

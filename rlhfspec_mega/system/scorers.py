@@ -1,4 +1,4 @@
-"""The frozen reference on generation devices: its processes, in replicas, beside the engines'."""
+"""The frozen reference on generation devices: the processes of its replicas, beside those of the engines."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rlhfspec_mega.workers.scorer_group import ScorerGroup
 
 
 class Scorers:
-    """Begun with the run, and with it they end; a replica that loses a process is started anew.
+    """Replicas of the reference, started and ended with the run; a replica that loses a process is restarted.
 
     Args:
-        cluster: `wait_started` must follow.
+        cluster: `wait_started` must be called after construction.
     """
 
     def __init__(self, setup: Setup, cluster: Cluster) -> None:
         self._config = setup.config
         config, devices = setup.config, setup.placement.devices(REFERENCE)
         tensor = config.placement.reference_tensor_parallel
-        self._meeting_point = MeetingPoint(cluster.host_address, config.cluster.deadline_seconds)
+        self._meeting_point = MeetingPoint(cluster.host_address, config.launcher.call_timeout)
         description = describe(
             REFERENCE,
             setup.shape,
@@ -39,7 +39,7 @@ class Scorers:
         for rank, of_rank in enumerate(devices):
             replica, peer = divmod(rank, tensor)
             address = f"{self._meeting_point.address}.{replica}"
-            rendezvous = Rendezvous(address, peer, tensor, config.cluster.deadline_seconds)
+            rendezvous = Rendezvous(address, peer, tensor, config.launcher.call_timeout)
             arguments = {**shared, "rendezvous": rendezvous}
             specs.append(WorkerSpec("rlhfspec_mega.workers.megatron.MegatronWorker", arguments, of_rank, numbered=True))
         workers = cluster.launch(REFERENCE, specs, replaceable=True, needs_weights=False, together=tensor)
@@ -51,15 +51,15 @@ class Scorers:
         self._group = ScorerGroup(cluster, workers, description, engines, most)
 
     def new_scoring(self, ledger: Ledger) -> Scoring:
-        """Of one rollout's samples, which the ledger holds."""
+        """Scoring of one rollout, whose samples the ledger holds."""
         return Scoring(self._group, self._config.trainer.max_tokens_per_microbatch, ledger)
 
     def close(self) -> None:
-        """Stop listening; after the processes have ended."""
+        """Stop listening; called after the processes have ended."""
         self._meeting_point.close()
 
 
 def engines_on(engines: list[tuple[int, ...]], devices: list[tuple[int, ...]]) -> set[int]:
-    """Ranks of the engines that lie on one of these devices."""
+    """Ranks of the engines that use one of these devices."""
     wanted = {device for of_rank in devices for device in of_rank}
     return {rank for rank, held in enumerate(engines) if wanted.intersection(held)}

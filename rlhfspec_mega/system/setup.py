@@ -1,4 +1,4 @@
-"""What the processes of a run are made from, as plain data."""
+"""What the processes of a run are built from, as plain data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhfspec_mega.config.hardware import device_type
-from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sglang import engines_sleep
 from rlhfspec_mega.config.sizes import Sizes
 from rlhfspec_mega.models.shape import ModelShape
@@ -15,15 +15,15 @@ from rlhfspec_mega.planning.placement import REFERENCE, Placement
 
 @dataclass(frozen=True)
 class Setup:
-    """Of one run, or of a part of one.
+    """Inputs from which the processes of a run, or a part of them, are built.
 
     Attributes:
-        run_dir: worker logs go to its `logs`.
-        total_updates: optimizer steps to come, for the learning-rate schedule.
-        model: directory that SGLang reads the actor's shape in.
-        draft: directory of the draft to start from; None: engines decode plainly.
-        reference: directory of the frozen model to score with; None: there is none.
-        with_engines: a replay of saved rollouts needs none.
+        run_dir: directory of the run; worker logs go to its `logs`.
+        total_updates: optimizer steps of the whole run, for the learning-rate schedule.
+        model: directory from which SGLang reads the actor's shape.
+        draft: directory of the initial draft; None: engines decode plainly.
+        reference: directory of the frozen reference; None: there is none.
+        with_engines: False for a replay of saved rollouts, which needs no engines.
     """
 
     config: RunConfig
@@ -42,17 +42,17 @@ class Setup:
 
     @property
     def device(self) -> str:
-        """cpu or cuda."""
+        """ "cpu" or "cuda"."""
         return device_type(self.config.cluster)
 
     @property
     def engine_dtype(self) -> str:
-        """Of the engines' weights."""
+        """Precision of the engines' weights."""
         return self.config.rollout.dtype or self.config.actor.dtype
 
     @property
     def engines_sleep(self) -> bool:
-        """Whether engines give their GPU memory back while the actor, on the same devices, trains."""
+        """Whether engines free their GPU memory while the actor trains on the same devices."""
         return engines_sleep(self.config, self.placement)
 
     @property

@@ -1,4 +1,4 @@
-"""All processes of one run, started together, and the few things the training loop asks of them."""
+"""All processes of one run, and the operations on them that the training loop needs."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from rlhfspec_mega.system.training import Training
 from rlhfspec_mega.system.weights import WeightSync
 from rlhfspec_mega.workers.model_group import ModelGroup
 
-SETTLE_SECONDS = 10.0  # how long an engine may take to come back from a call when the actor has died
+SETTLE_SECONDS = 10.0  # wait for an engine's answer after the actor has died
 
 
 class System:
-    """Megatron's ranks and engines with resharding between them. A context manager: leaving it ends every process.
+    """Megatron ranks, engines and the resharding between them; leaving the context manager ends every process.
 
     Args:
-        timeline: observe.timeline.Timeline, is told what the engines do.
+        timeline: observe.timeline.Timeline, which records what engines do.
 
     Attributes:
-        rollout: generation; only with engines.
+        rollout: the rollout manager; only with engines.
         scorers: the reference on generation devices; None if there is none or it lies elsewhere.
-        draft: its refreshes.
+        draft: refreshes of the draft.
     """
 
     rollout: RolloutManager
@@ -44,6 +44,7 @@ class System:
         self._setup, self._timeline, config = setup, timeline, setup.config
         self._cluster = make_cluster(
             config.cluster,
+            config.launcher,
             setup.run_dir / "logs",
             setup.placement.processes(),
             use_gpus=setup.device == "cuda",
@@ -70,7 +71,7 @@ class System:
         setup, config = self._setup, self._setup.config
         specs = engine_specs(setup, self._learnt.load("drafting")) if setup.with_engines else []
         self._engines = self._cluster.launch(ENGINE, specs, replaceable=True)
-        self._weights = WeightSync(self._cluster, self._engines, config.cluster.max_restarts)
+        self._weights = WeightSync(self._cluster, self._engines, config.launcher.max_restarts)
         self.scorers = Scorers(setup, self._cluster) if setup.fuses_scoring else None
         self._start_training()
         self.draft = DraftRefresh(setup, self._cluster, lambda: self.training.draft, self._weights.draft_changed)
@@ -87,7 +88,7 @@ class System:
 
     def _start_training(self) -> None:
         config, cluster = self._setup.config, self._cluster
-        open_host = transport(weight_transport(config), cluster, config.cluster.deadline_seconds)
+        open_host = transport(weight_transport(config), cluster, config.launcher.call_timeout)
         self._training = Training(self._setup, cluster, cluster.host_address, open_host)
         if self._training.draft is not None:
             self._weights.draft_changed()
@@ -96,7 +97,7 @@ class System:
 
     @property
     def training(self) -> Training:
-        """The ranks that train, and what they hold."""
+        """The current training ranks and their models."""
         assert self._training is not None, "a system is a context manager"
         return self._training
 
@@ -107,18 +108,17 @@ class System:
 
     @property
     def reference(self) -> ModelGroup | None:
-        """The frozen model on the actor's ranks; None if there is none or it lies on generation devices."""
+        """The frozen reference on the actor's ranks; None if there is none or it lies on generation devices."""
         return self.training.models.get(REFERENCE)
 
     @contextmanager
     def beside(self, session: Session) -> Iterator[None]:
-        """Inside, engines go on with a rollout while the models are waited for.
+        """Context in which engines continue a rollout while the driver waits for the actor or the reference.
 
-        The actor has no time for a refresh of the draft then: none is begun; nor is a batch for a reference that shares
-        its devices.
+        Meanwhile no refresh of the draft starts, and no batch for a reference that shares the actor's devices.
         """
         self.draft.disallow_freed()
-        session.hold_scoring(self._setup.placement.shares(ACTOR, REFERENCE))
+        session.hold_scoring(self._setup.placement.share_device(ACTOR, REFERENCE))
         try:
             with self._cluster.beside(session):
                 yield
@@ -129,7 +129,7 @@ class System:
 
     @property
     def policy_version(self) -> int:
-        """Of the weights the engines hold."""
+        """Policy version of the engines' weights."""
         return self._weights.policy_version
 
     def reshard(self, version: int) -> None:
@@ -137,30 +137,30 @@ class System:
         self._weights.reshard(self.training.resharder, version)
 
     def rest_engines(self) -> None:
-        """Engines that can do so give their GPU memory back until the next reshard."""
+        """Engines that can do so free their GPU memory until the next reshard."""
         if self._setup.engines_sleep:
             calls = [self._engines.start(rank, "sleep") for rank in self._engines.serving()]
             self._cluster.wait(calls, "sleep", check=False)
             for call in calls:
-                if not call.dead:  # a dead one is started anew before the next reshard
+                if not call.dead:  # a dead engine is restarted before the next reshard
                     call.result()
 
     # What dies, and what stays
 
     def _revive(self) -> None:
-        """Bring engines back in the middle of a rollout, when none is left to finish it."""
+        """Restart engines in the middle of a rollout when none is left to finish it."""
         if self.draft.freed:
             self.draft.freed.settle(self._cluster.wait)
         self.reshard(self.policy_version)
 
     def may_restart_actor(self) -> bool:
-        """Count a restart of the actor; False when there were too many without progress."""
+        """Count a restart of the actor; False if there were too many since the last finished step."""
         return self._cluster.may_restart(ACTOR)
 
     def restart_actor(self) -> None:
-        """Start the actor's ranks anew after one has died; they begin without weights.
+        """Restart the actor's ranks after one of them has died; their weights are not loaded yet.
 
-        Engines go on running, but forget the samples they held.
+        Engines stay up and drop the samples they hold.
         """
         self._cluster.end(ACTOR)
         if self.draft.freed:
@@ -170,18 +170,20 @@ class System:
             self._cluster.settle(role, SETTLE_SECONDS)
         self._start_training()
         calls = [self._engines.start(rank, "clear") for rank in self._engines.alive()]
-        self._cluster.wait(calls, "restart actor", seconds=SETTLE_SECONDS, check=False)  # the dead hold nothing
+        self._cluster.wait(
+            calls, "restart actor", seconds=SETTLE_SECONDS, check=False
+        )  # a dead engine holds no samples
 
     def step_done(self, steps: int) -> None:
-        """Tell that so many steps are done: beyond any before, it is the progress that allows new restarts."""
+        """Record that this many steps are finished: a new maximum is progress, which allows new restarts."""
         if steps > self._steps_done:
             self._steps_done = steps
             self._cluster.progressed()
 
     def save_learnt(self) -> None:
-        """Write what was learnt of costs, acceptance and lengths beside the run's results, for a resumed run.
+        """Save learnt models of cost, acceptance and lengths for a resumed run.
 
-        Raises OSError where it cannot be written.
+        Raises OSError if they cannot be written.
         """
         serving = self._engines.serving()[:1]
         if not serving:

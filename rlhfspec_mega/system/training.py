@@ -1,4 +1,4 @@
-"""The side that trains: Megatron's ranks with their models, the draft beside the actor, and where weights leave."""
+"""The training side: Megatron ranks with their models, the draft beside the actor, and the resharding of both."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from rlhfspec_mega.workers.model_group import ModelGroup
 
 
 class Training:
-    """Started in one go; after the death of a rank another one is made.
+    """One start of the training ranks; after a rank has died, a new object is built.
 
     Args:
-        host: address where workers reach this process.
+        host: address at which workers reach this process.
         open_host: opens the transport of weights.
 
     Attributes:
-        setup: what it was made from.
-        models: by name; begun without weights.
-        draft: beside the actor; None without drafting.
-        resharder: of the actor's weights, and the draft's.
+        setup: what it was built from.
+        models: by name; weights are not loaded yet.
+        draft: the draft beside the actor; None without drafting.
+        resharder: resharding of the actor's weights and the draft's.
     """
 
     def __init__(self, setup: Setup, cluster: Cluster, host: str, open_host: OpenHost) -> None:
         self.setup, config = setup, setup.config
-        self._meeting_point = MeetingPoint(host, config.cluster.deadline_seconds)
+        self._meeting_point = MeetingPoint(host, config.launcher.call_timeout)
         descriptions = self._descriptions()
         workers = cluster.launch(ACTOR, self._specs(descriptions))
         cluster.wait_started()
@@ -49,27 +49,27 @@ class Training:
             mapping_for(setup.shape.architecture).hf_tensors(setup.shape, config.actor.dtype),
             open_host=open_host,
             bucket_bytes=int(config.resharding.bucket_mib * 2**20),
-            device="cpu" if setup.placement.shares(ACTOR, ENGINE) else setup.device,
+            device="cpu" if setup.placement.share_device(ACTOR, ENGINE) else setup.device,
         )
         self.draft: DraftGroup | None = None
         if setup.draft is not None:
-            learning = self._draft_learning() if config.drafting.refresh_every else None
+            learning = self._draft_learning() if config.speculation.refresh_every else None
             self.draft = DraftGroup(workers, self.actor, setup.draft, learning)
             tensors = read_draft_tensors(setup.draft, setup.shape)
             self.resharder.plan(WeightTarget.DRAFT, [replace(tensor, dtype=setup.engine_dtype) for tensor in tensors])
 
     @property
     def actor(self) -> ModelGroup:
-        """The policy."""
+        """The policy model."""
         return self.models[ACTOR]
 
     def close(self) -> None:
-        """End connections; the workers end with the cluster, or by its word."""
+        """Close connections; worker processes end with the cluster."""
         self.resharder.close()
         self._meeting_point.close()
 
     def _descriptions(self) -> list[ModelDescription]:
-        """The actor and, if it lies there, the reference."""
+        """Descriptions of the actor and, if it lies on the actor's ranks, the reference."""
         setup, config = self.setup, self.setup.config
         made = partial(
             describe,
@@ -96,7 +96,7 @@ class Training:
         return [
             WorkerSpec(
                 "rlhfspec_mega.workers.megatron.MegatronWorker",
-                {**shared, "rendezvous": meet(rank, ranks, config.cluster.deadline_seconds)},
+                {**shared, "rendezvous": meet(rank, ranks, config.launcher.call_timeout)},
                 devices,
             )
             for rank, devices in enumerate(self.setup.placement.devices(ACTOR))
@@ -105,8 +105,8 @@ class Training:
     def _draft_learning(self) -> DraftLearning:
         config = self.setup.config
         return DraftLearning(
-            buffer_tokens=config.drafting.buffer_tokens,
-            learning_rate=config.drafting.learning_rate,
+            buffer_tokens=config.speculation.buffer_tokens,
+            learning_rate=config.speculation.refresh_lr,
             temperature=config.rollout.temperature,
             seed=config.seed,
             recent_only=config.trainer.deterministic,

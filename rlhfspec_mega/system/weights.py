@@ -1,4 +1,4 @@
-"""Current weights for every engine that runs: the actor's each step, the draft's when it has changed."""
+"""Keeps every running engine at current weights: the actor's at each step, the draft's when it has changed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _PAUSE_SECONDS = 0.1
 
 
 class WeightSync:
-    """Gives engines weights, and knows who holds which.
+    """Sends weights to engines and records which engine holds which version.
 
     Args:
-        max_restarts: of one engine, for messages.
+        max_restarts: restarts allowed per engine, for messages.
 
     Attributes:
-        policy_version: of the weights the engines hold; -1 before the first.
+        policy_version: policy version of the engines' weights; -1 before the first.
     """
 
     def __init__(self, cluster: SupervisedCluster, engines: Group, max_restarts: int) -> None:
@@ -30,11 +30,11 @@ class WeightSync:
         self._draft_holders: set[tuple[int, int]] = set()  # engines, by rank and launch, that hold this version
 
     def reshard(self, resharder: Resharder, version: int) -> None:
-        """Give every engine that runs the actor's weights as policy `version`; restarted ones join with it.
+        """Send the actor's weights to every running engine as policy `version`; restarted engines join with it.
 
-        The draft, if there is one, follows where an engine does not hold it as it is now.
+        The draft follows to engines that do not hold its current version.
 
-        Raises RunError when no engine is left.
+        Raises RunError if no engine is left.
         """
         self._cluster.publish(version)
         self.policy_version = version
@@ -47,7 +47,7 @@ class WeightSync:
             self._draft_holders = self._identities(held)
 
     def draft_changed(self) -> None:
-        """The next reshard brings the draft to all engines."""
+        """The next reshard sends the draft to all engines."""
         self._draft_version += 1
         self._draft_holders.clear()
 
@@ -59,9 +59,9 @@ class WeightSync:
         while not (ranks := self._engines.ranks(*ready)):
             if not self._engines.ranks(WorkerState.STARTING, WorkerState.SUSPECT):
                 raise RunError(
-                    f"No engine is left: each died more than cluster.max_restarts={self._max_restarts} "
+                    f"No engine is left: each died more than launcher.max_restarts={self._max_restarts} "
                     f"times in one step; see {self._cluster.log_dir}."
                 )
             self._cluster.wait_started()
-            time.sleep(_PAUSE_SECONDS)  # a suspect one comes back or is given up
+            time.sleep(_PAUSE_SECONDS)  # a suspected engine either answers again or is declared dead
         return ranks

@@ -1,4 +1,4 @@
-"""The driver's view of the draft that learns on one rank of a model, and its refresh while engines still decode."""
+"""The driver's view of a draft that learns beside a model, and its refreshes while engines still decode."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from rlhfspec_mega.cluster.interface import Call, WorkerGroup
 from rlhfspec_mega.draft.refresh import DraftLearning, RefreshReport
 from rlhfspec_mega.workers.model_group import ModelGroup
 
-_LEAST_SHARE = 0.5  # of a refresh's seconds: for less freed time than that none is begun
+_MIN_TIME_SHARE = 0.5  # a refresh begins only if this share of its seconds is forecast to be free
 
 
 class DraftGroup:
-    """A draft held from its directory beside a model, to be sent to engines with it.
+    """A draft on one rank of a model, loaded from its directory; resharding sends it to the engines.
 
     Args:
-        learning: how it learns from every log-prob pass of the model from now on; None: not at all.
+        learning: how the draft learns from every log-prob pass of the model; None: it does not learn.
 
     Attributes:
-        rank: the one that holds and trains it.
+        rank: the rank of the model that holds and trains the draft.
     """
 
     def __init__(self, workers: WorkerGroup, model: ModelGroup, path: Path, learning: DraftLearning | None) -> None:
@@ -29,27 +29,27 @@ class DraftGroup:
         workers.call("start_draft", model.description.name, path, learning, phase="start draft")
 
     def refresh(self, *, steps: int | None, seconds: float | None) -> RefreshReport:
-        """Train it on what it has kept, by count or by time."""
+        """Train the draft on the samples it has kept, for a number of steps or of seconds."""
         reports = self._workers.call("refresh_draft", steps, seconds, phase="draft")
         return next(report for report in reports if report is not None)
 
     def start_refresh(self, seconds: float) -> list[Call]:
-        """Begin `refresh` by time; the calls' results are its report and None of the other ranks."""
+        """Start a refresh of so many seconds; the call of the draft's rank returns the report, the others None."""
         return [self._workers.start(rank, "refresh_draft", None, seconds) for rank in range(self._workers.size)]
 
 
 class FreedRefresh:
-    """At most one refresh in each rollout that is to have one. Implements `FreedWork`.
+    """Refreshes the draft at most once per rollout, while engines still decode. Implements `FreedWork`.
 
-    The actor has nothing to do while samples are generated. The rank that trains the draft begins when no engine on its
-    device has samples, or at once where it shares its device with none; the others only bring their parts of the
-    vocabulary together. What it learns from are the samples of the steps before.
+    The actor is idle while samples are generated. A refresh starts when no engine on the device of the draft's rank has
+    samples left, or at once if no engine shares that device; the other ranks only contribute their parts of the
+    vocabulary. The draft learns from samples of earlier steps.
 
     Args:
-        begin: begins a refresh of so many seconds on all ranks of the actor.
-        device: of the actor rank that trains the draft.
+        begin: starts a refresh of so many seconds on all ranks of the actor.
+        device: device of the actor rank that trains the draft.
         engine_devices: by rank of the engine.
-        seconds: of a refresh, at most.
+        seconds: longest duration of a refresh.
     """
 
     def __init__(
@@ -64,36 +64,36 @@ class FreedRefresh:
         self._calls: list[Call] = []
 
     def allow(self) -> None:
-        """The rollout to come may have one."""
+        """Allow a refresh during the coming rollout."""
         self._wanted = True
 
     def disallow(self) -> None:
-        """None is begun any more."""
+        """Allow no refresh from now on."""
         self._wanted = False
 
     def offer(self, busy: Collection[int], seconds_left: Callable[[], float]) -> None:
-        """Begin, if this is wanted, the device is free and there is time enough."""
+        """Start a refresh if one is allowed, the device is free and enough time is left."""
         if not self._wanted or self._device in {device for rank in busy for device in self._engine_devices[rank]}:
             return
-        if (seconds := min(self._seconds, seconds_left())) >= _LEAST_SHARE * self._seconds:
+        if (seconds := min(self._seconds, seconds_left())) >= _MIN_TIME_SHARE * self._seconds:
             self._wanted = False
             self._calls = self._begin(seconds)
 
     def forget(self) -> list[Call]:
-        """Want no refresh any more; the calls of one that was begun."""
+        """Allow no refresh from now on; returns the calls of a refresh that is running."""
         self.disallow()
         calls, self._calls = self._calls, []
         return calls
 
     def settle(self, wait: Callable[[Sequence[Call], str], object]) -> None:
-        """Wait for a refresh that was begun, so that the actor can be asked for something else; `take` reports it."""
+        """Wait for a running refresh, so that the actor can take other calls; `take` still returns its report."""
         if self._calls:
             wait(self._calls, "draft")
 
     def take(self, wait: Callable[[Sequence[Call], str], object]) -> RefreshReport | None:
-        """Wait for the refresh, if one was begun, before the actor is asked for anything else.
+        """Wait for a running refresh and return its report; None if there was none or it had no samples to learn from.
 
-        None where there was none, or nothing to learn from yet. Raises what the wait raises.
+        Raises what the wait raises.
         """
         self.settle(wait)
         reports = [call.result() for call in self.forget()]

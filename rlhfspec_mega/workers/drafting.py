@@ -1,43 +1,43 @@
-"""What an engine's worker knows of drafting: the policy under oversight, its models, and when they are made anew."""
+"""The drafting of one engine: its policy, the models that the policy reads, and when these are reset."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlhfspec_mega.config.schema import DraftingConfig
+from rlhfspec_mega.config.schema.generation import SpeculationConfig
 from rlhfspec_mega.draft.shape import DraftShape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost
-from rlhfspec_mega.planning.oversight import OverseenPolicy
+from rlhfspec_mega.planning.oversight import MonitoredPolicy
 from rlhfspec_mega.planning.rollout_state import Throughput
 from rlhfspec_mega.planning.strategy import Adaptive, CalibratedPolicy, Uniform, make_policy
 from rlhfspec_mega.planning.throughput import throughput_of
 from rlhfspec_mega.planning.tree import DraftingPolicy
 from rlhfspec_mega.types import DraftingTally
 
-FORMAT = 3  # of `DraftingBrain.state_dict`
+FORMAT = 3  # of `DraftingController.state_dict`
 
 
-class DraftingBrain:
-    """The cost and acceptance models of one engine and the policy that reads them.
+class DraftingController:
+    """The models of cost and acceptance of one engine, and the drafting policy that reads them.
 
     Args:
-        temperature: of the samples that are trained on; the draft is judged by these alone.
-        deterministic: nothing depends on the clock or on earlier samples: costs are nominal, and an engine without
-            samples begins with untaught models, so that a share of samples decodes alike wherever it does.
+        temperature: of training samples; acceptance is judged by these alone.
+        deterministic: decisions depend neither on the clock nor on earlier samples: costs are nominal, and an idle
+            engine resets its models, so that samples decode alike on every engine.
         machine: what costs depend on besides the two shapes: device, dtype, slots, threads.
-        state: from `state_dict`; left aside if it is of another format, machine or shape. Without one, costs are
-            measured before the first sample.
+        state: from `state_dict`; ignored if its format, machine or shapes differ. Without it costs are measured before
+            the first sample.
 
     Attributes:
-        policy: what the engine decides by.
+        policy: the drafting policy that the engine asks in each step.
     """
 
     def __init__(
         self,
-        config: DraftingConfig,
+        config: SpeculationConfig,
         shape: ModelShape,
         draft: DraftShape,
         temperature: float,
@@ -55,7 +55,7 @@ class DraftingBrain:
             self._measured = state["measured"]
             self._cost.load_state_dict(state["cost"])
             self._acceptance.load_state_dict(state["acceptance"])
-        self.policy = OverseenPolicy(self._decide(), config.collapse_ratio, not deterministic, temperature)
+        self.policy = MonitoredPolicy(self._decide(), config.collapse_ratio, not deterministic, temperature)
         if known:
             self.policy.watch.usual = state["usual"]
 
@@ -69,19 +69,19 @@ class DraftingBrain:
         return policy
 
     def prepare(self, measure: Callable[[], Sequence[StepCost]]) -> None:
-        """Before samples come to an idle engine: measure costs, once, or forget what earlier samples have taught."""
+        """Prepare an idle engine for samples: measure costs, once, or under `deterministic` reset the models."""
         if not self._measured:
             self._measured = True
             if costs := measure():
                 self._cost.fit(costs)
         elif self._deterministic:
             self._set_models()
-            self.policy.begin_anew(self._decide())
+            self.policy.replace_policy(self._decide())
 
     def pace(self, slots: int, length: int, temperature: float) -> Throughput:
-        """How fast this engine decodes samples of so many tokens, by batch.
+        """Predicted decode throughput for samples of this many tokens, by batch size.
 
-        Of policies that do not go by costs it is not known when they draft: plain decoding is taken for them.
+        A policy that does not go by costs may draft at any batch size; plain decoding is assumed for it.
         """
         overseen, policy = self.policy, self.policy.policy
         forecast = isinstance(policy, Adaptive | Uniform) and overseen.watch.may_draft
@@ -94,20 +94,20 @@ class DraftingBrain:
             width=policy.width,
             depth=policy.max_depth,
             max_nodes=policy.max_nodes,
-            whole=isinstance(policy, Uniform),
+            fixed_depth=isinstance(policy, Uniform),
         )
 
     def take_tally(self) -> DraftingTally:
-        """What was done since the last call, with how well it had been predicted."""
+        """What speculation did since the last call, with how well acceptance was predicted."""
         tally, report, policy = self.policy.take_tally(), self._acceptance.report(), self.policy.policy
-        # Of a policy that learns no acceptance, the report is of another that has run before.
+        # A policy that learns no acceptance has no predictions of its own to report.
         if report.observations and isinstance(policy, CalibratedPolicy) and policy.learns_acceptance:
             tally.calibration_error = report.calibration_error
             tally.predicted_accepted, tally.realised_accepted = report.recent_predicted, report.recent_realised
         return tally
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What was learnt, as JSON; None in a deterministic run, which learns nothing that another may use."""
+        """The learnt models as JSON; None in a deterministic run, whose models are of no use to another run."""
         if self._deterministic:
             return None
         return {

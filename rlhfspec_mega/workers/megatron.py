@@ -1,4 +1,4 @@
-"""The worker that holds Megatron models: one process of those they are cut over."""
+"""The worker process of one Megatron rank, for any number of models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from rlhfspec_mega.algorithm.microbatch import Shard, TokenLoss
 from rlhfspec_mega.draft.refresh import DraftLearning, RefreshReport
 from rlhfspec_mega.megatron.checkpoint_files import FileSum, SavedPart, first_damage
 from rlhfspec_mega.megatron.description import ModelDescription, ParallelRanks
@@ -22,16 +21,19 @@ from rlhfspec_mega.megatron.rendezvous import Rendezvous
 from rlhfspec_mega.observe.spans import SpanRecorder
 from rlhfspec_mega.resharding.buckets import Bucket
 from rlhfspec_mega.resharding.export import Senders, WeightExporter, send_tensors
+from rlhfspec_mega.rl.microbatch import Shard, TokenLoss
 from rlhfspec_mega.types import Span, WeightTarget
 
 
 class MegatronWorker:
-    """Models by name, each over all processes of the group; with the first one a draft may learn, and be sent.
+    """Holds Megatron models by name, each spread over all processes of the group.
+
+    Beside the first model a draft may learn, and its weights may be sent.
 
     Args:
         device: "cpu" or "cuda".
         deterministic: refuse operations whose result depends on timing (torch.use_deterministic_algorithms).
-        launch: how often these processes were started, where they may be started anew; see Rendezvous.again.
+        launch: how many times these processes have been started before; see Rendezvous.again.
     """
 
     def __init__(
@@ -49,8 +51,8 @@ class MegatronWorker:
         position = positions(models[0].parallel)[rendezvous.rank]
         seed_megatron(seed, position)
         ranks = range(rendezvous.world_size)
-        self._models = {one.name: MegatronModel(one, ranks, place, rendezvous.deadline_seconds) for one in models}
-        seed_generators(seed, position)  # after initial weights were drawn, which no run uses
+        self._models = {one.name: MegatronModel(one, ranks, place, rendezvous.call_timeout) for one in models}
+        seed_generators(seed, position)  # after the random initial weights were drawn: checkpoints replace them
         self._exporters: dict[str, WeightExporter] = {}
         self._senders = Senders()
         self._draft: ActorDraft | None = None
@@ -59,7 +61,7 @@ class MegatronWorker:
     # Models
 
     def grid_position(self, model: str) -> ParallelRanks:
-        """Where this rank stands in the TP x PP x DP grid of a model."""
+        """The rank's position in the TP x PP x DP grid of a model."""
         return self._models[model].position
 
     def load_weights(self, model: str, path: Path) -> None:
@@ -67,9 +69,9 @@ class MegatronWorker:
         self._models[model].load_weights(path)
 
     def logprobs(self, model: str, shard: Shard, refresh_follows: bool = False) -> tuple[NDArray, float] | None:
-        """Log-probs of the shard's response tokens and their entropy's sum; see MegatronModel.logprobs.
+        """Log-probs of the shard's response tokens and the sum of their entropies; see MegatronModel.logprobs.
 
-        A draft learns from those of its own model (see ActorDraft.learning_from).
+        A draft learns from the pass if the model is its own (see ActorDraft.learning_from).
         """
         batches = shard.batches()
         with self._spans.measure(f"{model} log-probs", micro_batches=len(batches)):
@@ -81,7 +83,7 @@ class MegatronWorker:
         return (found[0].numpy(), found[1]) if found else None
 
     def score(self, model: str, shard: Shard) -> tuple[NDArray, Span] | None:
-        """A frozen model's log-probs of the shard's response tokens, and the time that they took."""
+        """A frozen model's log-probs of the shard's response tokens, and the seconds that this took."""
         found = self.logprobs(model, shard)
         spans = self.take_spans()
         return (found[0], spans[-1]) if found else None
@@ -106,7 +108,7 @@ class MegatronWorker:
         self._models[model].onload()
 
     def take_spans(self) -> list[Span]:
-        """What this rank did since the last call, for the timeline."""
+        """What this rank spent its time on since the last call, for the timeline."""
         return self._spans.take()
 
     # Checkpoints
@@ -116,7 +118,7 @@ class MegatronWorker:
         return self._models[model].identity()
 
     def save(self, model: str, directory: Path) -> SavedPart:
-        """See MegatronModel.save; with the draft that learns from this model."""
+        """See MegatronModel.save; the draft of this model is saved with it."""
         part = self._models[model].save(directory)
         if self._draft is None or self._draft.model is not self._models[model] or part.failure is not None:
             return part
@@ -124,24 +126,24 @@ class MegatronWorker:
         return of_draft if of_draft.failure is not None else SavedPart(part.files | of_draft.files, None)
 
     def load(self, model: str, directory: Path) -> bool:
-        """See MegatronModel.load; with the draft that learns from this model."""
+        """See MegatronModel.load; the draft of this model is loaded with it."""
         same_grid = self._models[model].load(directory)
         if self._draft is not None and self._draft.model is self._models[model]:
             self._draft.load(directory)
         return same_grid
 
     def verify(self, directory: Path, files: Mapping[str, FileSum]) -> str | None:
-        """What is wrong with the first of these files that is damaged; None when all are as they were written."""
+        """A sentence about the first damaged file among these; None if all are intact."""
         return first_damage(directory, files)
 
     # The draft
 
     def start_draft(self, model: str, path: Path, learning: DraftLearning | None) -> None:
-        """Hold a draft of this model from its directory, to learn from now on if told how."""
+        """Load a draft of this model from its directory; it learns from now on if `learning` is given."""
         self._draft = ActorDraft(self._models[model], path, learning)
 
     def refresh_draft(self, steps: int | None, seconds: float | None) -> RefreshReport | None:
-        """Train the draft by count or by time; the report on the rank that has it."""
+        """Train the draft for a number of steps or of seconds; returns the report on the draft's rank."""
         assert self._draft is not None
         with self._spans.measure("draft refresh"):
             return self._draft.refresh(steps, seconds)
@@ -149,19 +151,19 @@ class MegatronWorker:
     # Resharding
 
     def weight_names(self, model: str, target: WeightTarget) -> list[str]:
-        """Names of the tensors that this rank's pipeline stage (of a draft: this rank) holds."""
+        """Names of the tensors of this rank's pipeline stage, or of the draft that this rank holds."""
         if target is WeightTarget.ACTOR:
             return self._exporter(model).names()
         return list(self._draft.weights()) if self._draft is not None else []
 
     def connect(self, stream: str, address: Any, owner: int) -> None:
-        """Make the sending end of a transport under the name `stream`, in place of the last one of this name."""
+        """Create the sending end of a transport for `stream`; replaces an earlier one."""
         self._senders.connect(stream, address, owner)
 
     def send_weights(
         self, model: str, stream: str, buckets: Sequence[Bucket], target: WeightTarget = WeightTarget.ACTOR
     ) -> dict[int, int]:
-        """Send this stage's buckets; checksums on the stage's first tensor-parallel rank."""
+        """Send this stage's buckets; returns their checksums on the stage's first tensor-parallel rank."""
         sender = self._senders.get(stream)
         with self._spans.measure("send weights", target=target.value):
             if target is WeightTarget.ACTOR:

@@ -8,26 +8,26 @@ from typing import Any
 
 import numpy as np
 
-from rlhfspec_mega.algorithm.experience import Experience, Floats
-from rlhfspec_mega.algorithm.microbatch import Shard, TokenLoss
-from rlhfspec_mega.algorithm.packing import micro_batches
 from rlhfspec_mega.cluster.interface import Call, WorkerGroup
 from rlhfspec_mega.errors import CheckpointError, RunError
 from rlhfspec_mega.megatron.checkpoint_files import FileSum
 from rlhfspec_mega.megatron.description import ModelDescription
 from rlhfspec_mega.resharding.buckets import Bucket
+from rlhfspec_mega.rl.experience import Experience, Floats
+from rlhfspec_mega.rl.microbatch import Shard, TokenLoss
+from rlhfspec_mega.rl.packing import micro_batches
 from rlhfspec_mega.types import Span, WeightTarget
 
 
 class ModelGroup:
-    """A model on all workers of a group.
+    """The driver's handle of one model on all ranks of a group.
 
     Args:
         workers: MegatronWorkers that hold a model of this description.
-        max_tokens: padded tokens of a micro-batch, at most.
+        max_tokens: most tokens of a micro-batch, padding included.
 
     Attributes:
-        positions: where each rank stands in the model's grid.
+        positions: position of each rank in the model's grid.
     """
 
     def __init__(self, workers: WorkerGroup, description: ModelDescription, max_tokens: int) -> None:
@@ -35,11 +35,11 @@ class ModelGroup:
         self.positions = workers.call("grid_position", description.name, phase=f"start {description.name}")
 
     def load_weights(self, path: Path) -> None:
-        """Start from a Hugging Face directory."""
+        """Load weights from a Hugging Face directory."""
         self._call("load_weights", path, phase="load weights")
 
     def logprobs(self, samples: Experience, phase: str, *, refresh_follows: bool = False) -> tuple[Floats, float]:
-        """A column of log-probs, and the mean entropy per response token in nats.
+        """The log-prob of every response token, as a flat column, and the mean entropy per response token in nats.
 
         Args:
             refresh_follows: whether the draft, if there is one, is refreshed before the next call.
@@ -57,36 +57,36 @@ class ModelGroup:
         return column, entropy / max(len(column), 1)
 
     def accumulate(self, samples: Experience, loss: TokenLoss, metrics: Sequence[str]) -> dict[str, float]:
-        """Gradients of a mini-batch; see MegatronModel.accumulate for the metrics."""
+        """Accumulate the gradients of a mini-batch; see MegatronModel.accumulate for the metrics returned."""
         return self._scatter("accumulate", self._shards(samples), loss, metrics, phase="update")[0]
 
     def step(self) -> dict[str, float]:
-        """One optimizer step on what was accumulated; see MegatronModel.step for the metrics."""
+        """One optimizer step with the accumulated gradients; see MegatronModel.step for the metrics returned."""
         return self._call("step", phase="update")[0]
 
     def offload(self) -> None:
-        """Weights, gradients and optimizer to host memory; gradients are forgotten."""
+        """Move weights and optimizer to host memory; gradients are dropped."""
         self._call("offload", phase="offload")
 
     def onload(self) -> None:
-        """Bring back what `offload` took away."""
+        """Move what `offload` moved back to the device."""
         self._call("onload", phase="onload")
 
     def take_spans(self) -> list[list[Span]]:
-        """What each rank did since the last call, with whatever model it holds."""
+        """What each rank spent its time on since the last call, for all of its models."""
         return self._workers.call("take_spans", phase="update")
 
     # Checkpoints
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint must have in common with this model to be loaded, as JSON."""
+        """What a checkpoint must have in common with this model to be loaded (precision and shape), as JSON."""
         return self._call("identity", phase="checkpoint", ranks=[0])[0]
 
     def save(self, directory: Path) -> dict[str, FileSum]:
-        """Write a distributed checkpoint into an existing empty directory; its files by name.
+        """Write a distributed checkpoint into an existing empty directory; returns its files by name.
 
         Raises:
-            CheckpointError: a rank could not write; files may be left, the ranks are as before.
+            CheckpointError: a rank could not write; files may remain, and the model is unchanged.
         """
         parts = self._call("save", directory, phase="checkpoint")
         if parts[0].failure is not None:
@@ -94,9 +94,9 @@ class ModelGroup:
         return {name: file_sum for part in parts for name, file_sum in part.files.items()}
 
     def first_damage(self, directory: Path, files: Mapping[str, FileSum]) -> str | None:
-        """What is wrong with a damaged file of a distributed checkpoint, None when there is none; ranks share the work.
+        """A sentence about the first damaged file of a distributed checkpoint; None if all are intact.
 
-        Files are dealt out by falling size, so that the ranks read about as much each.
+        Ranks read in parallel; files are dealt out by falling size so that each rank reads about as much.
         """
         names = sorted(files, key=lambda name: files[name].size, reverse=True)
         ranks = range(self._workers.size)
@@ -105,13 +105,19 @@ class ModelGroup:
         return next((damage for damage in found if damage is not None), None)
 
     def load(self, directory: Path) -> bool:
-        """Read a distributed checkpoint; whether the random state came with it (under the same parallel sizes)."""
+        """Load a distributed checkpoint.
+
+        Returns whether random states were restored, which takes the parallel sizes of the checkpoint.
+        """
         return all(self._call("load", directory, phase="load checkpoint"))
 
     # Resharding
 
     def senders(self) -> dict[int, list[int]]:
-        """By pipeline stage the ranks of the data-parallel replica that sends, in TP order: the first is the sender."""
+        """Map each pipeline stage to the ranks, in tensor-parallel order, of the replica that provides the weights.
+
+        The first rank of each stage sends; the others only take part in the gather.
+        """
         stages: dict[int, list[int]] = {}
         for rank, position in enumerate(self.positions):
             if position.dp == 0:
@@ -119,28 +125,28 @@ class ModelGroup:
         return stages
 
     def weight_names(self, rank: int, target: WeightTarget) -> list[str]:
-        """Names of the tensors that a rank's pipeline stage (of a draft: this rank) holds."""
+        """Names of the tensors of a rank's pipeline stage, or of the draft that it holds."""
         return self._call("weight_names", target, phase="resharding plan", ranks=[rank])[0]
 
     def connect(self, rank: int, stream: str, address: Any, owner: int) -> Call:
-        """Begin to make a rank's sending end of a transport."""
+        """Start creating a rank's sending end of a transport."""
         return self._workers.start(rank, "connect", stream, address, owner)
 
     def send_weights(self, rank: int, stream: str, buckets: Sequence[Bucket], target: WeightTarget) -> Call:
-        """Begin to send a rank's part of these buckets; the call's result is their checksums, on the sender."""
+        """Start sending a rank's part of these buckets; the call of the sending rank returns their checksums."""
         return self._workers.start(rank, "send_weights", self.description.name, stream, buckets, target)
 
     def _call(self, method: str, *args: Any, phase: str, ranks: Sequence[int] | None = None) -> list[Any]:
         return self._workers.call(method, self.description.name, *args, phase=phase, ranks=ranks)
 
     def _scatter(self, method: str, shards: Sequence[Shard], *args: Any, phase: str) -> list[Any]:
-        """A call on every worker with the shard of its data-parallel rank."""
+        """Start a call on every worker with the shard of its data-parallel rank."""
         shared = [self._workers.share(shard) for shard in shards]
         arguments = [(self.description.name, shared[position.dp], *args) for position in self.positions]
         return self._workers.scatter(method, arguments, phase)
 
     def _shards(self, samples: Experience) -> list[Shard]:
-        """What each data-parallel rank gets."""
+        """The experience of each data-parallel rank, as micro-batches."""
         sizes = self.description.parallel
         multiple = sizes.tensor if sizes.sequence else 1
         plan = micro_batches(

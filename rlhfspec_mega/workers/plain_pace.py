@@ -1,4 +1,4 @@
-"""What an engine's steps teach its worker: how fast it decodes without a draft, and how long samples are."""
+"""What a worker learns from its engine's decode steps: plain decode speed, and how long samples usually are."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rlhfspec_mega.planning.rollout_state import Throughput
 from rlhfspec_mega.planning.throughput import throughput_of
 from rlhfspec_mega.types import Span
 
-KEPT = 0.5  # of the weight of lengths seen before, at every rollout
+KEPT = 0.5  # weight that lengths of earlier rollouts keep at each new rollout
 
 
-class PlainPace:
-    """A cost model of plain steps. A short profile alone is as noisy as the machine at that moment.
+class PlainDecodingCost:
+    """Cost model of plain decode steps, learnt from every step because a short profile alone is noisy.
 
     Args:
         profile: measured steps; may be empty.
@@ -25,21 +25,21 @@ class PlainPace:
             self._cost.fit(profile)
 
     def learn(self, steps: Span) -> None:
-        """From decode steps of one batch, see `TorchEngine.spans`."""
+        """Learn from the decode steps of one batch, see `TorchEngine.spans`."""
         count, batch = int(steps.arguments["steps"]), int(steps.arguments["batch"])
         kv_tokens = int(steps.arguments["kv_tokens"]) // count
         self._cost.observe(StepCost(batch, kv_tokens, batch, 0, 0, 0, 0.0, steps.seconds / count))
 
     def throughput(self, slots: int, length: int) -> Throughput:
-        """Of samples of so many tokens."""
+        """Predicted throughput for samples of this many tokens."""
         return throughput_of(self._cost, None, slots=slots, length=length)
 
 
-class UsualLength:
-    """Of the samples that an engine decodes, in tokens: what its steps have read, by sample.
+class MeanSampleLength:
+    """Running mean length in tokens of the samples that an engine decodes, weighted by decode steps.
 
     Args:
-        first: before there were any.
+        first: the length before anything was learnt.
     """
 
     def __init__(self, first: int) -> None:
@@ -53,7 +53,7 @@ class UsualLength:
             self._sample_steps += int(span.arguments["batch"]) * int(span.arguments["steps"])
 
     def take(self) -> int:
-        """For a rollout; those that come after it count for more from now on."""
+        """The usual length for the next rollout; lengths learnt after this call count for more."""
         if not self._sample_steps:
             return self._first
         length = max(1, round(self._kv_read / self._sample_steps))

@@ -1,4 +1,4 @@
-"""The driver's view of a frozen model that lies in replicas on the engines' devices."""
+"""The driver's view of a frozen model whose replicas lie on the engines' devices."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from rlhfspec_mega.algorithm.experience import Experience
-from rlhfspec_mega.algorithm.microbatch import Shard
-from rlhfspec_mega.algorithm.packing import micro_batches
 from rlhfspec_mega.cluster.interface import Call, Cluster, WorkerGroup
 from rlhfspec_mega.cluster.liveness import WorkerState
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.megatron.description import ModelDescription
+from rlhfspec_mega.rl.experience import Experience
+from rlhfspec_mega.rl.microbatch import Shard
+from rlhfspec_mega.rl.packing import micro_batches
 from rlhfspec_mega.rollout.scoring import ScoreReport, ScoringTask
 from rlhfspec_mega.types import Span
 
@@ -20,14 +20,14 @@ _PAUSE_SECONDS = 0.1
 
 
 class ScorerGroup:
-    """Replicas of a frozen model, each on as many neighbouring ranks as its tensor-parallel size.
+    """Replicas of a frozen model; each spans as many consecutive ranks as its tensor-parallel size.
 
     Implements rollout.scoring.Replicas.
 
     Args:
         workers: MegatronWorkers that hold a model of this description, replica after replica.
-        engines: by replica, the ranks of the engines on its devices.
-        max_tokens: padded tokens of a micro-batch, at most.
+        engines: for each replica, the ranks of the engines on its devices.
+        max_tokens: most tokens of a micro-batch, padding included.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ScorerGroup:
         return any(call.dead or not self._workers.still_there(call) for call in calls)
 
     def report(self, replica: int, tasks: Sequence[ScoringTask], answers: Sequence[Any]) -> ScoreReport:
-        """Raises RunError unless there is a log-prob for every response token."""
+        """Log-probs of each sample and seconds of the pass. Raises RunError if a response token has no log-prob."""
         (found, span), *others = (answer for answer in answers if answer is not None)
         shard = self._shard(tasks)
         wanted = shard.samples.response_offsets[-1]
@@ -76,10 +76,10 @@ class ScorerGroup:
             if not self._workers.ranks(WorkerState.STARTING, WorkerState.SUSPECT):
                 raise RunError(
                     f"No replica of the {self._description.name} is left to score samples: each died more than "
-                    "cluster.max_restarts times in one step; look into its log."
+                    "launcher.max_restarts times in one step; look into its log."
                 )
             self._cluster.wait_started()
-            time.sleep(_PAUSE_SECONDS)  # a suspect one comes back or is given up
+            time.sleep(_PAUSE_SECONDS)  # a suspected worker either answers again or is declared dead
 
     def _ranks(self, replica: int) -> range:
         return range(replica * self.devices, (replica + 1) * self.devices)

@@ -1,4 +1,4 @@
-"""The worker of role engine, whatever its engine is: takes and moves samples, receives weights."""
+"""The part of an engine worker that is the same for every engine: samples, their migration, and weights."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from rlhfspec_mega.planning.rollout_state import Throughput
 from rlhfspec_mega.resharding.buckets import Bucket
 from rlhfspec_mega.resharding.receive import WeightReceiver
 from rlhfspec_mega.rollout.migration.agent import MigrationAgent
-from rlhfspec_mega.rollout.migration.messages import Meeting, Orders
+from rlhfspec_mega.rollout.migration.messages import MigrationOrders, PeerInfo
 from rlhfspec_mega.rollout.protocol import RolloutEngine, SampleSnapshot
 from rlhfspec_mega.types import EngineReport, GenerationResult, TensorInfo, WeightTarget
 
-ORDER_SECONDS = 30.0  # from the first byte copied on, in which a sample has moved, or stays
-_ACKNOWLEDGEMENT_SECONDS = 0.001  # between two looks for one, with nothing else to do
+ORDER_SECONDS = 30.0  # a migration that takes longer after its first byte is cancelled
+_ACKNOWLEDGEMENT_SECONDS = 0.001  # pause between two polls while the engine is idle
 
 
 class EngineWorker(ABC):
-    """Has an engine, a receiver of weights and, once it has met others, a migration agent.
+    """Has an engine, a receiver of weights and, once it has joined migration, a migration agent.
 
-    The driver calls these methods, and `take_tally` and `drafting_state` of each kind.
+    The driver calls the public methods here, and `take_tally` and `drafting_state` of the subclasses.
 
     Args:
-        engine: that decodes; it is called by nobody else.
-        weights_device: where its weights are loaded.
+        engine: the engine; nobody else calls it.
+        weights_device: device that received weights are loaded to.
     """
 
     def __init__(self, engine: RolloutEngine, weights_device: str) -> None:
@@ -39,69 +39,70 @@ class EngineWorker(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Before samples come."""
+        """Called before the first samples of a rollout."""
 
     @abstractmethod
     def pace(self, temperature: float) -> Throughput:
-        """How fast the engine decodes."""
+        """Predicted decode throughput of the engine."""
 
     def advance(
         self,
         samples: Sequence[SampleSnapshot],
         seconds: float,
-        orders: Orders | None = None,
+        orders: MigrationOrders | None = None,
         forget: bool = False,
     ) -> EngineReport:
-        """Take these samples, decode for about `seconds`, and report all that the driver does not know yet.
+        """Take these samples, decode for about `seconds`, and report everything since the last report.
 
-        A driver that asks for samples waits for no update of the draft: one still open has lost its transfer while this
-        engine was taken for silent.
+        An update of the draft that is still open is dropped: its transfer was lost while this engine was considered
+            silent.
 
         Args:
-            orders: of migrations; None where samples stay.
-            forget: whatever the engine has was given to another one, or is of an earlier rollout.
+            orders: migrations to carry out; None if migration is off.
+            forget: drop all samples that the engine still holds: they belong to an earlier rollout or to another engine
+                now.
         """
         engine = self.engine
         engine.abandon_draft_update()
         if forget:
             self.clear()
         if self.migration:
-            self.migration.collect()
-            engine.abort([sample.request.sample_id for sample in samples])  # copies left from moves that failed halfway
+            self.migration.collect_acknowledgements()
+            engine.abort([sample.request.sample_id for sample in samples])  # copies that failed migrations left behind
         if samples:
             self.prepare()
         for sample in samples:
             if sample.tokens:
                 engine.import_sample(sample)
         engine.submit([sample.request for sample in samples if not sample.tokens])
-        moves = self.migration if orders is not None else None  # a worker that was started anew has met nobody
+        moves = self.migration if orders is not None else None  # None too in a restarted worker that has not joined
         finished = self._decode(moves, seconds, orders) if moves and orders else engine.poll(seconds)
         load = engine.load()
         report = EngineReport(finished, engine.progress(), load.running + load.waiting, spans=engine.spans.take())
         if moves:
             report.migration = moves.report()
-            report.unfinished += moves.undecided
+            report.unfinished += moves.unacknowledged
         return report
 
-    def _decode(self, migration: MigrationAgent, seconds: float, orders: Orders) -> list[GenerationResult]:
-        """Decode with migrations between the steps; an engine without samples waits for those that are expected."""
+    def _decode(self, migration: MigrationAgent, seconds: float, orders: MigrationOrders) -> list[GenerationResult]:
+        """Decode, with migrations between steps; an engine without samples waits for those that it expects."""
         engine, end, finished = self.engine, time.monotonic() + seconds, list[GenerationResult]()
-        migration.follow(orders)
+        migration.take_orders(orders)
         while True:
-            migration.turn()
+            migration.on_step_boundary()
             if not engine.idle:
-                finished += engine.poll(engine.turn_seconds)
-                migration.stepped(*engine.last_decode)
+                finished += engine.poll(engine.migration_interval)
+                migration.record_step(*engine.last_decode)
             left = end - time.monotonic()
-            if left <= 0 or (engine.idle and not migration.busy and not orders.expects):
+            if left <= 0 or (engine.idle and not migration.busy and not orders.expects_arrivals):
                 return finished
             if engine.idle:
                 migration.wait(min(left, _ACKNOWLEDGEMENT_SECONDS) if migration.busy else left)
 
-    def meet(self, temperature: float) -> Meeting:
-        """Before a rollout with migrations: where this engine listens, and how fast it decodes.
+    def join_migration(self, temperature: float) -> PeerInfo:
+        """Before a rollout with migration: the address where this engine listens, and its predicted speed.
 
-        What it still has of an earlier one, if it was taken for silent when that ended, is of no use to anyone.
+        Samples left from an earlier rollout, which this engine missed the end of, are dropped.
         """
         self.clear()
         if self.migration is None:
@@ -109,22 +110,22 @@ class EngineWorker(ABC):
         pace, slots, stats = self.pace(temperature), self.engine.load().slots, self.engine.stats()
         prefill = stats["prefill_seconds"] / stats["prefill_tokens"] if stats["prefill_tokens"] else math.inf
         room, copy = self.engine.max_positions * slots, self.migration.copy_seconds
-        return Meeting(self.migration.address, pace, slots, room, prefill, copy)
+        return PeerInfo(self.migration.address, pace, slots, room, prefill, copy)
 
     def leave(self) -> None:
-        """Take no more part in migrations: connections end, as they do when the process does."""
+        """Stop taking part in migrations: connections are closed, as if the process had ended."""
         if self.migration is not None:
             self.migration.close()
             self.migration = None
 
     def clear(self) -> None:
-        """Forget every sample, and those on their way here and from here."""
+        """Drop every sample, and those on their way here or from here."""
         self.engine.clear()
         if self.migration is not None:
-            self.migration.forget()
+            self.migration.end_rollout()
 
     def connect(self, address: Any, index: int) -> None:
-        """Make the receiving end of a transport in place of the last one."""
+        """Create the receiving end of a transport; replaces an earlier one."""
         self.receiver.connect(address, index)
 
     def receive_weights(
@@ -134,7 +135,7 @@ class EngineWorker(ABC):
         buckets: Sequence[Bucket],
         target: WeightTarget = WeightTarget.ACTOR,
     ) -> dict[int, int]:
-        """Load an update; {bucket id: checksum}. Not live before `end_update`."""
+        """Receive an update; returns the checksum of each bucket id. The weights become live in `end_update`."""
         return self.receiver.receive(version, tensors, buckets, target)
 
     def end_update(self, version: int) -> None:

@@ -11,9 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhfspec_mega.algorithm.microbatch import MicroBatch
 from rlhfspec_mega.cluster.interface import WorkerSpec
-from rlhfspec_mega.config.schema import ActorConfig
+from rlhfspec_mega.config.schema.training import ActorConfig
 from rlhfspec_mega.draft.directory import write_draft
 from rlhfspec_mega.draft.distillation import initial_draft
 from rlhfspec_mega.draft.refresh import DraftLearning, RefreshReport
@@ -23,6 +22,7 @@ from rlhfspec_mega.megatron.checkpoint_files import FileSum, sum_file
 from rlhfspec_mega.megatron.draft import CHECKPOINT_FILE, ActorDraft
 from rlhfspec_mega.megatron.model import on_megatron
 from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
+from rlhfspec_mega.rl.microbatch import MicroBatch
 from tests.clusters import local_cluster
 from tests.contract.test_megatron_parity import make_batches, make_models, make_sequences
 from tests.megatron_probe import Probe
@@ -182,5 +182,5 @@ def test_another_draft_is_refused_in_a_sentence(
     group.call("save_draft", tmp_path, phase="draft")
     group.call("load_draft", tmp_path, phase="draft")
     group.call("start_draft", tmp_path / "draft", learning, phase="draft")
-    with pytest.raises(UserError, match=rf"has other {difference} than .* drafting\.path"):
+    with pytest.raises(UserError, match=rf"has other {difference} than .* speculation\.draft_model_path"):
         group.call("load_draft", tmp_path, phase="draft")

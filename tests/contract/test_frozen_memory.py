@@ -12,16 +12,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlhfspec_mega.algorithm.experience import Experience
-from rlhfspec_mega.algorithm.microbatch import Shard
-from rlhfspec_mega.algorithm.packing import micro_batches
-from rlhfspec_mega.config.schema import ActorConfig
+from rlhfspec_mega.config.schema.training import ActorConfig
 from rlhfspec_mega.megatron.description import ParallelSizes, describe
 from rlhfspec_mega.models.hf_directory import write_directory
 from rlhfspec_mega.models.initialize import initial_tensors
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.memory import ReferencePlan, reference_memory
+from rlhfspec_mega.rl.experience import Experience
+from rlhfspec_mega.rl.microbatch import Shard
+from rlhfspec_mega.rl.packing import micro_batches
 from rlhfspec_mega.workers.megatron import MegatronWorker
 from tests.clusters import local_cluster
 from tests.megatron_probe import worker_specs

@@ -19,16 +19,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhfspec_mega import checkpoints
-from rlhfspec_mega.algorithm.experience import Experience
-from rlhfspec_mega.algorithm.objectives import supervised_objective
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.cluster.supervised import Group
-from rlhfspec_mega.config.schema import ActorConfig, OptimizerConfig
+from rlhfspec_mega.config.schema.training import ActorConfig, OptimizerConfig
 from rlhfspec_mega.errors import CheckpointError, UserError
 from rlhfspec_mega.models.hf_directory import write_directory
 from rlhfspec_mega.models.initialize import initial_tensors
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.rl.experience import Experience
+from rlhfspec_mega.rl.objectives import supervised_objective
 from rlhfspec_mega.workers.megatron import MegatronWorker
 from rlhfspec_mega.workers.model_group import ModelGroup
 from tests.clusters import local_cluster

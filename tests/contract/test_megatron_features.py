@@ -10,14 +10,14 @@ import pytest
 import torch
 import transformers
 
-from rlhfspec_mega.algorithm.microbatch import MicroBatch
 from rlhfspec_mega.cluster.interface import WorkerSpec
-from rlhfspec_mega.config.schema import ActorConfig
+from rlhfspec_mega.config.schema.training import ActorConfig
 from rlhfspec_mega.draft.examples import Example
 from rlhfspec_mega.megatron.features import choose, recorded_features
 from rlhfspec_mega.megatron.model import on_megatron
 from rlhfspec_mega.megatron.weights import embedding_and_head
 from rlhfspec_mega.models.hf_directory import HfWeights
+from rlhfspec_mega.rl.microbatch import MicroBatch
 from tests.clusters import local_cluster
 from tests.contract.test_megatron_parity import OneSample, collated, make_batches, make_models, make_sequences
 from tests.megatron_probe import Probe

@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 
-from rlhfspec_mega.algorithm.experience import Experience
-from rlhfspec_mega.algorithm.microbatch import MicroBatch, Shard
-from rlhfspec_mega.config.schema import ActorConfig
+from rlhfspec_mega.config.schema.training import ActorConfig
+from rlhfspec_mega.rl.experience import Experience
+from rlhfspec_mega.rl.microbatch import MicroBatch, Shard
 from tests.megatron_probe import start_probes
 
 LAYOUTS = {

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfspec_mega.algorithm.microbatch import MicroBatch
-from rlhfspec_mega.config.schema import ActorConfig, OptimizerConfig
+from rlhfspec_mega.config.schema.training import ActorConfig, OptimizerConfig
+from rlhfspec_mega.rl.microbatch import MicroBatch
 from tests.contract.test_megatron_parity import collated, make_models, make_sequences
 from tests.megatron_probe import start_probes
 
@@ -71,9 +71,36 @@ def test_layouts_train_alike(layout: str, probes: dict, model: Path, undisturbed
     group = probes[layout]
     group.call("build", LAYOUTS[layout], model, phase="build")
     metrics = train(group, layout, 6)
-    for name in ("loss", "gradient_norm", "entropy", "learning_rate", "loss_tokens"):
+    for name in ("loss", "grad_norm", "entropy", "lr", "loss_tokens"):
         assert metrics[name] == pytest.approx(undisturbed[0][name], rel=1e-4), name
     assert largest_difference(full_weights(group), undisturbed[1]) < 1e-4
+
+
+def not_a_number(
+    logprobs: torch.Tensor, entropy: torch.Tensor, batch: MicroBatch
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A loss that breaks in one micro-batch, that of a single sequence."""
+    broken = int(batch.mask.any(1).sum()) == 1
+    return logprobs * (float("nan") if broken else -1.0), {"entropy": entropy}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gradient_that_is_not_finite_is_skipped(layout: str, probes: dict, model: Path) -> None:
+    """Weights and optimizer stay as they were: the next update ends where it would have without the broken one."""
+    group, found = probes[layout], []
+    for broken in (True, False):
+        group.call("build", LAYOUTS[layout], model, phase="build")
+        train(group, layout, 2)
+        before = full_weights(group)
+        loss = (not_a_number,) if broken else ()
+        metrics = group.call("update", shards(layout), *loss, phase="update")
+        if broken:
+            assert all(one["skipped_updates"] == 1.0 for one in metrics)
+            assert largest_difference(before, full_weights(group)) == 0.0
+            assert train(group, layout, 1)["skipped_updates"] == 0.0
+        found.append(full_weights(group))
+    ratio = largest_difference(before, found[0]) / largest_difference(before, found[1])
+    assert 0.3 < ratio < 3.0, "the learning rate is another, the direction the same"
 
 
 def test_training_moves_weights_and_lowers_the_loss(probes: dict, model: Path) -> None:
@@ -98,7 +125,7 @@ def test_checkpoint_reshards(middle: str, probes: dict, model: Path, undisturbed
         previous = tmp_path / layout
         previous.mkdir()
         group.call("call", "save", previous, phase="save")
-    assert metrics["learning_rate"] == pytest.approx(undisturbed[0]["learning_rate"])
+    assert metrics["lr"] == pytest.approx(undisturbed[0]["lr"])
     assert largest_difference(full_weights(probes["dp2"]), undisturbed[1]) < 1e-4
 
 
@@ -126,5 +153,5 @@ def test_a_resumed_run_follows_its_own_configuration(probes: dict, model: Path, 
     now = ActorConfig(tensor_parallel=1, optimizer=OptimizerConfig(lr=3e-4, betas=(0.5, 0.6), warmup_steps=0))
     group.call("build", now, model, phase="build")
     group.call("call", "load", tmp_path, phase="load")
-    assert train(group, "one", 1)["learning_rate"] == pytest.approx(3e-4)
+    assert train(group, "one", 1)["lr"] == pytest.approx(3e-4)
     assert group.call("betas", phase="test")[0] == [(0.5, 0.6)]

@@ -10,12 +10,12 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from rlhfspec_mega.algorithm.experience import Experience
-from rlhfspec_mega.config.schema import ActorConfig, OptimizerConfig
+from rlhfspec_mega.config.schema.training import ActorConfig, OptimizerConfig
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.megatron.description import ParallelSizes
 from rlhfspec_mega.megatron.model import on_megatron
 from rlhfspec_mega.planning.placement import Residency
+from rlhfspec_mega.rl.experience import Experience
 from rlhfspec_mega.workers.megatron import MegatronWorker
 from rlhfspec_mega.workers.model_group import ModelGroup
 from tests.clusters import local_cluster

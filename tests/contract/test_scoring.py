@@ -40,7 +40,7 @@ class Beside:
         config = load_config([placement, f"rollout.temperature={TEMPERATURE}", *sizes, *options])
         shape = read_shape(directory)
         setup = Setup(config, derive_sizes(config, shape), shape, run_dir, 1, reference=directory)
-        limits: dict[str, Any] = {"deadline_seconds": 60.0, "start_seconds": 60.0, "silence_seconds": 60.0}
+        limits: dict[str, Any] = {"call_timeout": 60.0, "start_timeout": 60.0, "heartbeat_timeout": 60.0}
         self.cluster = LocalCluster(
             run_dir / "logs", threads=1, use_gpus=setup.device == "cuda", max_restarts=max_restarts, **limits
         )
@@ -63,9 +63,9 @@ class Beside:
 
     def finish(self, scoring: Scoring) -> None:
         while not scoring.done:
-            scoring.go_on()
+            scoring.start_or_revive()
             for call in self.cluster.wait(scoring.calls(), "reference", first=True, check=False):
-                scoring.heard(call)
+                scoring.handle_answer(call)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_a_replica_is_started_anew_as_a_whole(models: dict, tmp_path: Path) -> N
         scoring = beside.scoring_of(given)
         for one in given[:4]:
             scoring.add(*one)
-        scoring.go_on()
+        scoring.start_or_revive()
         beside.kill(1)
         beside.finish(scoring)
         assert [beside.cluster.launches["reference", rank] for rank in (0, 1)] == [2, 2]

@@ -30,9 +30,9 @@ from safetensors.torch import load_file
 
 from tests.e2e.conftest import make_model, marked, small_run, start
 
-PAIRED = ("drafting/paired_seconds", "drafting/paired_plain_seconds")
-# What the clock says, not the algorithm; and seconds/<phase>.
-TIMED = ("time", "generation_tokens_per_second", "speedup_vs_plain", *PAIRED)
+PAIRED = ("speculation/paired_seconds", "speculation/paired_plain_seconds")
+# What the clock says, not the algorithm; and timing_s/<phase>.
+TIMED = ("time", "perf/generation_tokens_per_second", "speculation/speedup_vs_plain", *PAIRED)
 RUN_SECONDS = 300.0
 
 
@@ -52,7 +52,7 @@ class Outcome:
 def timeless(directory: Path) -> list[dict]:
     """The lines of metrics.jsonl without what the clock says."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in TIMED and not k.startswith("seconds/")} for row in rows]
+    return [{k: v for k, v in row.items() if k not in TIMED and not k.startswith("timing_s/")} for row in rows]
 
 
 def differences(expected: Path, found: Path) -> list[str]:

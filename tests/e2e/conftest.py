@@ -51,7 +51,7 @@ def small_run(model: Path, output: Path, name: str, *more: str) -> list[str]:
         "trainer.steps=4",
         "rollout.max_new_tokens=24",
         "rollout.max_prompt_tokens=40",
-        "rollout.slots=4",
+        "rollout.max_running_requests=4",
         "data.max_terms=8",
         "trainer.max_tokens_per_microbatch=128",
         "reward.function=tests.e2e.rewards.evenness",

@@ -24,7 +24,7 @@ LIVES = {
 def steps_of(directory: Path) -> list[dict]:
     """Metrics of the training steps, in the order of the file."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if "loss" in row]
+    return [row for row in map(json.loads, lines) if "actor/loss" in row]
 
 
 def check_same_run(directory: Path, finished: Path) -> None:
@@ -32,7 +32,14 @@ def check_same_run(directory: Path, finished: Path) -> None:
     got, want = steps_of(directory), steps_of(finished)
     assert [row["step"] for row in got] == [row["step"] for row in want]
     for row, wanted in zip(got, want, strict=True):
-        for name in ("reward", "loss", "gradient_norm", "kl", "policy_entropy", "response_length_mean"):
+        for name in (
+            "rollout/reward_mean",
+            "actor/loss",
+            "actor/grad_norm",
+            "actor/kl",
+            "actor/old_entropy",
+            "rollout/response_length_mean",
+        ):
             assert row[name] == pytest.approx(wanted[name], abs=1e-4, rel=1e-4), (row["step"], name)
 
 

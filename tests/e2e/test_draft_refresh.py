@@ -36,7 +36,12 @@ DETERMINISTIC = (
 
 def options(model: Path, draft: Path, output: Path, name: str, *more: str) -> list[str]:
     """A refresh after every step; eight samples a step, those of one prompt or more held out."""
-    drafting = ("drafting=adaptive", f"drafting.path={draft}", "drafting.refresh_every=1", "drafting.refresh_steps=6")
+    drafting = (
+        "speculation=adaptive",
+        f"speculation.draft_model_path={draft}",
+        "speculation.refresh_every=1",
+        "speculation.refresh_steps=6",
+    )
     return small_run(model, output, name, *DETERMINISTIC, *drafting, *more)
 
 
@@ -54,10 +59,10 @@ def whole(model: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_a_draft_is_kept_exactly_when_it_got_better(whole: Path, draft: Path) -> None:
     rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "loss" in row]
-    assert len(steps) == STEPS and all(row["seconds/draft"] > 0 for row in steps)
-    better = [row["draft_expected_length_after"] > row["draft_expected_length_before"] for row in steps]
-    assert any(better) and [bool(row["draft_refresh_kept"]) for row in steps] == better
+    steps = [row for row in rows if "actor/loss" in row]
+    assert len(steps) == STEPS and all(row["timing_s/draft"] > 0 for row in steps)
+    better = [row["draft/expected_length_after"] > row["draft/expected_length_before"] for row in steps]
+    assert any(better) and [bool(row["draft/refresh_kept"]) for row in steps] == better
     name = "midlayer.self_attn.q_proj.weight"
     weights = [load_file(draft / "model.safetensors")[name]]
     weights += [saved_draft(whole, step + 1)[f"weight.{name}"] for step in range(STEPS)]
@@ -65,7 +70,7 @@ def test_a_draft_is_kept_exactly_when_it_got_better(whole: Path, draft: Path) ->
 
 
 def test_the_last_draft_is_exported_as_a_directory_of_its_own(whole: Path) -> None:
-    """Beside the model it was made for, so that drafting.path takes it in another run."""
+    """Beside the model it was made for, so that speculation.draft_model_path takes it in another run."""
     shape, exported = load_draft(whole / "draft", read_shape(whole / "model"))
     assert shape == draft_shape(SHAPE)
     saved = saved_draft(whole, STEPS)
@@ -74,10 +79,10 @@ def test_the_last_draft_is_exported_as_a_directory_of_its_own(whole: Path) -> No
 
 def test_training_is_that_of_plain_decoding(whole: Path, model: Path, tmp_path: Path) -> None:
     """Every figure of training, to the last bit; of the engines' own log-probs only the tokens they belong to."""
-    result = train(*small_run(model, tmp_path, "plain", *DETERMINISTIC, "drafting=off"))
+    result = train(*small_run(model, tmp_path, "plain", *DETERMINISTIC, "speculation=off"))
     assert result.returncode == 0, result.stderr
     plain = timeless(tmp_path / "plain")
-    engines_own = ("logprob_difference_mean", "logprob_difference_max")
+    engines_own = ("rollout/logprob_diff_mean", "rollout/logprob_diff_max")
     assert len(plain) > STEPS
     for drafted, row in zip(timeless(whole), plain, strict=True):
         compared = row.keys() - set(engines_own)
@@ -92,19 +97,23 @@ def test_training_is_that_of_plain_decoding(whole: Path, model: Path, tmp_path: 
 def test_a_device_without_engines_refreshes_while_others_generate(model: Path, draft: Path, tmp_path: Path) -> None:
     """The actor on a device of its own; steps without a refresh in the rollout have one afterwards."""
     separate = ("placement=separate", "cluster.devices_per_node=3", "actor.tensor_parallel=1", "rollout.engines=2")
-    drafting = (f"drafting.path={draft}", "drafting.refresh_every=1", "drafting.refresh_seconds=0.05")
+    drafting = (
+        f"speculation.draft_model_path={draft}",
+        "speculation.refresh_every=1",
+        "speculation.refresh_seconds=0.05",
+    )
     result = train(*small_run(model, tmp_path, "fused", *separate, *drafting, "rollout.max_new_tokens=80"))
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in (tmp_path / "fused" / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "loss" in row]
-    fused = [row["fused_refresh_seconds"] for row in steps]
+    steps = [row for row in rows if "actor/loss" in row]
+    fused = [row["draft/fused_refresh_seconds"] for row in steps]
     assert len(steps) == STEPS and fused[0] == 0.0 and sum(fused) > 0.0
     summary = json.loads((tmp_path / "fused" / "summary.json").read_text())
     assert summary["fused_refresh_seconds"] == pytest.approx(sum(fused))
     assert "the draft was refreshed for" in " ".join(result.stdout.split())
     for row in steps:
-        better = row["draft_expected_length_after"] > row["draft_expected_length_before"]
-        assert row["draft_refresh_kept"] == float(better)
+        better = row["draft/expected_length_after"] > row["draft/expected_length_before"]
+        assert row["draft/refresh_kept"] == float(better)
 
 
 def test_a_stopped_and_disturbed_run_has_the_same_draft_bit_for_bit(

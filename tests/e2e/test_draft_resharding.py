@@ -15,7 +15,8 @@ from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.launchers import transport
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.cluster.supervised import Group
-from rlhfspec_mega.config.schema import ActorConfig, DraftingConfig, RolloutConfig
+from rlhfspec_mega.config.schema.generation import RolloutConfig, SpeculationConfig
+from rlhfspec_mega.config.schema.training import ActorConfig
 from rlhfspec_mega.draft.directory import read_draft_shape, write_draft
 from rlhfspec_mega.draft.distillation import initial_draft
 from rlhfspec_mega.draft.shape import draft_shape, draft_tensors
@@ -26,8 +27,8 @@ from rlhfspec_mega.resharding.buckets import Bucket
 from rlhfspec_mega.resharding.controller import Resharder
 from rlhfspec_mega.types import EngineLoad, WeightTarget
 from rlhfspec_mega.workers.draft import DraftGroup
-from rlhfspec_mega.workers.engine import TorchEngineWorker
 from rlhfspec_mega.workers.model_group import ModelGroup
+from rlhfspec_mega.workers.torch_engine import TorchEngineWorker
 from tests.clusters import local_cluster
 from tests.e2e.conftest import make_model
 from tests.megatron_probe import described, worker_specs
@@ -89,9 +90,9 @@ def launch(cluster: LocalCluster, model: Path, draft: Path, tmp_path: Path) -> t
     shape, layout = read_shape(model), ActorConfig(tensor_parallel=1, pipeline_parallel=2)
     described_actor = described(shape, layout, ranks=2)
     specs = worker_specs(tmp_path / "meet", [described_actor])
-    rollout = RolloutConfig(max_prompt_tokens=16, max_new_tokens=16, slots=2)
+    rollout = RolloutConfig(max_prompt_tokens=16, max_new_tokens=16, max_running_requests=2)
     settings = {"shape": shape, "config": rollout, "dtype": "float32", "device": "cpu"}
-    settings |= {"draft": draft, "drafting": DraftingConfig(policy="adaptive")}
+    settings |= {"draft": draft, "drafting": SpeculationConfig(policy="adaptive")}
     engine = WorkerSpec("tests.e2e.test_draft_resharding.DraftingEngine", settings)
     actor, engines = cluster.launch("actor", specs), cluster.launch("engine", [engine, engine], replaceable=True)
     cluster.wait_started()

@@ -51,7 +51,7 @@ def test_layouts_agree(layout: str, reference: Path, finished: Path, model: Path
     assert got["logprobs"].keys() == want["logprobs"].keys()
     for sample, logprobs in want["logprobs"].items():
         assert got["logprobs"][sample] == pytest.approx(logprobs, abs=1e-4)
-    for name in ("gradient_norm", "loss", "kl", "entropy"):
+    for name in ("actor/grad_norm", "actor/loss", "actor/kl", "actor/entropy"):
         assert got["metrics"][name] == pytest.approx(want["metrics"][name], rel=1e-4, abs=1e-6), name
     weights, start = (load_file(path / "model.safetensors") for path in (reference / "model", model))
     for name, tensor in load_file(out / "model" / "model.safetensors").items():
@@ -65,7 +65,7 @@ def test_a_replay_is_the_run(reference: Path, finished: Path) -> None:
     """The run's own first step (TP2) had these log-probs and this gradient norm."""
     result = json.loads((reference / "replay.json").read_text())
     first = json.loads((finished / "metrics.jsonl").read_text().splitlines()[0])
-    assert result["metrics"]["gradient_norm"] == pytest.approx(first["gradient_norm"], rel=1e-4)
+    assert result["metrics"]["actor/grad_norm"] == pytest.approx(first["actor/grad_norm"], rel=1e-4)
     for line in (finished / "rollouts.jsonl").read_text().splitlines():
         sample = json.loads(line)
         if sample["step"] == 0:

@@ -19,10 +19,10 @@ from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.rollout import reallocation
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.migration.arrivals import Arrivals
-from rlhfspec_mega.rollout.migration.departures import Departures, _Leaving
+from rlhfspec_mega.rollout.migration.departures import Departures, _OutgoingSample
 from rlhfspec_mega.rollout.migration.messages import Arrival
 from rlhfspec_mega.rollout.reallocation import Reallocation
-from rlhfspec_mega.workers.engine import TorchEngineWorker
+from rlhfspec_mega.workers.torch_engine import TorchEngineWorker
 from tests.clusters import local_cluster
 from tests.engine_pool import CONFIG, SHAPE, TENSORS, Pool, generate, make_engine, opened, request
 from tests.unit.test_migration import RandomMoves
@@ -39,7 +39,7 @@ MOMENTS: dict[str, tuple[type, str, bool]] = {
 
 def has_kv(one: Any) -> bool:
     """Whether an argument of those methods is of a sample whose KV was copied."""
-    return isinstance(one, _Leaving) or (isinstance(one, Arrival) and one.staging is not None)
+    return isinstance(one, _OutgoingSample) or (isinstance(one, Arrival) and one.staging is not None)
 
 
 class MortalEngine(TorchEngineWorker):

@@ -1,8 +1,9 @@
-"""Whole runs with workers as Ray actors: the numbers of cluster=local, on this machine and on two Ray nodes."""
+"""Whole runs with workers as Ray actors: the numbers of launcher=local, on this machine and on two Ray nodes."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ STEPS = ("trainer.steps=2", "trainer.deterministic=true", "trainer.export=false"
 
 def numbers(directory: Path) -> list[dict]:
     """Metrics of every step but times, and what is reckoned from them."""
+    timed = re.compile("time$|timing_s/|second")
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name != "time" and "second" not in name} for row in rows]
+    return [{name: value for name, value in row.items() if not timed.search(name)} for row in rows]
 
 
 def samples(directory: Path) -> list[dict]:
@@ -38,7 +40,7 @@ def assert_the_same(run: Path, local: Path) -> None:
 
 
 def test_an_own_instance_gives_the_run_of_local(local: Path, model: Path, tmp_path: Path) -> None:
-    result = train(*small_run(model, tmp_path, "own", *STEPS, "cluster=ray"), seconds=280)
+    result = train(*small_run(model, tmp_path, "own", *STEPS, "launcher=ray"), seconds=280)
     assert result.returncode == 0, result.stderr
     assert "ray" not in (result.stdout + result.stderr).lower(), "Ray's own messages do not reach the console"
     assert_the_same(tmp_path / "own", local)
@@ -47,14 +49,14 @@ def test_an_own_instance_gives_the_run_of_local(local: Path, model: Path, tmp_pa
 def test_two_nodes_and_the_object_store_give_the_run_of_local(local: Path, model: Path, tmp_path: Path) -> None:
     """Two devices with two workers of one CPU each: a node of two CPUs holds one device."""
     with two_nodes(cpus=2) as address:
-        options = ("cluster=ray", f"cluster.address={address}", "resharding.transport=object_store")
+        options = ("launcher=ray", f"launcher.address={address}", "resharding.transport=object_store")
         result = train(*small_run(model, tmp_path, "nodes", *STEPS, *options), seconds=280)
     assert result.returncode == 0, result.stderr
     assert_the_same(tmp_path / "nodes", local)
 
 
 def test_a_cluster_that_does_not_answer_is_refused(model: Path, tmp_path: Path) -> None:
-    refused = train(*small_run(model, tmp_path, "nowhere", "cluster=ray", "cluster.address=127.0.0.1:1"))
+    refused = train(*small_run(model, tmp_path, "nowhere", "launcher=ray", "launcher.address=127.0.0.1:1"))
     assert refused.returncode == 2
     assert "No Ray cluster answers at 127.0.0.1:1" in refused.stderr and "Traceback" not in refused.stderr
     assert not (tmp_path / "nowhere").exists()

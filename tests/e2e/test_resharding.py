@@ -19,15 +19,16 @@ from rlhfspec_mega.cluster.launchers import transport as open_transport
 from rlhfspec_mega.cluster.liveness import WorkerState
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.cluster.supervised import Group
-from rlhfspec_mega.config.schema import ActorConfig, RolloutConfig
+from rlhfspec_mega.config.schema.generation import RolloutConfig
+from rlhfspec_mega.config.schema.training import ActorConfig
 from rlhfspec_mega.errors import RunError, WorkerDied
 from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.resharding.buckets import Bucket
 from rlhfspec_mega.resharding.controller import Resharder
 from rlhfspec_mega.types import EngineLoad
-from rlhfspec_mega.workers.engine import TorchEngineWorker
 from rlhfspec_mega.workers.model_group import ModelGroup
+from rlhfspec_mega.workers.torch_engine import TorchEngineWorker
 from tests.clusters import local_cluster
 from tests.contract.test_megatron_parity import make_models
 from tests.megatron_probe import described, worker_specs
@@ -103,7 +104,7 @@ class EngineUnderTest(TorchEngineWorker):
 def launch(cluster: LocalCluster, layout: str, model: Path, tmp_path: Path) -> tuple[ModelGroup, Group]:
     shape = read_shape(model)
     actor_description = described(shape, LAYOUTS[layout], RANKS[layout])
-    rollout = RolloutConfig(max_prompt_tokens=16, max_new_tokens=16, slots=2)
+    rollout = RolloutConfig(max_prompt_tokens=16, max_new_tokens=16, max_running_requests=2)
     engine = WorkerSpec(
         "tests.e2e.test_resharding.EngineUnderTest",
         {"shape": shape, "config": rollout, "dtype": "float32", "device": "cpu"},

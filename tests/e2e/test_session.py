@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rlhfspec_mega.algorithm.experience import Experience
 from rlhfspec_mega.algorithms.choice import make_algorithm
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.sizes import derive_sizes
@@ -15,6 +14,7 @@ from rlhfspec_mega.ledger.entry import Purpose
 from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.models.hf_directory import read_shape
 from rlhfspec_mega.observe.timeline import Timeline
+from rlhfspec_mega.rl.experience import Experience
 from rlhfspec_mega.system.setup import Setup
 from rlhfspec_mega.system.system import System
 from rlhfspec_mega.trainer import shuffle_generator
@@ -65,7 +65,7 @@ def learnt_from(samples: Sequence[Sample], results: dict[str, GenerationResult])
 
 def test_engines_decode_inside_an_update_and_every_sample_is_accounted_for(model: Path, tmp_path: Path) -> None:
     """The second step's samples begin before the first step's update and outlive it and its weights."""
-    limits = (f"rollout.max_new_tokens={LONG}", "algorithm.kl_coef=0", "drafting=off")
+    limits = (f"rollout.max_new_tokens={LONG}", "algorithm.kl_coef=0", "speculation=off")
     config = load_config(small_run(model, tmp_path, "session", *limits))
     shape, ledger, recorder = read_shape(model), Ledger(), Recorder(tmp_path / "timeline.json")
     setup = Setup(config, derive_sizes(config, shape), shape, tmp_path, 10, model)
@@ -98,7 +98,7 @@ def test_engines_decode_inside_an_update_and_every_sample_is_accounted_for(model
             assert sum(steps) > 5, f"engine {rank} decoded {steps} steps between the first and the last gradient"
         assert session.unfinished(), "some samples outlive the update"
 
-        system.rollout.settle(session, "reshard")
+        system.rollout.pause_and_wait(session, "reshard")
         system.reshard(1)
         session.pause(False)
         results = system.rollout.drain(session, "second")

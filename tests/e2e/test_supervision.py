@@ -107,15 +107,15 @@ def test_engines_come_back_in_the_middle_of_a_rollout_when_all_have_died(disturb
 
 
 def test_a_rank_that_dies_too_often_ends_the_run_with_a_sentence(disturb: Any) -> None:
-    run = disturb("trainer.steps=1000", "cluster.max_restarts=0")
+    run = disturb("trainer.steps=1000", "launcher.max_restarts=0")
     run.worker("actor-0").kill()
     said = run.end()
     assert run.process.returncode == 1
-    assert "actor rank 0 died" in said and "restarted cluster.max_restarts=0 times" in said
+    assert "actor rank 0 died" in said and "restarted launcher.max_restarts=0 times" in said
 
 
 def test_a_stopped_rank_ends_the_run_with_phase_rank_and_stacks(disturb: Any) -> None:
-    run = disturb("trainer.steps=1000", "cluster.silence_seconds=5", "cluster.deadline_seconds=60")
+    run = disturb("trainer.steps=1000", "launcher.heartbeat_timeout=5", "launcher.call_timeout=60")
     begin = time.monotonic()
     run.worker("actor-1").send_signal(signal.SIGSTOP)
     said = run.end(60.0)

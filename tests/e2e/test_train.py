@@ -13,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from rlhfspec_mega.observe.metrics import known
 from tests.e2e.conftest import marked, small_run, start, train
 
 
@@ -30,6 +31,11 @@ def test_summary_and_files(finished: Path) -> None:
     )
     assert 0 < summary["logprob_difference_mean"] < 1e-4
     assert (finished / "config.yaml").is_file() and (finished / "curves.png").stat().st_size > 1000
+
+
+def test_every_metric_is_in_the_table(finished: Path) -> None:
+    logged = {name for row in rows(finished) for name in row} - {"step", "time"}
+    assert len(logged) > 30 and [name for name in logged if not known(name)] == []
 
 
 def test_every_sample_is_trained_once_and_recorded(finished: Path) -> None:

@@ -18,7 +18,7 @@ if DEVICE == "cpu":
 import pytest  # noqa: E402
 import transformers  # noqa: E402
 
-import rlhfspec_mega.workers.sglang as sglang_worker  # noqa: E402
+import rlhfspec_mega.workers.sglang_engine as sglang_worker  # noqa: E402
 from benchmarks.gpu_generation import pair  # noqa: E402
 from benchmarks.samples import load_target, plain_engine, word_prompts  # noqa: E402
 from benchmarks.sglang_engines import end, finish  # noqa: E402

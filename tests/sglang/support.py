@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.samples import load_target, word_prompts
 from benchmarks.sglang_engines import DEVICE, PORTABLE, finish, ours, send, settings
-from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig, SGLangConfig
+from rlhfspec_mega.config.schema.generation import RolloutConfig, SGLangConfig, SpeculationConfig
 from rlhfspec_mega.draft.directory import load_target_ids, read_draft_shape
 from rlhfspec_mega.draft.shape import DraftShape
 from rlhfspec_mega.models.hf_directory import read_shape
@@ -20,7 +20,7 @@ from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.rollout.sglang_engine.kv import KvAccess, kv_shapes
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, WeightTarget
-from rlhfspec_mega.workers.sglang import SGLangEngineWorker
+from rlhfspec_mega.workers.sglang_engine import SGLangEngineWorker
 
 FP32: dict[str, Any] = {"dtype": "float32", "max_positions": 300, "slots": 32}
 
@@ -83,16 +83,16 @@ def worker(made: tuple[Path, Path], drafts: bool = True, **sglang: Any) -> SGLan
     """A worker as a run has it, with weights; `sglang`: fields of its configuration."""
     config = RolloutConfig(
         engine="sglang",
-        slots=32,
+        max_running_requests=32,
         max_prompt_tokens=150,
         max_new_tokens=150,
-        prefill_chunk=8192,
-        sglang=SGLangConfig(**({"options": PORTABLE} | sglang)),
+        chunked_prefill_size=8192,
+        sglang=SGLangConfig(**({"engine_kwargs": PORTABLE} | sglang)),
     )
     memory, draft = (0.1 if DEVICE == "cuda" else None), made[1] if drafts else None
     shape = read_shape(made[0])
     found = SGLangEngineWorker(
-        shape, config, "float32", made[0], memory, True, DEVICE, draft=draft, drafting=DraftingConfig()
+        shape, config, "float32", made[0], memory, True, DEVICE, draft=draft, drafting=SpeculationConfig()
     )
     send(found.engine, made[0], 0)
     return found

@@ -129,7 +129,7 @@ def test_many_samples_are_stopped_as_their_outputs_come(
 
 
 def begun_or_ended(engine: SGLangEngine, sample_id: str) -> bool:
-    return not engine.waits(sample_id)
+    return not engine.is_waiting(sample_id)
 
 
 def test_all_slots_decode_at_once_while_prompts_come_in_chunks(engines: tuple[SGLangEngine, SGLangEngine]) -> None:

@@ -12,7 +12,7 @@ from benchmarks.sglang_engines import finish, ours, settings
 from rlhfspec_mega.draft.directory import read_draft_shape
 from rlhfspec_mega.draft.shape import draft_shape
 from rlhfspec_mega.models.hf_directory import read_shape
-from rlhfspec_mega.rollout.sglang_engine.choice import FREE, DraftingControl
+from rlhfspec_mega.rollout.sglang_engine.choice import NOT_FIXED, DraftingControl
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.rollout.sglang_engine.shapes import trees
 from rlhfspec_mega.types import GenerationRequest, GenerationResult
@@ -57,7 +57,7 @@ def test_identity(
     """Off, adaptive and every forced number of draft tokens; as many of a chain are accepted as by the torch engine."""
     plain, drafting, control = engines
     if drafted != "off":
-        control.force(FREE if drafted == "adaptive" else int(drafted))
+        control.force(NOT_FIXED if drafted == "adaptive" else int(drafted))
     found = finish(plain if drafted == "off" else drafting, requests)
     assert_same(wanted, found, requests, judge)
     if drafted == FIXED:
@@ -76,7 +76,7 @@ def test_identity_of_trees(
     """Trees of every size; larger ones have more of their nodes accepted."""
     engine, control = branching
     control.take_tally()
-    control.force(FREE if drafted == "adaptive" else int(drafted))
+    control.force(NOT_FIXED if drafted == "adaptive" else int(drafted))
     assert_same(wanted, finish(engine, requests), requests, judge)
     if drafted == 16:
         of_trees = acceptance(control)

@@ -14,7 +14,7 @@ import transformers
 from benchmarks.sglang_engines import finish, ours, settings
 from rlhfspec_mega.draft.directory import write_draft
 from rlhfspec_mega.draft.shape import draft_shape, draft_tensors
-from rlhfspec_mega.rollout.sglang_engine.choice import FREE
+from rlhfspec_mega.rollout.sglang_engine.choice import NOT_FIXED
 from rlhfspec_mega.rollout.sglang_engine.shapes import chains, trees
 from rlhfspec_mega.sampling.noise import sample_seed
 from rlhfspec_mega.types import GenerationRequest, GenerationResult
@@ -23,7 +23,7 @@ from tests.near_tie import assert_same
 from tests.sglang.conftest import requests_of, torch_results
 from tests.sglang.support import FP32
 
-DRAFTED = {"chains": (chains(8), (0, 5, FREE)), "trees": (trees(12, 4, 4), (12, FREE))}
+DRAFTED = {"chains": (chains(8), (0, 5, NOT_FIXED)), "trees": (trees(12, 4, 4), (12, NOT_FIXED))}
 BATCHES = (1, 3, 8, 16)
 TOKENS = 20_000
 
@@ -40,7 +40,7 @@ def at_most(engine: object, requests: list[GenerationRequest], batch: int) -> di
 def test_losslessness(
     kind: str, made: tuple[Path, Path], judge: Callable[[list[int]], torch.Tensor], tmp_path: Path
 ) -> None:
-    """Each kind decodes half of the tokens: plainly (0), a fixed number of draft tokens, and adaptively (FREE)."""
+    """Each kind decodes half of the tokens: plainly (0), a fixed number of draft tokens, and adaptively (NOT_FIXED)."""
     shapes, counts = DRAFTED[kind]
     requests = [replace(one, temperature=float(at % 2)) for at, one in enumerate(requests_of(made[0], 12))]
     wanted = torch_results(made[0], requests)

@@ -19,7 +19,7 @@ from benchmarks.sglang_engines import DEVICE, PORTABLE, send
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.cluster.supervised import Group
-from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig, SGLangConfig
+from rlhfspec_mega.config.schema.generation import RolloutConfig, SGLangConfig, SpeculationConfig
 from rlhfspec_mega.models.hf_directory import read_shape
 from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.rollout import reallocation
@@ -27,7 +27,7 @@ from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.reallocation import Reallocation
 from rlhfspec_mega.rollout.sglang_engine import engine, profile
 from rlhfspec_mega.types import EngineReport
-from rlhfspec_mega.workers.sglang import SGLangEngineWorker
+from rlhfspec_mega.workers.sglang_engine import SGLangEngineWorker
 from tests.clusters import local_cluster
 from tests.e2e.test_migration import MortalEngine
 from tests.engine_pool import opened
@@ -71,7 +71,7 @@ class MortalWorker(SGLangEngineWorker):
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
-    cluster = local_cluster(tmp_path, use_gpus=DEVICE == "cuda", start_seconds=240.0)
+    cluster = local_cluster(tmp_path, use_gpus=DEVICE == "cuda", start_timeout=240.0)
     yield cluster
     cluster.close()
 
@@ -88,7 +88,11 @@ def test_no_sample_is_lost(
     """None is lost, none comes twice (the ledger sees to it), and all tokens are the torch engine's."""
     monkeypatch.setattr(reallocation, "PLAN_SHARE", 1.0)  # many moves
     config = RolloutConfig(
-        engine="sglang", slots=8, max_prompt_tokens=150, max_new_tokens=150, sglang=SGLangConfig(options=PORTABLE)
+        engine="sglang",
+        max_running_requests=8,
+        max_prompt_tokens=150,
+        max_new_tokens=150,
+        sglang=SGLangConfig(engine_kwargs=PORTABLE),
     )
     memory = 0.1 if DEVICE == "cuda" else None
     arguments = {
@@ -100,7 +104,7 @@ def test_no_sample_is_lost(
         "sleeps": False,
         "device": DEVICE,
         "draft": made[1],
-        "drafting": DraftingConfig(),
+        "drafting": SpeculationConfig(),
     }
     spec = WorkerSpec("tests.sglang.test_migration.MortalWorker", arguments, (0,))
     engines = cluster.launch("engine", [spec, spec], replaceable=True)
@@ -142,7 +146,9 @@ def test_no_sample_is_lost(
 def dies_with_its_scheduler(cluster: LocalCluster, engines: Group) -> None:
     """An engine that is asked for nothing is given up, too, when the processes that decode have ended."""
     assert [engines.launches(rank) for rank in range(2)] == [1, 1]
-    processes = psutil.Process().children(recursive=True)
+    # Other tests' engines may live in this process: the death of their schedulers would end it.
+    workers = [one for one in psutil.Process().children() if "rlhfspec_mega.cluster.child" in one.cmdline()]
+    processes = [process for one in workers for process in one.children(recursive=True)]
     schedulers = [process for process in processes if "sglang::scheduler" in " ".join(process.cmdline())]
     schedulers[0].kill()
     end = time.monotonic() + 30.0

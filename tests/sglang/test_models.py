@@ -13,7 +13,7 @@ from benchmarks.sglang_engines import DEVICE, finish, ours, settings
 from rlhfspec_mega.draft.directory import load_draft, write_draft
 from rlhfspec_mega.draft.shape import draft_shape, draft_tensors
 from rlhfspec_mega.models.hf_directory import read_shape
-from rlhfspec_mega.rollout.sglang_engine.choice import FREE
+from rlhfspec_mega.rollout.sglang_engine.choice import NOT_FIXED
 from rlhfspec_mega.rollout.sglang_engine.shapes import trees
 from tests.e2e.conftest import SHAPE, make_model
 from tests.near_tie import assert_same
@@ -67,7 +67,7 @@ def test_identity_of_models(kind: str, given: dict[str, Any], made: tuple[Path, 
     wanted, judge = torch_results(model, requests), judge_of(model)
     engine, control = ours(settings(model, draft, **(FP32 | given)), tmp_path / "engine")
     assert control is not None
-    for count in (FREE, 5):
+    for count in (NOT_FIXED, 5):
         control.force(count)
         assert_same(wanted, finish(engine, requests), requests, judge)
     if kind in ("trained", "reduced vocabulary"):

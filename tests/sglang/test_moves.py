@@ -32,19 +32,19 @@ def request(number: int, tokens: tuple[int, ...], new: int) -> GenerationRequest
 def until(engine: SGLangEngine, name: str, tokens: int) -> None:
     """Decode until the sample has so many tokens of prompt and response."""
     end = time.monotonic() + PATIENCE
-    while (settled := engine.settled(name)) is None or settled[TARGET] < tokens - 1:
+    while (settled := engine.committed_positions(name)) is None or settled[TARGET] < tokens - 1:
         engine.poll(0.002)
-        assert engine.holds(name) and time.monotonic() < end
+        assert engine.has_sample(name) and time.monotonic() < end
 
 
 def read(engine: SGLangEngine, name: str, last: int) -> dict[str, torch.Tensor]:
-    return {part: engine.settled_kv(name, part, 0, last) for part in (TARGET, DRAFT)}
+    return {part: engine.committed_kv(name, part, 0, last) for part in (TARGET, DRAFT)}
 
 
 def prefilled(engine: SGLangEngine, number: int, tokens: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """KV of these tokens as a prefill makes it, on an engine that knows nothing of them."""
     engine.clear()
-    engine._empty()
+    engine._flush_cache()
     engine.submit([request(number, tokens, 60)])
     until(engine, f"{number}", len(tokens) + 1)
     found = read(engine, f"{number}", len(tokens) - 1)
@@ -80,13 +80,13 @@ def test_kv_that_moved_is_that_of_a_prefill(
         name, prompt = f"{number}", prompt[-100:]
         source.submit([request(number, prompt, 200)])
         until(source, name, len(prompt) + 40)
-        settled = source.settled(name)
+        settled = source.committed_positions(name)
         assert settled is not None
         of_source = read(source, name, settled[TARGET])
         snapshot = source.export_sample(name)
         tokens = (*prompt, *snapshot.tokens)
         assert_close(of_source, prefilled(destination, 100 + number, tokens))
-        destination._empty()
+        destination._flush_cache()
         rows = min(kv.shape[3] for kv in of_source.values())
         snapshot.kv = of_source[TARGET][:, :, :, :rows]
         snapshot.draft = DraftPast(of_source[DRAFT][:, :, :, :rows], torch.empty(0, 0))
@@ -109,7 +109,7 @@ def test_members_of_a_group_share_their_prompt(made: tuple[Path, Path], tmp_path
     members = [request(number, prompt, 30) for number in range(6)]
     apart: dict[str, list[int]] = {}
     for one in members:
-        engine._empty()
+        engine._flush_cache()
         apart |= {name: result.tokens for name, result in finish(engine, [one]).items()}
     computed = engine.stats()["prefill_tokens"]
     together = {name: result.tokens for name, result in finish(engine, members).items()}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.sglang_engines import PORTABLE, finish, ours, settings
-from rlhfspec_mega.rollout.sglang_engine.choice import FREE
+from rlhfspec_mega.rollout.sglang_engine.choice import NOT_FIXED
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, chains, trees
 from rlhfspec_mega.types import GenerationRequest, GenerationResult
 from tests.near_tie import assert_same
@@ -32,7 +32,7 @@ def test_retraction(
 ) -> None:
     engine, control = ours(settings(*made, **FP32, shapes=shapes, options=PORTABLE | TIGHT), tmp_path / "engine")
     assert control is not None
-    for count in (FREE, 0, shapes.counts[-1]):
+    for count in (NOT_FIXED, 0, shapes.counts[-1]):
         control.force(count)
         assert_same(wanted, finish(engine, requests), requests, judge)
     output = capfd.readouterr()

@@ -29,14 +29,14 @@ STEPS = 3
 def options(made: tuple[Path, Path], output: Path, name: str, *more: str) -> list[str]:
     """A small run with a trained model and its draft, which is refreshed after every step."""
     place = ("cluster=1n1g", "actor.tensor_parallel=1") if DEVICE == "cuda" else ()
-    portable = [f"+rollout.sglang.options.{key}={value}" for key, value in PORTABLE.items()]
+    portable = [f"+rollout.sglang.engine_kwargs.{key}={value}" for key, value in PORTABLE.items()]
     return small_run(
         made[0],
         output,
         name,
         *place,
-        f"drafting.path={made[1]}",
-        "drafting.refresh_every=1",
+        f"speculation.draft_model_path={made[1]}",
+        "speculation.refresh_every=1",
         "trainer.prompts_per_step=6",
         f"trainer.steps={STEPS}",
         "trainer.checkpoint_every=1",
@@ -98,8 +98,8 @@ def test_a_run_resumes_where_a_scheduler_was_killed_in_between(made: tuple[Path,
     rows = metrics(run)
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     assert len(samples_of(run)) == STEPS * 12
-    assert all(row["logprob_difference_max"] < 1e-3 for row in rows if "logprob_difference_max" in row)
-    assert any(row.get("draft_refresh_kept") is not None for row in rows)
+    assert all(row["rollout/logprob_diff_max"] < 1e-3 for row in rows if "rollout/logprob_diff_max" in row)
+    assert any(row.get("draft/refresh_kept") is not None for row in rows)
     more = options(made, tmp_path, "run", "rollout=sglang", f"trainer.steps={STEPS + 1}", "trainer.resume=true")
     finished(*[option for option in more if option != f"trainer.steps={STEPS}"])
     assert [row["step"] for row in metrics(run)] == list(range(STEPS + 2))
@@ -126,11 +126,15 @@ def test_the_torch_engine_gives_the_same_run(
         )
         best = perturbed_scores(judge(before), request, len(before) - 1).topk(2).values
         assert best[0] - best[1] < MAX_GAP
-    drafted = [row["tokens_per_step"] for row in metrics(tmp_path / "sglang") if "tokens_per_step" in row]
+    drafted = [
+        row["speculation/tokens_per_step"]
+        for row in metrics(tmp_path / "sglang")
+        if "speculation/tokens_per_step" in row
+    ]
     assert len(drafted) == STEPS and min(drafted) > 1.2, "hardly anything was drafted"
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="one GPU has room for one engine's run")
 def test_under_ray(made: tuple[Path, Path], tmp_path: Path) -> None:
-    finished(*options(made, tmp_path, "ray", "rollout=sglang", "cluster=ray"))
+    finished(*options(made, tmp_path, "ray", "rollout=sglang", "launcher=ray"))
     assert len(samples_of(tmp_path / "ray")) == STEPS * 12

@@ -11,7 +11,7 @@ from benchmarks.sglang_engines import DEVICE, finish, ours, send, settings
 from rlhfspec_mega.draft.directory import load_target_ids, read_draft_shape, write_draft
 from rlhfspec_mega.draft.shape import draft_tensors
 from rlhfspec_mega.models.hf_directory import read_shape
-from rlhfspec_mega.rollout.sglang_engine.choice import FREE
+from rlhfspec_mega.rollout.sglang_engine.choice import NOT_FIXED
 from rlhfspec_mega.types import GenerationRequest, WeightTarget
 from tests.e2e.conftest import make_model
 from tests.sglang.support import FP32, acceptance, tokens_of, worker
@@ -40,7 +40,7 @@ def test_weights(made: tuple[Path, Path], requests: list[GenerationRequest], tmp
     send(drafting, made[1], 2, WeightTarget.DRAFT)
     assert tokens_of(finish(drafting, requests)) == before
     assert acceptance(control) == pytest.approx(usual, rel=0.05)
-    control.force(FREE)
+    control.force(NOT_FIXED)
 
 
 def test_sleep(made: tuple[Path, Path], requests: list[GenerationRequest]) -> None:
@@ -49,7 +49,7 @@ def test_sleep(made: tuple[Path, Path], requests: list[GenerationRequest]) -> No
     On a CPU what was given back is filled with what is no number: a read of it would show.
     """
     one = worker(made)
-    control = one.brain.control
+    control = one.controller.control
     assert control is not None
     control.force(3)  # the number that pays depends on the clock
     before = tokens_of(finish(one.engine, requests))

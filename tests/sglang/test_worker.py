@@ -18,18 +18,18 @@ import pytest
 import torch
 
 from benchmarks.sglang_engines import DEVICE, PORTABLE, finish, send, started
-from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig, SGLangConfig
+from rlhfspec_mega.config.schema.generation import RolloutConfig, SGLangConfig, SpeculationConfig
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.hf_directory import read_shape
 from rlhfspec_mega.planning.draft_tokens import StepTable
 from rlhfspec_mega.planning.throughput import seconds_per_token
-from rlhfspec_mega.rollout.migration.messages import MigrationOrder, Orders
+from rlhfspec_mega.rollout.migration.messages import MigrationOrder, MigrationOrders
 from rlhfspec_mega.rollout.protocol import DraftPast, SampleSnapshot
-from rlhfspec_mega.rollout.sglang_engine.choice import FREE
+from rlhfspec_mega.rollout.sglang_engine.choice import NOT_FIXED
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.rollout.sglang_engine.profile import _Runs
 from rlhfspec_mega.types import EngineReport, GenerationRequest, GenerationResult
-from rlhfspec_mega.workers.sglang import MEMORY, SGLangEngineWorker
+from rlhfspec_mega.workers.sglang_engine import MEMORY, SGLangEngineWorker
 from tests.near_tie import assert_same
 from tests.sglang.conftest import torch_results
 
@@ -41,13 +41,13 @@ def make(made: tuple[Path, Path], **options: Any) -> SGLangEngineWorker:
     """A worker without weights; `options`: of SGLang."""
     config = RolloutConfig(
         engine="sglang",
-        slots=SLOTS,
+        max_running_requests=SLOTS,
         max_prompt_tokens=PROMPT,
         max_new_tokens=NEW,
-        prefill_chunk=CHUNK,
-        sglang=SGLangConfig(options=PORTABLE | options),
+        chunked_prefill_size=CHUNK,
+        sglang=SGLangConfig(engine_kwargs=PORTABLE | options),
     )
-    drafting, shape = DraftingConfig(policy="adaptive", max_depth=3), read_shape(made[0])
+    drafting, shape = SpeculationConfig(policy="adaptive", max_num_steps=3), read_shape(made[0])
     memory = 0.1 if DEVICE == "cuda" else None
     return SGLangEngineWorker(shape, config, "float32", made[0], memory, True, DEVICE, draft=made[1], drafting=drafting)
 
@@ -70,8 +70,8 @@ def workers(running: list[SGLangEngineWorker], made: tuple[Path, Path]) -> Itera
         worker.take_tally()
     yield running
     for worker in running:
-        assert worker.brain.control is not None
-        worker.brain.control.force(FREE)
+        assert worker.controller.control is not None
+        worker.controller.control.force(NOT_FIXED)
         worker.clear()
         worker.leave()
 
@@ -89,8 +89,8 @@ def right(made: tuple[Path, Path], asked: list[GenerationRequest]) -> dict[str, 
 
 def test_its_steps_were_measured_at_start(workers: list[SGLangEngineWorker]) -> None:
     for worker in workers:
-        assert worker.brain.profile is not None and worker.brain.profile.prefill_seconds > 0
-        table = worker.brain.profile.table
+        assert worker.controller.profile is not None and worker.controller.profile.prefill_seconds > 0
+        table = worker.controller.profile.table
         assert table.counts == (0, 1, 2, 3) and table.batches == (1, 2, SLOTS)
         assert all(seconds > 0 for row in table.seconds for seconds in row)
         assert (seconds_per_token(worker.pace(1.0), torch.arange(1, 9).numpy()) > 0).all()
@@ -98,7 +98,7 @@ def test_its_steps_were_measured_at_start(workers: list[SGLangEngineWorker]) -> 
 
 def test_the_full_batch_is_measured_while_all_of_it_decode(workers: list[SGLangEngineWorker]) -> None:
     """Its prompts come in chunks; each request has put out a token before any has ended."""
-    workers[0].engine._empty()  # of what was measured at start, prompts too
+    workers[0].engine._flush_cache()  # of what was measured at start, prompts too
     outputs = _Runs(workers[0].engine._engine, (PROMPT + NEW) // 2, 259)._outputs(SLOTS, (PROMPT + NEW) // 2)
     assert len(outputs) == SLOTS and max(times[0] for times in outputs) < min(times[-1] for times in outputs)
 
@@ -111,16 +111,16 @@ def test_it_drafts_by_the_table_of_costs(
 ) -> None:
     """And counts what it drafts: nothing where draft tokens are dear, much where they cost nothing."""
     worker, found = workers[0], []
-    assert worker.brain.profile is not None and worker.brain.control is not None
-    table = worker.brain.profile.table
+    assert worker.controller.profile is not None and worker.controller.control is not None
+    table = worker.controller.profile.table
     for cost in (1.0, 0.0):
         seconds = tuple(tuple(0.01 + cost * count for count in table.counts) for _ in table.batches)
-        worker.brain.control.learn_costs(StepTable(table.batches, table.counts, seconds))
+        worker.controller.control.learn_costs(StepTable(table.batches, table.counts, seconds))
         assert_same(right, finish(worker.engine, asked), asked, judge)
         tally = worker.take_tally()
         assert tally is not None and tally.accepted <= tally.verified
         found.append(tally)
-    worker.brain.control.learn_costs(table)
+    worker.controller.control.learn_costs(table)
     dear, free = found
     assert free.accepted > 0.3 * free.sample_steps and free.drafted_sample_steps > 0.9 * free.sample_steps
     assert dear.drafted_sample_steps < 0.3 * dear.sample_steps
@@ -130,7 +130,7 @@ def test_it_drafts_by_the_table_of_costs(
 
 def test_what_was_accepted_makes_it_quicker(workers: list[SGLangEngineWorker], asked: list[GenerationRequest]) -> None:
     worker = workers[0]
-    worker.brain.accepted = 0.0
+    worker.controller.accepted = 0.0
     before = worker.pace(1.0)
     finish(worker.engine, asked)
     worker.take_tally()
@@ -144,7 +144,7 @@ def test_a_sample_as_long_as_is_allowed(workers: list[SGLangEngineWorker]) -> No
 
 
 def test_an_option_that_sglang_does_not_know_is_refused(made: tuple[Path, Path]) -> None:
-    with pytest.raises(UserError, match=r"rollout\.sglang\.options has nonsense, which sglang"):
+    with pytest.raises(UserError, match=r"rollout\.sglang\.engine_kwargs has nonsense, which sglang"):
         make(made, nonsense=1)
 
 
@@ -161,14 +161,14 @@ def test_samples_move_while_they_decode(
     for worker in workers:
         if not copies:
             monkeypatch.setattr(worker.engine, "_kv", None)
-        assert worker.brain.control is not None
-        worker.brain.control.force(0)  # so that they last
-        worker.engine._empty()
-    meetings = [worker.meet(1.0) for worker in workers]
-    assert all(0 < meeting.copy_seconds < meeting.prefill_seconds for meeting in meetings)
-    assert {meeting.kv_tokens for meeting in meetings} == {SLOTS * (PROMPT + NEW)}
+        assert worker.controller.control is not None
+        worker.controller.control.force(0)  # so that they last
+        worker.engine._flush_cache()
+    peers = [worker.join_migration(1.0) for worker in workers]
+    assert all(0 < peer.copy_seconds < peer.prefill_seconds for peer in peers)
+    assert {peer.kv_tokens for peer in peers} == {SLOTS * (PROMPT + NEW)}
     before = [worker.engine.stats() for worker in workers]
-    reports = to_and_fro(workers, [meeting.address for meeting in meetings], asked)
+    reports = to_and_fro(workers, [peer.address for peer in peers], asked)
     results = [result for report in reports for result in report.finished]
     assert sorted(result.sample_id for result in results) == sorted(one.sample_id for one in asked)
     assert_same(right, {result.sample_id: result for result in results}, asked, judge)
@@ -190,7 +190,7 @@ def to_and_fro(
     workers: Sequence[SGLangEngineWorker], addresses: Sequence[Any], asked: Sequence[GenerationRequest]
 ) -> list[EngineReport]:
     """Reports until all samples have ended, while some of one worker are sent to the other all the time."""
-    reports = [workers[0].advance([SampleSnapshot(one, [], [], []) for one in asked], 0.0, Orders())]
+    reports = [workers[0].advance([SampleSnapshot(one, [], [], []) for one in asked], 0.0, MigrationOrders())]
     end, finished = time.monotonic() + 120, 0
     turn = 0
     while finished < len(asked):
@@ -198,7 +198,7 @@ def to_and_fro(
         source = turn // 3 % 2
         moving = [name for name, held in workers[source].engine._held.items() if held.started and turn % 3 == 0][:3]
         for rank, worker in enumerate(workers):
-            orders = Orders(expects=True)
+            orders = MigrationOrders(expects_arrivals=True)
             if rank == source:
                 orders.moves = [MigrationOrder(name, addresses[1 - source]) for name in moving]
             reports.append(worker.advance([], 0.01, orders))
@@ -214,9 +214,9 @@ def test_it_sleeps_and_weights_wake_it(
     source, worker = workers[0].engine, workers[1]
     source.submit(asked[1:2])
     name = asked[1].sample_id
-    while (settled := source.settled(name)) is None or settled["target"] < len(asked[1].prompt_tokens) + 5:
+    while (settled := source.committed_positions(name)) is None or settled["target"] < len(asked[1].prompt_tokens) + 5:
         source.poll(0.001)
-    kv = {part: source.settled_kv(name, part, 0, last) for part, last in settled.items()}
+    kv = {part: source.committed_kv(name, part, 0, last) for part, last in settled.items()}
     snapshot = source.export_sample(name)
     rows = min(part.shape[3] for part in kv.values())
     snapshot.kv = kv["target"][:, :, :, :rows]
@@ -241,8 +241,7 @@ def drained(engine: SGLangEngine) -> dict[str, GenerationResult]:
 def test_kv_takes_the_place_of_what_was_used_longest_ago(workers: list[SGLangEngineWorker]) -> None:
     """More samples come with KV than there is room for: of the first nothing is left, the last finds all."""
     engine = workers[0].engine
-    engine._empty()
-    assert engine.kv_room is not None
+    engine._flush_cache()
     sequences = [tuple(number for _ in range(200)) for number in range(engine.kv_room // 200 + 2)]
     for sequence in sequences:
         engine.import_sample(with_kv(engine, sequence))
@@ -251,12 +250,12 @@ def test_kv_takes_the_place_of_what_was_used_longest_ago(workers: list[SGLangEng
     for sequence in (sequences[-1], sequences[0]):
         before = engine.stats()["spared_tokens"]
         engine.import_sample(replace(with_kv(engine, sequence), kv=None, draft=None))
-        while engine.waits("s"):
+        while engine.is_waiting("s"):
             engine.poll(0.001)
         engine.abort(["s"])
         found.append(engine.stats()["spared_tokens"] - before)
     assert found[0] >= 190 and found[1] == 0
-    engine._empty()
+    engine._flush_cache()
 
 
 def with_kv(engine: SGLangEngine, tokens: tuple[int, ...]) -> SampleSnapshot:

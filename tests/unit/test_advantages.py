@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfspec_mega.algorithm.advantages import degenerate, grpo, learning_samples, rloo
-from rlhfspec_mega.algorithm.experience import Experience
-from rlhfspec_mega.algorithm.token_weights import token_weights
 from rlhfspec_mega.algorithms.choice import make_algorithm
-from rlhfspec_mega.config.schema import AlgorithmConfig
+from rlhfspec_mega.config.schema.training import AlgorithmConfig
 from rlhfspec_mega.errors import RunError, UserError
+from rlhfspec_mega.rl.advantages import degenerate, grpo, learning_samples, rloo
+from rlhfspec_mega.rl.experience import Experience
+from rlhfspec_mega.rl.token_weights import token_weights
 
 REWARDS = st.integers(2, 6).flatmap(
     lambda members: st.lists(
@@ -32,7 +32,7 @@ def advantages(rewards, truncated=None, kl=None, **options):
     experience.per_sample["truncated"] = np.array(truncated or np.zeros(len(flat)), np.bool_).flatten()
     experience.columns["old_logprobs"] = np.array(kl or np.zeros(len(flat)), np.float32).flatten()
     experience.columns["reference_logprobs"] = np.zeros(len(flat), np.float32)
-    algorithm = made(len(rewards[0]), kl_estimator="k1", **options)
+    algorithm = made(len(rewards[0]), kl_loss_type="k1", **options)
     algorithm.add_advantages(experience, torch.Generator().manual_seed(3))
     return torch.from_numpy(experience.columns["advantages"]).view(len(rewards), -1)
 
@@ -48,7 +48,7 @@ def test_grpo_and_rloo_against_written_out_sums(rewards):
         rewards,
         *(
             made(len(rewards[0]), **options).advantages(torch.tensor(rewards, dtype=torch.float64)).tolist()
-            for options in ({"normalize_by_std": False}, {}, {"advantage": "rloo"})
+            for options in ({"norm_adv_by_std": False}, {}, {"adv_estimator": "rloo"})
         ),
         strict=True,
     ):
@@ -71,7 +71,7 @@ def test_groups_without_signal_give_exactly_zero():
 
 def test_overlong_samples_are_penalised_or_masked_by_choice():
     rewards, truncated = [[1.0, 0.0, 0.0, 1.0]], [[False, True, False, False]]
-    plain = {"normalize_by_std": False}
+    plain = {"norm_adv_by_std": False}
     assert advantages(rewards, truncated, **plain).tolist() == [[0.5, -0.5, -0.5, 0.5]]
     penalised = advantages(rewards, truncated, overlong="penalize", overlong_penalty=2.0, **plain)
     assert penalised.tolist() == [[1.0, -2.0, 0.0, 1.0]]
@@ -82,7 +82,7 @@ def test_overlong_samples_are_penalised_or_masked_by_choice():
 
 def test_kl_enters_the_reward_only_when_asked():
     rewards, kl = [[1.0, 0.0]], [[0.0, 3.0]]
-    options = {"normalize_by_std": False, "kl_coef": 0.5}
+    options = {"norm_adv_by_std": False, "kl_coef": 0.5}
     assert advantages(rewards, kl=kl, kl_in="reward", **options).tolist() == [[1.25, -1.25]]
     assert advantages(rewards, kl=kl, kl_in="loss", **options).tolist() == [[0.5, -0.5]]
 
@@ -122,7 +122,7 @@ class Recorder:
         return {"loss": float(len(samples))}
 
     def step(self):
-        return {"skipped": 1.0}
+        return {"skipped_updates": 1.0}
 
 
 def two_tokens_each(count):
@@ -134,7 +134,7 @@ def two_tokens_each(count):
 
 def test_an_advantage_and_a_loss_of_ones_own():
     experience, path = two_tokens_each(4), f"{__name__}.one_a_token"
-    config = AlgorithmConfig(advantage=path, loss=f"{__name__}.upside_down", overlong="mask", kl_coef=0.0)
+    config = AlgorithmConfig(adv_estimator=path, loss=f"{__name__}.upside_down", overlong="mask", kl_coef=0.0)
     algorithm = make_algorithm(config, members=2, samples_per_update=3)
     assert algorithm.models == ("actor",)
     algorithm.add_advantages(experience, torch.Generator())
@@ -142,7 +142,7 @@ def test_an_advantage_and_a_loss_of_ones_own():
     assert experience.columns["advantages"].tolist() == spread
     actor = Recorder()
     metrics = algorithm.update(experience, actor)
-    assert metrics == {"loss": 2.0, "skipped": 2.0}
+    assert metrics == {"actor/loss": 2.0, "actor/skipped_updates": 2.0}
     batches = [samples for samples, *_ in actor.asked]
     assert [len(batch) for batch in batches] == [3, 1], "each sample once, in their order"
     assert np.concatenate([batch.columns["advantages"] for batch in batches]).tolist() == spread
@@ -153,7 +153,10 @@ def test_an_advantage_and_a_loss_of_ones_own():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"advantage": "nowhere.at_all"}, "algorithm.advantage=nowhere.at_all cannot be imported: there is no module"),
+        (
+            {"adv_estimator": "nowhere.at_all"},
+            "algorithm.adv_estimator=nowhere.at_all cannot be imported: there is no module",
+        ),
         ({"loss": f"{__name__}.nothing"}, "algorithm.loss=.* does not exist"),
         ({"loss": f"{__name__}.SAMPLES"}, "is not callable"),
     ],
@@ -164,16 +167,19 @@ def test_an_import_path_that_leads_nowhere_is_refused(options, sentence):
 
 
 def test_advantages_of_another_number_are_refused():
-    algorithm = make_algorithm(AlgorithmConfig(advantage=f"{__name__}.three"), members=2, samples_per_update=1)
-    with pytest.raises(RunError, match="gave 3 advantages for 4 samples with 8 response tokens"):
+    algorithm = make_algorithm(AlgorithmConfig(adv_estimator=f"{__name__}.three"), members=2, samples_per_update=1)
+    with pytest.raises(RunError, match="gave 3 advantages for 4 samples of 8 response tokens"):
         algorithm.add_advantages(two_tokens_each(4), torch.Generator())
 
 
 SAMPLES = st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=1, max_size=20)
 
 
+MODES = ["token-mean", "seq-mean-token-mean"]
+
+
 @settings(max_examples=100, deadline=None)
-@given(samples=SAMPLES, average=st.sampled_from(["token", "sample"]), cuts=st.integers(1, 5), data=st.data())
+@given(samples=SAMPLES, average=st.sampled_from(MODES), cuts=st.integers(1, 5), data=st.data())
 def test_weighted_sum_is_the_average_however_it_is_cut(samples, average, cuts, data):
     lengths = torch.tensor([length for length, _ in samples])
     learning = torch.tensor([keep for _, keep in samples])
@@ -181,7 +187,7 @@ def test_weighted_sum_is_the_average_however_it_is_cut(samples, average, cuts, d
     used = [row for row, (_, keep) in zip(losses, samples, strict=True) if keep and row]
     if not used:
         expected = 0.0
-    elif average == "token":
+    elif average == "token-mean":
         expected = statistics.fmean(value for row in used for value in row)
     else:
         expected = statistics.fmean(statistics.fmean(row) for row in used)
@@ -193,5 +199,5 @@ def test_weighted_sum_is_the_average_however_it_is_cut(samples, average, cuts, d
 
 
 def test_unknown_average_is_refused():
-    with pytest.raises(UserError, match="token or sample"):
+    with pytest.raises(UserError, match="token-mean or seq-mean-token-mean"):
         token_weights(torch.tensor([1]), torch.tensor([True]), "group")

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlhfspec_mega.algorithm.experience import Floats
-from rlhfspec_mega.algorithm.microbatch import Shard
 from rlhfspec_mega.cluster.interface import Call, WorkerSpec
 from rlhfspec_mega.cluster.local import LocalCluster
-from rlhfspec_mega.config.schema import ActorConfig
+from rlhfspec_mega.config.schema.training import ActorConfig
 from rlhfspec_mega.megatron.description import ParallelSizes, describe
+from rlhfspec_mega.rl.experience import Floats
+from rlhfspec_mega.rl.microbatch import Shard
 from rlhfspec_mega.rollout.scoring import Scoring
 from rlhfspec_mega.types import FinishReason, GenerationRequest, GenerationResult, Span
 from rlhfspec_mega.workers.scorer_group import ScorerGroup
@@ -58,9 +58,9 @@ class Work:
     def calls(self) -> Sequence[Call]:
         return self.scoring.calls()
 
-    def heard(self, calls: Sequence[Call]) -> None:
+    def handle_answers(self, calls: Sequence[Call]) -> None:
         for call in calls:
-            self.scoring.heard(call)
+            self.scoring.handle_answer(call)
         self.scoring.start()
 
 
@@ -97,7 +97,7 @@ def test_a_replica_that_dies_scores_its_batch_in_its_next_life(
         with cluster.beside(work) if background else nullcontext():
             actor.call("sleep", 0.5, phase="update")
         if not background:
-            work.heard(cluster.wait(work.calls(), "reference", first=True, check=False))
+            work.handle_answers(cluster.wait(work.calls(), "reference", first=True, check=False))
         cluster.wait_started()
     assert work.scoring.results["0"].tolist() == [0.0] * 3
     assert [reference.launches(rank) for rank in (0, 1)] == [2, 2]

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfspec_mega.planning.draft_tokens import MOST_SHARPNESS, ChainLength, Sharpness, StepTable, TreeSize, promised
+from rlhfspec_mega.planning.draft_tokens import (
+    MAX_SHARPNESS,
+    ChainLength,
+    Sharpness,
+    StepTable,
+    TreeSize,
+    accepted_of_best,
+)
 
 COUNTS = (0, 1, 2, 4, 8)
 
@@ -20,7 +27,7 @@ def table(token: float) -> StepTable:
 def test_what_the_best_nodes_promise(batch: int, nodes: int, count: int, seed: int) -> None:
     survival = np.random.default_rng(seed).random((batch, nodes), np.float32)
     wanted = np.mean([sum(sorted(row, reverse=True)[:count]) for row in survival.tolist()])
-    assert promised(survival, count) == pytest.approx(wanted, rel=1e-5)
+    assert accepted_of_best(survival, count) == pytest.approx(wanted, rel=1e-5)
 
 
 def test_until_it_has_seen_a_tree_it_is_a_chain_of_as_many_layers() -> None:
@@ -36,7 +43,7 @@ def test_layers_that_were_not_drafted_add_as_in_chains() -> None:
     for _ in range(300):
         rule.observe(4, [4])  # nearly everything is accepted
     survival, depths = np.full((1, 2), 0.8, np.float32), np.array([[1, 1]])
-    rule.look(survival, depths, deepest=1)
+    rule.observe_tree(survival, depths, deepest=1)
     found = rule.expected_accepted()
     assert found[:2] == pytest.approx([0.0, 0.8])
     assert found[2] == pytest.approx(2 * 1.6, rel=0.05) and found[3] == pytest.approx(4 * 1.6, rel=0.05)
@@ -44,13 +51,13 @@ def test_layers_that_were_not_drafted_add_as_in_chains() -> None:
 
 def test_only_nodes_that_a_number_is_drafted_to_count() -> None:
     rule = TreeSize(table(1e-4), 3)
-    rule.look(np.array([[0.9, 0.8, 0.7, 0.1]], np.float32), np.array([[1, 2, 3, 1]]), deepest=3)
+    rule.observe_tree(np.array([[0.9, 0.8, 0.7, 0.1]], np.float32), np.array([[1, 2, 3, 1]]), deepest=3)
     assert rule.expected_accepted() == pytest.approx([0.0, 0.9, 1.7, 2.5, 2.5])
 
 
 def test_without_drafts_hope_comes_back() -> None:
     rule = TreeSize(table(1e-3), 4)
-    rule.look(np.full((1, 4), 0.01, np.float32), np.ones((1, 4), np.int64), deepest=4)
+    rule.observe_tree(np.full((1, 4), 0.01, np.float32), np.ones((1, 4), np.int64), deepest=4)
     assert [rule.choose(1) for _ in range(2)][-1] == 0
     for _ in range(2000):
         rule.observe(0, [0])
@@ -69,7 +76,7 @@ def test_sharpness_finds_the_scale_of_the_drafts_error(scale: float) -> None:
         chances /= chances.sum(axis=1, keepdims=True)
         predicted = np.take_along_axis(chances, best, axis=1)
         realised = (best == choice[:, None]).any(axis=1)
-        sharpness.observe(promised(predicted.astype(np.float32), 1), realised.mean())
+        sharpness.observe(accepted_of_best(predicted.astype(np.float32), 1), realised.mean())
         found.append(sharpness.value)
     assert np.median(found[2000:]) == pytest.approx(1 / scale, rel=0.1)
 
@@ -78,4 +85,4 @@ def test_sharpness_has_bounds() -> None:
     sharpness = Sharpness()
     for _ in range(1000):
         sharpness.observe(0.0, 5.0)
-    assert sharpness.value == MOST_SHARPNESS
+    assert sharpness.value == MAX_SHARPNESS

@@ -9,13 +9,13 @@ import sys
 import time
 from pathlib import Path
 
-from rlhfspec_mega.making.cache import made_once
+from rlhfspec_mega.bootstrap.cache import made_once
 
 SLOW = """
 import os, sys, time
 from functools import partial
 from pathlib import Path
-from rlhfspec_mega.making.cache import made_once
+from rlhfspec_mega.bootstrap.cache import made_once
 
 def make(path):
     path.mkdir()

@@ -49,10 +49,10 @@ def test_no_candidate_promises_much_more(batch: int, accepted: list[int], token:
 
 def test_beyond_the_table_times_go_on_rising_and_never_fall() -> None:
     table = table_of(1e-3)
-    assert table.of(100)[0] == pytest.approx(0.01 + 1e-3 * 100)
+    assert table.seconds_at(100)[0] == pytest.approx(0.01 + 1e-3 * 100)
     falling = StepTable((1, 2), (0, 1), ((0.02, 0.03), (0.01, 0.04)))
-    assert falling.of(4) == pytest.approx([0.01, 0.06])
-    assert StepTable((4,), (0,), ((0.5,),)).of(9) == [0.5]
+    assert falling.seconds_at(4) == pytest.approx([0.01, 0.06])
+    assert StepTable((4,), (0,), ((0.5,),)).seconds_at(9) == [0.5]
 
 
 def test_acceptance_decides() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfspec_mega.config.schema import DataConfig
+from rlhfspec_mega.config.schema.generation import DataConfig
 from rlhfspec_mega.data.chain_sums import ChainSums, answer_text
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.reward.chain_sums import reward

@@ -27,16 +27,25 @@ def out(tmp_path: Path) -> str:
     ("overrides", "words"),
     [
         (
-            "drafting=off drafting.width=2",
-            "drafting.width=2 has no effect here: add drafting=adaptive, or set drafting.width=4",
+            "speculation=off speculation.topk=2",
+            "speculation.topk=2 has no effect here: add speculation=adaptive, or set speculation.topk=4",
         ),
-        ("drafting=fixed drafting.tail_weight=1", "drafting.tail_weight=1.0 has no effect here: add drafting=adaptive"),
-        ("drafting=adaptive drafting.refresh_steps=5", "no effect here: add trainer.deterministic=true"),
-        ("drafting=adaptive drafting.refresh_every=0 drafting.refresh_seconds=9", "add drafting.refresh_every=4"),
-        ("drafting=adaptive drafting.path=/no/draft", "holds no config.json: give the directory of a draft"),
-        ("drafting.policy=adaptve", "did you mean 'adaptive'"),
-        ("drafting.buffer_tokens=575", "drafting.buffer_tokens=575 cannot hold the longest sample, 576 tokens"),
-        ("drafting.refresh_seconds=600", "drafting.refresh_seconds=600 is not below cluster.deadline_seconds=600"),
+        (
+            "speculation=fixed speculation.tail_weight=1",
+            "speculation.tail_weight=1.0 has no effect here: add speculation=adaptive",
+        ),
+        ("speculation=adaptive speculation.refresh_steps=5", "no effect here: add trainer.deterministic=true"),
+        (
+            "speculation=adaptive speculation.refresh_every=0 speculation.refresh_seconds=9",
+            "add speculation.refresh_every=4",
+        ),
+        (
+            "speculation=adaptive speculation.draft_model_path=/no/draft",
+            "holds no config.json: give the directory of a draft",
+        ),
+        ("speculation.policy=adaptve", "did you mean 'adaptive'"),
+        ("speculation.buffer_tokens=575", "speculation.buffer_tokens=575 cannot hold the longest sample, 576 tokens"),
+        ("speculation.refresh_seconds=600", "speculation.refresh_seconds=600 is not below launcher.call_timeout=600"),
     ],
 )
 def test_combinations_that_cannot_run(overrides: str, words: str, out: str) -> None:
@@ -44,27 +53,29 @@ def test_combinations_that_cannot_run(overrides: str, words: str, out: str) -> N
 
 
 def test_limits_of_a_refresh_count_only_where_there_is_one(out: str) -> None:
-    for plain in ("drafting=off", "drafting.refresh_every=0"):
-        assert check_config(load(out, plain, "rollout.max_new_tokens=700", "cluster.deadline_seconds=2")).engines == 2
-    assert check_config(load(out, "trainer.deterministic=true", "cluster.deadline_seconds=2")).engines == 2
-    assert check_config(load(out, "drafting.buffer_tokens=576", "cluster.deadline_seconds=2.1")).engines == 2
+    for plain in ("speculation=off", "speculation.refresh_every=0"):
+        assert check_config(load(out, plain, "rollout.max_new_tokens=700", "launcher.call_timeout=2")).engines == 2
+    assert check_config(load(out, "trainer.deterministic=true", "launcher.call_timeout=2")).engines == 2
+    assert check_config(load(out, "speculation.buffer_tokens=576", "launcher.call_timeout=2.1")).engines == 2
 
 
 def test_a_draft_is_compared_with_the_model_before_anything_starts(out: str, tmp_path: Path) -> None:
-    config = load(out, f"drafting.path={tmp_path}/draft")
+    config = load(out, f"speculation.draft_model_path={tmp_path}/draft")
     shape = model_shape(config.model)
     write_random_draft(tmp_path / "draft", shape)
     assert check_config(config).draft_memory.engine > 0
     (tmp_path / "draft" / "model.safetensors").unlink()
-    assert "no file model.safetensors" in refusal(out, f"drafting.path={tmp_path}/draft")
+    assert "no file model.safetensors" in refusal(out, f"speculation.draft_model_path={tmp_path}/draft")
     write_random_draft(tmp_path / "other", replace(shape, hidden_size=64))
-    assert "its hidden_size is 64, this model needs 128" in refusal(out, f"drafting.path={tmp_path}/other")
+    assert "its hidden_size is 64, this model needs 128" in refusal(
+        out, f"speculation.draft_model_path={tmp_path}/other"
+    )
 
 
 def test_the_memory_of_the_draft_counts(out: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which the run would just fit without one is too small with one."""
-    config = load(out, "drafting.buffer_tokens=2000000")
-    learning, plain = check_config(config).draft_memory, load(out, "drafting=off")
+    config = load(out, "speculation.buffer_tokens=2000000")
+    learning, plain = check_config(config).draft_memory, load(out, "speculation=off")
     assert learning.actor > 2**30
     for memory in range(1, 20):
         monkeypatch.setattr("rlhfspec_mega.config.machine.host_memory", lambda: memory * 2**30 // 2)  # noqa: B023
@@ -82,10 +93,10 @@ def test_a_gpu_on_which_the_draft_cannot_learn_says_so(
 ) -> None:
     for module in ("machine", "hardware"):
         monkeypatch.setattr(f"rlhfspec_mega.config.{module}.gpu_memory", lambda: (2**30,) * 2)
-    config = load(out, "cluster.device=cuda", "drafting.buffer_tokens=400000")
-    with pytest.raises(UserError, match=r"GiB on each GPU and 1 GiB .* or set drafting\.refresh_every=0\.$"):
+    config = load(out, "cluster.device=cuda", "speculation.buffer_tokens=400000")
+    with pytest.raises(UserError, match=r"GiB on each GPU and 1 GiB .* or set speculation\.refresh_every=0\.$"):
         check_config(config)
-    config.drafting.refresh_every, config.drafting.buffer_tokens = 0, 65536
+    config.speculation.refresh_every, config.speculation.buffer_tokens = 0, 65536
     assert check_config(config).draft_memory.actor > 0
 
 
@@ -98,8 +109,8 @@ def test_without_a_draft_its_options_have_no_effect(out: str, tmp_path: Path) ->
     """A policy may be chosen before there is a draft: that is noted, not refused."""
     model = f"model.path={make_model(tmp_path / 'model', replace(SHAPE, max_positions=1024))}"
     for policy in ("adaptive", "uniform", "fixed"):
-        assert check_config(load(out, model, f"drafting={policy}")).draft_memory.engine == 0
-    for option in ("width=2", "refresh_every=2", "buffer_tokens=9999", "collapse_ratio=0.4"):
-        sentence = refusal(out, model, f"drafting.{option}")
-        assert f"drafting.{option} has no effect here: add drafting.path=DIR" in sentence
-    assert "add drafting=fixed" in refusal(out, model, "drafting.tokens=4")
+        assert check_config(load(out, model, f"speculation={policy}")).draft_memory.engine == 0
+    for option in ("topk=2", "refresh_every=2", "buffer_tokens=9999", "collapse_ratio=0.4"):
+        sentence = refusal(out, model, f"speculation.{option}")
+        assert f"speculation.{option} has no effect here: add speculation.draft_model_path=DIR" in sentence
+    assert "add speculation=fixed" in refusal(out, model, "speculation.num_draft_tokens=4")

@@ -51,17 +51,20 @@ def test_without_sglang_one_sentence_says_what_is_missing_and_what_to_do(tmp_pat
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ("drafting=uniform", "use drafting=adaptive, drafting=fixed or drafting=off"),
+        ("speculation=uniform", "use speculation=adaptive, speculation=fixed or speculation=off"),
         ("rollout.sglang.tensor_parallel=3", "use a divisor"),
-        ("rollout.sglang.memory=1.5", "is out of range: it must be above 0 and below 1"),
-        ("drafting.width=2", "drafting.width=2 has no effect here: add rollout.sglang.trees=true"),
-        ("drafting=fixed drafting.tokens=4", "drafting.tokens=4 has no effect here: add rollout.sglang.trees=true"),
-        ("drafting.tail_weight=1.0", "drafting.tail_weight=1.0 has no effect here: add rollout=torch"),
+        ("rollout.sglang.mem_fraction_static=1.5", "is out of range: it must be above 0 and below 1"),
+        ("speculation.topk=2", "speculation.topk=2 has no effect here: add rollout.sglang.trees=true"),
         (
-            "rollout.sglang.trees=true drafting=off",
-            "rollout.sglang.trees=true has no effect here: add drafting=adaptive",
+            "speculation=fixed speculation.num_draft_tokens=4",
+            "speculation.num_draft_tokens=4 has no effect here: add rollout.sglang.trees=true",
         ),
-        ("placement=separate rollout.sglang.sleep=false", "no effect here: add placement=colocated"),
+        ("speculation.tail_weight=1.0", "speculation.tail_weight=1.0 has no effect here: add rollout=torch"),
+        (
+            "rollout.sglang.trees=true speculation=off",
+            "rollout.sglang.trees=true has no effect here: add speculation=adaptive",
+        ),
+        ("placement=separate rollout.sglang.enable_memory_saver=false", "no effect here: add placement=colocated"),
         ("rollout.engines=8 rollout.sglang.tensor_parallel=2", "use at most 4"),
     ],
 )
@@ -70,15 +73,22 @@ def test_what_sglang_cannot_do(overrides: str, words: str, out: str, gpus: None)
 
 
 @pytest.mark.parametrize(
-    "option", ["tensor_parallel=2", "memory=0.4", "sleep=false", "trees=true", "options.page_size=1"]
+    "option",
+    [
+        "tensor_parallel=2",
+        "mem_fraction_static=0.4",
+        "enable_memory_saver=false",
+        "trees=true",
+        "engine_kwargs.page_size=1",
+    ],
 )
 def test_options_of_sglang_count_with_it_only(option: str, out: str) -> None:
-    plus = "+" if option.startswith("options") else ""
+    plus = "+" if option.startswith("engine_kwargs") else ""
     assert "has no effect here: add rollout=sglang" in refusal(f"{plus}rollout.sglang.{option}", out)
 
 
 def test_a_share_of_gpu_memory_is_refused_on_a_cpu(out: str, gpus: None) -> None:
-    assert "add cluster=1n1g" in refusal("rollout=sglang", "rollout.sglang.memory=0.4", out)
+    assert "add cluster=1n1g" in refusal("rollout=sglang", "rollout.sglang.mem_fraction_static=0.4", out)
 
 
 def test_kernels_for_cuda_do_not_run_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,8 +108,10 @@ def test_engines_of_several_gpus(out: str, gpus: None) -> None:
 
 
 def test_trees_read_what_chains_do_not(out: str, gpus: None) -> None:
-    checks.check_config(load(*GPUS, "rollout.sglang.trees=true", "drafting.width=2", "drafting.max_tokens=12", out))
-    fixed = "drafting=fixed", "drafting.tokens=12", "drafting.width=3"
+    checks.check_config(
+        load(*GPUS, "rollout.sglang.trees=true", "speculation.topk=2", "speculation.max_num_draft_tokens=12", out)
+    )
+    fixed = "speculation=fixed", "speculation.num_draft_tokens=12", "speculation.topk=3"
     checks.check_config(load(*GPUS, "rollout.sglang.trees=true", *fixed, out))
 
 

@@ -170,8 +170,11 @@ def test_predictions_are_positive_and_never_fall_whatever_was_measured(
         assert (verify > 0).all() and (np.diff(verify) >= -1e-12 * verify.max()).all()
         drafts = model.draft_seconds(batch, 50 * batch, 2 * batch, np.arange(1, 12), np.arange(11) * batch)
         assert (drafts > 0).all() and (np.diff(drafts) >= -1e-12 * drafts.max()).all()
-        assert float(model.draft_seconds(batch, 50, batch, 0, 0)) == model.drafting(batch, 50, batch, 0, 0) == 0.0
-        one_by_one = [model.drafting(batch, 50 * batch, 2 * batch, d, (d - 1) * batch) for d in range(1, 12)]
+        assert float(model.draft_seconds(batch, 50, batch, 0, 0)) == 0.0
+        assert model.draft_seconds_scalar(batch, 50, batch, 0, 0) == 0.0
+        one_by_one = [
+            model.draft_seconds_scalar(batch, 50 * batch, 2 * batch, d, (d - 1) * batch) for d in range(1, 12)
+        ]
         assert one_by_one == pytest.approx(drafts)
 
 
@@ -219,9 +222,9 @@ def test_a_profile_whose_backlog_is_its_batch_tells_drafting_apart() -> None:
     model = CostModel()
     model.fit(measured)
     for step in measured:
-        predicted = model.drafting(step.batch, step.kv_tokens, step.backlog, step.depth, step.drafted)
+        predicted = model.draft_seconds_scalar(step.batch, step.kv_tokens, step.backlog, step.depth, step.drafted)
         assert predicted == pytest.approx(step.draft_seconds, rel=0.25)
-    unread = [model.drafting(8, 800, backlog, 1, 0) for backlog in (8, 16, 32)]
+    unread = [model.draft_seconds_scalar(8, 800, backlog, 1, 0) for backlog in (8, 16, 32)]
     assert unread == pytest.approx([4.6e-3, 6.2e-3, 9.4e-3], rel=0.25), "a backlog costs as a batch of its size does"
 
 

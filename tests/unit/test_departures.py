@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rlhfspec_mega.rollout.migration import departures
-from rlhfspec_mega.rollout.migration.messages import Orders
+from rlhfspec_mega.rollout.migration.messages import MigrationOrders
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.types import GenerationResult
@@ -18,16 +18,16 @@ def test_a_sample_that_ends_while_another_is_handed_over_stays(monkeypatch: pyte
     """It was copied in part, and the other, which came later and is shorter, to its end."""
     first, second, (long,) = begin(1)
     monkeypatch.setattr(departures, "COPY_SHARE", 0.0)
-    monkeypatch.setattr(TorchEngine, "least_copy", 2 * first.engine.kv_layout(1).bytes + 1)  # two rows, and a third
+    monkeypatch.setattr(TorchEngine, "min_copy_bytes", 2 * first.engine.kv_layout(1).bytes + 1)  # two rows, and a third
     for _ in range(7):
-        first.advance([], 0.0, Orders())
+        first.advance([], 0.0, MigrationOrders())
     short = replace(long, sample_id="4.0", group_id="4", prompt_tokens=(1,))
-    first.advance([SampleSnapshot(short, [], [], [])], 0.0, Orders())
+    first.advance([SampleSnapshot(short, [], [], [])], 0.0, MigrationOrders())
     export, ended = first.engine.export_sample, list[GenerationResult]()
 
     def slowly(sample_id: str, with_kv: bool = True) -> SampleSnapshot:
         snapshot = export(sample_id, with_kv)
-        while first.engine.holds(long.sample_id):
+        while first.engine.has_sample(long.sample_id):
             ended.extend(first.engine.poll(0.0))
         return snapshot
 
@@ -35,4 +35,4 @@ def test_a_sample_that_ends_while_another_is_handed_over_stays(monkeypatch: pyte
     reports = advance(first, lambda report: report.migration.kept, order(second, long, short))
     assert reports[-1].migration.kept == [long.sample_id] and not any(report.finished for report in reports)
     assert [result.tokens for result in ended] == [alone([long])[long.sample_id].tokens]
-    assert not first.engine.holds(short.sample_id)
+    assert not first.engine.has_sample(short.sample_id)

@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from rlhfspec_mega import trainer
-from rlhfspec_mega.config.schema import DraftingConfig, RolloutConfig
+from rlhfspec_mega.config.schema.generation import RolloutConfig, SpeculationConfig
 from rlhfspec_mega.draft.directory import write_draft
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.torch_engine.profile import profile
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, TensorInfo, WeightTarget
-from rlhfspec_mega.workers.engine import TorchEngineWorker
+from rlhfspec_mega.workers.torch_engine import TorchEngineWorker
 from tests.near_tie import assert_same
 from tests.unit.test_speculation import DRAFT, draft_weights, send_draft
 from tests.unit.test_torch_engine import JUDGE, REQUESTS, SHAPE, WEIGHTS, alone, one_thread, send_weights
 
 __all__ = ["alone", "one_thread"]
-LIMITS = RolloutConfig(max_prompt_tokens=37, max_new_tokens=35, slots=4)
+LIMITS = RolloutConfig(max_prompt_tokens=37, max_new_tokens=35, max_running_requests=4)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def any_algorithm():
 
 
 def make_worker(draft: Path, state: Any = None, limits: RolloutConfig = LIMITS, **given: Any) -> TorchEngineWorker:
-    config = DraftingConfig(policy="fixed", depth=2, tokens=4)  # drafts in every step
+    config = SpeculationConfig(policy="fixed", num_steps=2, num_draft_tokens=4)  # drafts in every step
     worker = TorchEngineWorker(
         SHAPE, limits, "float32", "cpu", draft=draft, drafting=config, drafting_state=state, **given
     )
@@ -71,7 +71,7 @@ def learnt(draft) -> dict[str, Any]:
 def test_a_worker_measures_costs_once_and_gives_the_tokens_of_plain_decoding(alone, draft, monkeypatch):
     profiles = []
     monkeypatch.setattr(
-        "rlhfspec_mega.workers.engine.profile", lambda engine: profiles.append(profile(engine)) or profiles[-1]
+        "rlhfspec_mega.workers.torch_engine.profile", lambda engine: profiles.append(profile(engine)) or profiles[-1]
     )
     worker = make_worker(draft)
     before = worker.drafting_state()
@@ -87,7 +87,7 @@ def test_a_worker_measures_costs_once_and_gives_the_tokens_of_plain_decoding(alo
 def test_what_was_learnt_is_taken_up_only_where_it_holds(draft, tmp_path, learnt, change):
     given: dict[str, Any] = {"state": learnt}
     if change == "slots":
-        given["limits"] = RolloutConfig(max_prompt_tokens=37, max_new_tokens=35, slots=5)
+        given["limits"] = RolloutConfig(max_prompt_tokens=37, max_new_tokens=35, max_running_requests=5)
     elif change == "dtype":
         given["state"] = learnt | {"key": learnt["key"].replace("float32", "bfloat16")}
     elif change == "draft":
@@ -153,6 +153,6 @@ def test_a_full_disk_costs_what_was_learnt_and_not_the_run(monkeypatch):
 
 
 def test_a_prompt_and_a_response_of_one_token_each(draft):
-    worker = make_worker(draft, limits=RolloutConfig(max_prompt_tokens=1, max_new_tokens=1, slots=2))
+    worker = make_worker(draft, limits=RolloutConfig(max_prompt_tokens=1, max_new_tokens=1, max_running_requests=2))
     (result,) = decode(worker, [GenerationRequest("0", "0", (3,), 7, 1)]).values()
     assert len(result.tokens) == 1

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.cluster.supervised import Group
-from rlhfspec_mega.config.schema import ActorConfig
+from rlhfspec_mega.config.schema.training import ActorConfig
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.resharding.buckets import Bucket, plan_buckets

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlhfspec_mega.bootstrap.first_draft import DraftRecipe, make_draft
+from rlhfspec_mega.bootstrap.start import RECIPES, first_draft, start_draft
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.model_shape import BYTE_VOCABULARY
 from rlhfspec_mega.config.notes import notes
 from rlhfspec_mega.draft.directory import load_draft, load_target_ids
 from rlhfspec_mega.draft.distillation import Target, accepted_by_depth, initial_draft
 from rlhfspec_mega.draft.examples import collect_examples
-from rlhfspec_mega.making.first_draft import DraftRecipe, make_draft
-from rlhfspec_mega.making.start import RECIPES, first_draft, start_draft
 from rlhfspec_mega.models.hf_directory import write_directory
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer
@@ -55,11 +55,12 @@ def test_a_first_draft_is_better_than_a_random_one_and_knows_the_frequent_tokens
 
 
 def test_a_model_from_elsewhere_decodes_plainly_until_a_draft_is_made_for_it(tmp_path):
+    make_tokenized(tmp_path, SHAPE)
     config = load_config([f"model.path={tmp_path}"])
     assert start_draft(config, tmp_path, Console(1, stream=io.StringIO())) is None
     note = next(note for note in notes(config) if "decodes plainly" in note)
-    assert f"python -m tools.train_draft --model {tmp_path} --out DIR, and add drafting.path=DIR" in note
-    given = load_config([f"model.path={tmp_path}", "drafting.path=there"])
+    assert f"python -m tools.train_draft --model {tmp_path} --out DIR, and add speculation.draft_model_path=DIR" in note
+    given = load_config([f"model.path={tmp_path}", "speculation.draft_model_path=there"])
     assert start_draft(given, tmp_path, Console(1, stream=io.StringIO())) == Path("there")
     assert not any("decodes plainly" in note for note in notes(given))
 
@@ -78,7 +79,7 @@ def test_a_first_draft_is_made_once(cached, monkeypatch):
     directory = first_draft(config, model, console)
     made = (directory / "model.safetensors").read_bytes()
     assert made and [path.name for path in directory.parent.iterdir() if path.is_dir()] == [directory.name]
-    monkeypatch.setattr("rlhfspec_mega.making.start.make_draft", None)
+    monkeypatch.setattr("rlhfspec_mega.bootstrap.start.make_draft", None)
     assert first_draft(config, model, console) == directory
     assert (directory / "model.safetensors").read_bytes() == made
 
@@ -94,7 +95,7 @@ def test_of_two_first_runs_the_draft_of_the_quicker_stays(cached, monkeypatch):
         quicker.mkdir()
         (quicker / "config.json").write_text("quicker")
 
-    monkeypatch.setattr("rlhfspec_mega.making.start.make_draft", overtaken)
+    monkeypatch.setattr("rlhfspec_mega.bootstrap.start.make_draft", overtaken)
     directory = first_draft(config, model, console)
     assert (directory / "config.json").read_text() == "quicker"
     assert [path.name for path in directory.parent.iterdir() if path.is_dir()] == [directory.name]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,9 +22,10 @@ LAYERS = {
     "config": 3,  # checks and sizes read shapes and plans
     "config.schema": 0,
     "config.import_path": 0,
+    "config.option": 0,
     "models.shape": 0,
     "draft.shape": 0,
-    "algorithm": 1,
+    "rl": 1,
     "planning": 1,
     "sampling": 1,
     "data": 2,
@@ -39,7 +43,7 @@ LAYERS = {
     "generation": 5,
     "algorithms": 5,
     "checkpoints": 5,
-    "making": 5,
+    "bootstrap": 5,
     "run": 5,
     "startup": 5,
     "stop": 0,
@@ -47,7 +51,7 @@ LAYERS = {
 }
 # These see only themselves and layer 0 or what is named.
 SECLUDED = {
-    "algorithm": (),
+    "rl": (),
     "planning": (),
     "sampling": (),
     "observe": (),
@@ -139,7 +143,7 @@ def test_module_obeys_the_map(file: Path) -> None:
         ("rollout.manager", "from rlhfspec_mega.trainer import run", "imports upward: trainer"),
         ("observe.console", "from rlhfspec_mega.cluster.local import Cluster", "imports upward: cluster"),
         ("observe.console", "from rlhfspec_mega.models.transformer import X", "may import only itself"),
-        ("planning.memory", "from rlhfspec_mega.algorithm.loss import x", "may import only itself"),
+        ("planning.memory", "from rlhfspec_mega.rl.loss import x", "may import only itself"),
         ("planning.memory", "import torch", "must not import torch"),
         ("config.checks", "from torch import cuda", "must not import torch"),
         ("resharding.buckets", "from megatron.core import parallel_state", "must not import megatron"),
@@ -164,6 +168,13 @@ def test_a_forbidden_import_is_found(module: str, line: str, words: str) -> None
 )
 def test_a_permitted_import_is_let_through(module: str, line: str) -> None:
     assert violations(module, line) == []
+
+
+def test_a_training_rank_starts_without_torchs_compiler() -> None:
+    """On a CPU, where nothing is compiled: see megatron.quick_start, which only helps if it is imported first."""
+    line = "import sys, rlhfspec_mega.workers.megatron; sys.exit('torch._inductor.compile_fx' in sys.modules)"
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    assert subprocess.run([sys.executable, "-c", line], cwd=ROOT, env=environment, check=False).returncode == 0
 
 
 def test_the_command_imports_nothing_heavy_at_the_top() -> None:

@@ -96,7 +96,7 @@ def spec(name: str, **arguments: Any) -> WorkerSpec:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
-    made = local_cluster(tmp_path, deadline_seconds=20)
+    made = local_cluster(tmp_path, call_timeout=20)
     yield made
     made.close()
 
@@ -169,7 +169,7 @@ def pid(number: int) -> int:
 
 def test_a_stopped_worker_ends_the_wait_with_its_stacks(tmp_path: Path) -> None:
     """It falls silent long before the deadline, and is woken to show where it stood."""
-    cluster = local_cluster(tmp_path, silence_seconds=3.0)
+    cluster = local_cluster(tmp_path, heartbeat_timeout=3.0)
     try:
         group = cluster.launch("echo", [spec("a"), spec("b")])
         cluster.wait_started()

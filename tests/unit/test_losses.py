@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfspec_mega.algorithm.losses import (
+from rlhfspec_mega.config.schema.training import AlgorithmConfig
+from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.rl.losses import (
     TokenInputs,
     clipped_policy_loss,
     kl_estimate,
@@ -17,8 +19,6 @@ from rlhfspec_mega.algorithm.losses import (
     token_losses,
     truncated_importance_weight,
 )
-from rlhfspec_mega.config.schema import AlgorithmConfig
-from rlhfspec_mega.errors import UserError
 
 
 def vector(*values: float) -> torch.Tensor:
@@ -50,7 +50,7 @@ def test_gradients_against_finite_differences():
     old, reference, engine = (torch.randn(6, dtype=torch.float64) * 0.3 - 1 for _ in range(3))
     advantages = torch.randn(6, dtype=torch.float64)
     new = (old + 0.4 * torch.randn(6, dtype=torch.float64)).requires_grad_()
-    config = AlgorithmConfig(kl_coef=0.0, importance_cap=1.1)
+    config = AlgorithmConfig(kl_coef=0.0, tis_clip=1.1)
 
     def total(logprobs: torch.Tensor) -> torch.Tensor:
         inputs = TokenInputs(logprobs, old, advantages, engine, reference)
@@ -104,7 +104,7 @@ def test_terms_add_up_and_metrics_carry_no_gradient():
         reference_logprobs=vector(-1.3, -0.9, -1.0),
         entropy=vector(0.3, 0.2, 0.1),
     )
-    config = AlgorithmConfig(kl_coef=0.1, kl_estimator="k1", importance_cap=1.5, clip_low=0.2, clip_high=0.3)
+    config = AlgorithmConfig(kl_coef=0.1, kl_loss_type="k1", tis_clip=1.5, clip_ratio_low=0.2, clip_ratio_high=0.3)
     loss, metrics = token_losses(inputs, config)
     ratio = [1.0, math.exp(0.5), math.exp(-0.8)]
     weight, kl = [1.0, 1.5, math.exp(-0.1)], [0.3, -0.1, 0.0]
@@ -115,7 +115,7 @@ def test_terms_add_up_and_metrics_carry_no_gradient():
     assert metrics["clip_fraction"].tolist() == [0.0, 1.0, 1.0]
     assert metrics["approx_kl"].tolist() == pytest.approx([r - 1 - math.log(r) for r in ratio])
     assert metrics["kl"].tolist() == pytest.approx(kl)
-    assert metrics["importance_weight"].tolist() == pytest.approx(weight)
+    assert metrics["tis_weight"].tolist() == pytest.approx(weight)
     assert metrics["entropy"].tolist() == [0.3, 0.2, 0.1]
     assert not any(metric.requires_grad for metric in metrics.values())
 
@@ -124,4 +124,4 @@ def test_kl_in_the_reward_leaves_the_loss_alone():
     inputs = TokenInputs(vector(-1.0), vector(-1.0), vector(2.0), reference_logprobs=vector(-3.0))
     loss, metrics = token_losses(inputs, AlgorithmConfig(kl_in="reward", kl_coef=5.0))
     assert loss.item() == -2.0 and metrics["kl"].item() == pytest.approx(math.exp(-2.0) + 1.0)
-    assert "importance_weight" not in metrics and "entropy" not in metrics
+    assert "tis_weight" not in metrics and "entropy" not in metrics

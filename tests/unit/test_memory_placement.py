@@ -29,13 +29,14 @@ from rlhfspec_mega.planning.memory import (
     engine_memory,
     weights_per_rank,
 )
-from rlhfspec_mega.planning.placement import ACTOR, ENGINE, Wishes, colocated, separate
+from rlhfspec_mega.planning.placement import ACTOR, ENGINE, PlacementRequest, colocated, separate
 from rlhfspec_mega.rollout.torch_engine.cache import KVCache
 from rlhfspec_mega.rollout.torch_engine.drafter import Drafter
 
 
 def shape_of(model: str) -> ModelShape:
-    return model_shape(load_config([f"model={model}"]).model)
+    hardware = [] if model in ("tiny", "small") else ["cluster=8n8g"]
+    return model_shape(load_config([f"model={model}", *hardware]).model)
 
 
 def plan(**changes: object) -> ActorPlan:
@@ -238,16 +239,16 @@ def test_parallelism_and_recomputation_lower_the_estimate() -> None:
 
 @given(devices=st.integers(1, 16), actor=st.integers(1, 16), engines=st.integers(1, 16), each=st.integers(1, 4))
 def test_placements(devices: int, actor: int, engines: int, each: int) -> None:
-    wishes = Wishes(devices, actor, 1, engines, each)
+    request = PlacementRequest(devices, actor, 1, engines, each)
     for make, possible in (
         (colocated, actor <= devices and engines * each <= devices),
         (separate, -(-actor // each) * each + engines * each <= devices),
     ):
         if not possible:
             with pytest.raises(UserError):
-                make(wishes)
+                make(request)
             continue
-        made = make(wishes)
+        made = make(request)
         assert made.devices(ACTOR) == [(device,) for device in range(actor)]
         own = made.devices(ENGINE)
         assert len(own) == engines and made.devices("critic") == []
@@ -257,17 +258,17 @@ def test_placements(devices: int, actor: int, engines: int, each: int) -> None:
         assert len({*held}) == engines * each and max(held) < devices
         shared = set(range(actor)) & {*held}
         assert shared == (set() if make is separate else set(range(min(actor, engines * each))))
-        assert made.shares(ACTOR, ENGINE) == made.shares(ENGINE, ACTOR) == bool(shared)
+        assert made.share_device(ACTOR, ENGINE) == made.share_device(ENGINE, ACTOR) == bool(shared)
 
 
 @given(devices=st.integers(2, 16), copy=st.integers(1, 8))
 def test_where_no_numbers_are_given_the_room_is_filled(devices: int, copy: int) -> None:
-    wishes = Wishes(devices, copy)
+    request = PlacementRequest(devices, copy)
     if copy <= devices:
-        made = colocated(wishes)
+        made = colocated(request)
         assert devices - copy < len(made.devices(ACTOR)) <= devices and len(made.devices(ENGINE)) == devices
     if copy < devices:
-        made = separate(wishes)
+        made = separate(request)
         ranks = len(made.devices(ACTOR))
         assert ranks == copy * max(1, (devices - devices // 2) // copy)
         assert len(made.devices(ENGINE)) == devices - ranks
@@ -275,4 +276,4 @@ def test_where_no_numbers_are_given_the_room_is_filled(devices: int, copy: int) 
 
 def test_separate_without_room_for_an_engine_says_how_many_devices() -> None:
     with pytest.raises(UserError, match=r"cluster\.devices_per_node=3"):
-        separate(Wishes(devices=2, copy=2))
+        separate(PlacementRequest(devices=2, copy_devices=2))

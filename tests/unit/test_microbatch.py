@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfspec_mega.algorithm.experience import Experience
-from rlhfspec_mega.algorithm.microbatch import WEIGHTS, Shard, same_shape
 from rlhfspec_mega.cluster.message import pack, unpack
+from rlhfspec_mega.rl.experience import Experience
+from rlhfspec_mega.rl.microbatch import WEIGHTS, Shard, same_shape
 
 
 @st.composite

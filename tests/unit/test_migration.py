@@ -21,13 +21,13 @@ from rlhfspec_mega.planning.rollout_state import Move, Plan, RolloutState
 from rlhfspec_mega.rollout.assignment import Assignment
 from rlhfspec_mega.rollout.migration import departures
 from rlhfspec_mega.rollout.migration.arrivals import Arrivals
-from rlhfspec_mega.rollout.migration.messages import MigrationOrder, Orders
+from rlhfspec_mega.rollout.migration.messages import MigrationOrder, MigrationOrders
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.reallocation import Reallocation
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.types import EngineReport, GenerationRequest, GenerationResult
-from rlhfspec_mega.workers.engine import TorchEngineWorker
 from rlhfspec_mega.workers.serving import EngineWorker
+from rlhfspec_mega.workers.torch_engine import TorchEngineWorker
 from tests.engine_pool import Pool, generate, make_engine, opened, request
 from tests.near_tie import assert_same
 from tests.random_trees import RandomTrees
@@ -75,7 +75,7 @@ def troubled(draws: random.Random, slow: float, cancelled: float) -> Iterator[No
         slow: chance that an engine does not yet see at a step what was sent to it.
         cancelled: of a move's being called off.
     """
-    turn, order = Arrivals.turn, departures.Departures.order
+    turn, order = Arrivals.on_step_boundary, departures.Departures.order
 
     def late(self: Arrivals) -> None:
         if draws.random() >= slow:
@@ -83,11 +83,11 @@ def troubled(draws: random.Random, slow: float, cancelled: float) -> Iterator[No
 
     def doomed(self: departures.Departures, one: MigrationOrder) -> None:
         order(self, one)
-        if one.sample_id in self._leaving and draws.random() < cancelled:
-            self._leaving[one.sample_id].deadline = 0.0
+        if one.sample_id in self._outgoing and draws.random() < cancelled:
+            self._outgoing[one.sample_id].deadline = 0.0
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Arrivals, "turn", late)
+        patched.setattr(Arrivals, "on_step_boundary", late)
         patched.setattr(departures.Departures, "order", doomed)
         yield
 
@@ -184,26 +184,26 @@ def begin(count: int, tokens: int = 14) -> tuple[TorchEngineWorker, TorchEngineW
         engine.clear()
     first, second = ENGINES[:2]
     requests = [replace(request(3, member), ignore_stop=True, max_new_tokens=tokens) for member in range(count)]
-    first.meet(1.0), second.meet(1.0)
-    first.advance([SampleSnapshot(one, [], [], []) for one in requests], 0.0, Orders())
+    first.join_migration(1.0), second.join_migration(1.0)
+    first.advance([SampleSnapshot(one, [], [], []) for one in requests], 0.0, MigrationOrders())
     return first, second, requests
 
 
-def order(destination: TorchEngineWorker, *samples: GenerationRequest) -> Orders:
+def order(destination: TorchEngineWorker, *samples: GenerationRequest) -> MigrationOrders:
     assert destination.migration is not None
-    return Orders([MigrationOrder(one.sample_id, destination.migration.address) for one in samples])
+    return MigrationOrders([MigrationOrder(one.sample_id, destination.migration.address) for one in samples])
 
 
-def advance(engine: TorchEngineWorker, until: Any, orders: Orders | None = None) -> list[EngineReport]:
+def advance(engine: TorchEngineWorker, until: Any, orders: MigrationOrders | None = None) -> list[EngineReport]:
     """Reports until one satisfies a condition."""
-    reports, end = [engine.advance([], 0.0, orders or Orders())], time.monotonic() + 10
+    reports, end = [engine.advance([], 0.0, orders or MigrationOrders())], time.monotonic() + 10
     while not until(reports[-1]):
         assert time.monotonic() < end
-        reports.append(engine.advance([], 0.0, Orders()))
+        reports.append(engine.advance([], 0.0, MigrationOrders()))
     return reports
 
 
-def arriving(engine: TorchEngineWorker, orders: Orders) -> EngineReport:
+def arriving(engine: TorchEngineWorker, orders: MigrationOrders) -> EngineReport:
     """The report of sample 3.0's arrival, after few steps: threads receive it."""
     assert engine.migration is not None
     for _ in range(8):
@@ -227,17 +227,19 @@ def alone(requests: Sequence[GenerationRequest]) -> dict[str, GenerationResult]:
 
 
 def test_the_source_decodes_on_and_a_sample_is_whole_where_it_lands() -> None:
-    first, second, requests = begin(2)
+    first, second, requests = begin(2, tokens=20)
+    for _ in range(4):  # more positions than can be copied before the next step
+        first.advance([], 0.0, MigrationOrders())
     arrived = None
     with pytest.MonkeyPatch.context() as slowly:  # else a busy machine may copy all of it within this step
-        slowly.setattr(TorchEngine, "least_copy", 1)
+        slowly.setattr(TorchEngine, "min_copy_bytes", 1)
         slowly.setattr(departures, "COPY_SHARE", 0.0)
         report = first.advance([], 0.0, order(second, requests[0]))
     assert report.unfinished == 2 and [gain.sample_id for gain in report.progress] == ["3.0", "3.1"]
     for _ in range(10):  # fewer steps than the samples have
-        first.advance([], 0.0, Orders())
+        first.advance([], 0.0, MigrationOrders())
         time.sleep(0.1)  # threads receive
-        arrived = next(iter(second.advance([], 0.0, Orders()).migration.arrived), None)
+        arrived = next(iter(second.advance([], 0.0, MigrationOrders()).migration.arrived), None)
         if arrived:
             break
     assert arrived is not None and arrived.sample_id == "3.0"
@@ -249,20 +251,20 @@ def test_the_source_decodes_on_and_a_sample_is_whole_where_it_lands() -> None:
 
 
 def test_a_sample_that_ends_while_it_is_copied_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TorchEngine, "least_copy", 1)  # copying takes longer than the sample lasts
+    monkeypatch.setattr(TorchEngine, "min_copy_bytes", 1)  # copying takes longer than the sample lasts
     monkeypatch.setattr(departures, "COPY_SHARE", 0.0)
     first, second, requests = begin(1, tokens=3)
     reports = [first.advance([], 0.0, order(second, requests[0]))]
     reports += advance(first, lambda report: report.migration.kept)
     assert [result.sample_id for report in reports for result in report.finished] == ["3.0"]
-    assert second.advance([], 0.0, Orders()).unfinished == 0
+    assert second.advance([], 0.0, MigrationOrders()).unfinished == 0
 
 
 def test_a_destination_that_dies_before_it_acknowledges_gives_the_sample_back() -> None:
     first, second, requests = begin(2)
     first.advance([], 0.0, order(second, *requests))
-    while not first.migration.undecided:  # sent, and nobody takes them
-        first.advance([], 0.0, Orders())
+    while not first.migration.unacknowledged:  # sent, and nobody takes them
+        first.advance([], 0.0, MigrationOrders())
     second.clear(), second.leave()
     reports = advance(first, lambda report: report.unfinished == 0)
     results = {result.sample_id: result for report in reports for result in report.finished}
@@ -275,13 +277,13 @@ def test_a_destination_that_dies_in_a_hand_over_keeps_no_sample(monkeypatch: pyt
     """Several are ready to leave for it: the first one's failure concerns them all."""
     first, second, requests = begin(3)
     first.advance([], 0.0, order(second, *requests))
-    leaving = first.migration._departures._leaving
+    leaving = first.migration._departures._outgoing
     assert len(leaving) == 3 and all(one.caught_up for one in leaving.values())
 
     def broken(*_: object) -> None:
         raise ConnectionError("gone")
 
-    monkeypatch.setattr(departures.Outlet, "send", broken)
+    monkeypatch.setattr(departures.Outbox, "send", broken)
     reports = advance(first, lambda report: report.unfinished == 0)
     results = {result.sample_id: result.tokens for report in reports for result in report.finished}
     assert results == {name: result.tokens for name, result in alone(requests).items()}
@@ -291,24 +293,24 @@ def test_a_destination_that_dies_in_a_hand_over_keeps_no_sample(monkeypatch: pyt
 def test_a_sample_that_comes_while_another_engine_is_cut_off_is_acknowledged() -> None:
     first, second, requests = begin(1)
     third = ENGINES[2]
-    third.clear(), third.meet(1.0)
+    third.clear(), third.join_migration(1.0)
     dead = third.migration.address.name
     first.advance([], 0.0, order(second, requests[0]))
-    while not first.migration.undecided:
-        first.advance([], 0.0, Orders())
-    arriving(second, Orders(cut=[dead]))
+    while not first.migration.unacknowledged:
+        first.advance([], 0.0, MigrationOrders())
+    arriving(second, MigrationOrders(dead_sources=[dead]))
     advance(first, lambda report: report.migration.departed == ["3.0"])
 
 
 def test_a_sample_that_is_sent_on_before_it_found_a_slot_has_not_landed() -> None:
     first, second, requests = begin(1)
     others = [replace(request(4, member), ignore_stop=True, max_new_tokens=14) for member in range(3)]
-    second.advance([SampleSnapshot(one, [], [], []) for one in others], 0.0, Orders())
+    second.advance([SampleSnapshot(one, [], [], []) for one in others], 0.0, MigrationOrders())
     first.advance([], 0.0, order(second, requests[0]))
-    advance(first, lambda report: first.migration.undecided > 0)
-    reports = [arriving(second, Orders())]
-    assert second.engine.waits("3.0")
-    reports += advance(second, lambda report: not second.engine.holds("3.0"), order(first, requests[0]))
+    advance(first, lambda report: first.migration.unacknowledged > 0)
+    reports = [arriving(second, MigrationOrders())]
+    assert second.engine.is_waiting("3.0")
+    reports += advance(second, lambda report: not second.engine.has_sample("3.0"), order(first, requests[0]))
     assert not [landing for one in reports for landing in one.migration.landings]
 
 
@@ -327,13 +329,13 @@ def test_a_sample_that_comes_with_its_kv_does_not_wait_for_the_prompts_of_others
 
 def test_an_engine_without_samples_brings_the_next_plan_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, requests = begin(1)
-    meetings = {0: first.meet(1.0), 1: second.meet(1.0)}
+    peers = {0: first.join_migration(1.0), 1: second.join_migration(1.0)}
     now, spent = [0.0], itertools.count(step=0.01)  # a plan takes 10 ms, of which the first counts a tenth
     clock = SimpleNamespace(monotonic=lambda: now[0], thread_time=lambda: next(spent))
     monkeypatch.setattr("rlhfspec_mega.rollout.reallocation.time", clock)
     reallocation = moving(0)
-    reallocation.begin(requests, meetings)
-    work = Assignment(requests, 2, [0, 1], opened(requests), repeat=False)
+    reallocation.begin(requests, peers)
+    work = Assignment(requests, 2, [0, 1], opened(requests), deterministic=False)
     work.take(0), work.take(1)
     assert reallocation.due(urgent=False)
     reallocation.plan(work, [0, 1], None)
@@ -346,16 +348,16 @@ def test_an_engine_without_samples_brings_the_next_plan_forward(monkeypatch: pyt
 def test_what_a_rollout_that_was_given_up_still_sends_is_left_aside() -> None:
     first, second, requests = begin(1)
     first.advance([], 0.0, order(second, requests[0]))
-    while not first.migration.undecided:
-        first.advance([], 0.0, Orders())
-    second.meet(1.0)  # a new rollout, before the message was looked at
+    while not first.migration.unacknowledged:
+        first.advance([], 0.0, MigrationOrders())
+    second.join_migration(1.0)  # a new rollout, before the message was looked at
     time.sleep(0.05)
-    assert second.advance([], 0.0, Orders()).unfinished == 0
+    assert second.advance([], 0.0, MigrationOrders()).unfinished == 0
 
 
 def test_a_late_order_comes_to_nothing() -> None:
     first, second, requests = begin(1)
-    report = first.advance([], 0.0, Orders([MigrationOrder("unknown", second.migration.address)]))
+    report = first.advance([], 0.0, MigrationOrders([MigrationOrder("unknown", second.migration.address)]))
     assert report.migration.kept == ["unknown"] and report.unfinished == 1
     first.migration._departures._seconds = 0.0
     reports = [first.advance([], 0.0, order(second, requests[0]))]
@@ -369,7 +371,7 @@ def test_prefilling_again_is_chosen_where_it_is_cheaper() -> None:
     orders = order(second, requests[0])
     orders.moves = [orders.moves[0]._replace(prefill_seconds=0.0)]
     first.advance([], 0.0, orders)
-    reports = [second.advance([], 0.02, Orders(expects=True)) for _ in range(100)]
+    reports = [second.advance([], 0.02, MigrationOrders(expects_arrivals=True)) for _ in range(100)]
     landings = [landing for report in reports for landing in report.migration.landings]
     assert [(one.settled_bytes, one.delta_bytes) for one in landings] == [(0, 0)]
     tokens = [result.tokens for report in reports for result in report.finished]

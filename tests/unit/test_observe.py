@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfspec_mega.config.schema import LoggerConfig
+from rlhfspec_mega.config.schema.system import LoggerConfig
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.observe.console import Console
 from rlhfspec_mega.observe.figures import drafting_metrics
@@ -198,18 +198,18 @@ def test_steps_cut_from_rollouts_keep_unescaped_separators(tmp_path: Path) -> No
 
 
 def rows(steps: int) -> list[dict[str, float | None]]:
-    before: dict[str, float | None] = {"step": 0, "eval_exact": 0.3, "seconds/evaluate": 1.0}
+    before: dict[str, float | None] = {"step": 0, "val/exact_mean": 0.3, "timing_s/evaluate": 1.0}
     return [
         before,
         *(
             {
                 "step": i,
-                "reward": i / 10,
-                "exact": i / 20,
-                "generated_tokens": 100.0,
-                "seconds/generate": 2.0,
-                "logprob_difference_mean": None if i == 2 else 1e-5,
-                **({"eval_exact": 0.5} if i == steps else {}),
+                "rollout/reward_mean": i / 10,
+                "rollout/exact_mean": i / 20,
+                "rollout/generated_tokens": 100.0,
+                "timing_s/generate": 2.0,
+                "rollout/logprob_diff_mean": None if i == 2 else 1e-5,
+                **({"val/exact_mean": 0.5} if i == steps else {}),
             }
             for i in range(1, steps + 1)
         ),
@@ -279,7 +279,12 @@ class Terminal(io.StringIO):
         return True
 
 
-METRICS = {"reward": 0.25, "response_length_max": 300.0, "entropy": 1.5, "seconds/generate": 2.0}
+METRICS = {
+    "rollout/reward_mean": 0.25,
+    "rollout/response_length_max": 300.0,
+    "actor/entropy": 1.5,
+    "timing_s/generate": 2.0,
+}
 
 
 def test_console_writes_one_plain_line_per_step_elsewhere() -> None:
@@ -288,7 +293,7 @@ def test_console_writes_one_plain_line_per_step_elsewhere() -> None:
         console.table("Sizes", [("engines", "2", "torch")])
         console.phase("generate")
         console.step(1, METRICS)
-        console.step(2, METRICS | {"eval_exact": 0.5})
+        console.step(2, METRICS | {"val/exact_mean": 0.5})
         console.note("[not] markup")
     lines = stream.getvalue().splitlines()
     assert "\x1b" not in stream.getvalue() and "engines" in stream.getvalue()

@@ -13,7 +13,7 @@ import pytest
 
 from rlhfspec_mega.config import output_dir as output_dir_module
 from rlhfspec_mega.config.output_dir import claimed_output_dir, output_dir
-from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.errors import UserError
 from tests.unit.test_config import ROOT, load, refusal
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlhfspec_mega.config.schema import DraftingConfig
+from rlhfspec_mega.config.schema.generation import SpeculationConfig
 from rlhfspec_mega.observe.figures import BY_VERIFIED, collapse_notes, drafting_figures, drafting_metrics
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
@@ -15,10 +15,10 @@ from rlhfspec_mega.planning.oversight import (
     CONTROL_EVERY,
     CONTROL_STEPS,
     FIRST_CONTROL,
-    LEAST,
-    LEAST_OF_TRIAL,
+    TRIAL_SIZE,
+    WINDOW_SIZE,
     CollapseWatch,
-    OverseenPolicy,
+    MonitoredPolicy,
 )
 from rlhfspec_mega.planning.strategy import Fixed, make_policy
 from rlhfspec_mega.planning.tree import ROOT, Batch, DraftTree, StepRecord
@@ -45,7 +45,7 @@ def step(accepted: int, seconds: float = 1.0, drafted: bool = True) -> StepRecor
     return StepRecord(batch(), tree, chosen, hits, 0, 0.0, seconds, hits)
 
 
-def feed(watch: CollapseWatch, accepted: int, window: int = LEAST) -> None:
+def feed(watch: CollapseWatch, accepted: int, window: int = WINDOW_SIZE) -> None:
     for _ in range(window // SIZE):
         watch.count(SIZE, accepted)
 
@@ -60,11 +60,11 @@ def test_a_collapse_stops_drafting_until_an_update_mends_it() -> None:
     assert watch.collapsed and watch.rate == pytest.approx(0.3) and not watch.may_draft
     watch.weights_changed()
     assert watch.collapsed and watch.may_draft, "new weights are tried"
-    feed(watch, 3, LEAST_OF_TRIAL)
+    feed(watch, 3, TRIAL_SIZE)
     assert watch.collapsed and not watch.may_draft
     usual = watch.usual
     watch.weights_changed()
-    feed(watch, 6, LEAST_OF_TRIAL)
+    feed(watch, 6, TRIAL_SIZE)
     assert not watch.collapsed and watch.may_draft and watch.usual == usual, "a trial is too short to become usual"
     feed(watch, 8)
     assert watch.usual != usual
@@ -73,7 +73,7 @@ def test_a_collapse_stops_drafting_until_an_update_mends_it() -> None:
 def test_an_update_begins_a_new_window() -> None:
     watch = CollapseWatch(ratio=0.5)
     feed(watch, 8)
-    for _ in range(LEAST // SIZE - 1):
+    for _ in range(WINDOW_SIZE // SIZE - 1):
         watch.count(SIZE, 0)
     watch.weights_changed()
     feed(watch, 8)
@@ -81,28 +81,28 @@ def test_an_update_begins_a_new_window() -> None:
 
 
 def test_tokens_are_judged_whether_or_not_they_are_verified() -> None:
-    policy, unverified = OverseenPolicy(RandomTrees(0), collapse_ratio=0.5), step(7)
+    policy, unverified = MonitoredPolicy(RandomTrees(0), collapse_ratio=0.5), step(7)
     unverified = replace(unverified, chosen=unverified.chosen[:0], accepted=unverified.accepted[:0])
-    for _ in range(LEAST // SIZE):
+    for _ in range(WINDOW_SIZE // SIZE):
         policy.observe(unverified)
     assert policy.watch.usual == pytest.approx(0.7)
 
 
 def test_samples_of_another_temperature_are_not_watched() -> None:
-    policy = OverseenPolicy(RandomTrees(0), collapse_ratio=0.5, temperature=1.0)
+    policy = MonitoredPolicy(RandomTrees(0), collapse_ratio=0.5, temperature=1.0)
     mixed = replace(batch(), temperatures=np.array([0.0] * 5 + [1.0] * 5))
-    for _ in range(2 * LEAST // SIZE):
+    for _ in range(2 * WINDOW_SIZE // SIZE):
         policy.observe(replace(step(7), batch=mixed))  # all 5 greedy samples' first tokens are right, 2 of the others'
     assert policy.watch.usual == pytest.approx(0.4)
 
 
 def test_a_draft_that_is_hardly_used_is_judged_at_the_end_of_rollouts() -> None:
-    policy = OverseenPolicy(RandomTrees(0), collapse_ratio=0.5)
+    policy = MonitoredPolicy(RandomTrees(0), collapse_ratio=0.5)
     feed(policy.watch, 8)
     rates = []
     for _ in range(4):  # each with half of what a trial takes
         policy.watch.weights_changed()
-        feed(policy.watch, 1, LEAST_OF_TRIAL // 2)
+        feed(policy.watch, 1, TRIAL_SIZE // 2)
         rates.append(policy.take_tally().collapsed_rate)
     assert rates == [None, pytest.approx(0.1), None, pytest.approx(0.1)]
 
@@ -114,23 +114,23 @@ def test_drafting_is_off_while_the_draft_is_broken_and_back_after_the_update_tha
 ) -> None:
     """300 steps between updates; verification that costs little, so that the watch alone stops drafting."""
     rng, cost = np.random.default_rng(0), CostModel.nominal(10**6, 10**4, flops_per_second=1e13)
-    inner = make_policy(DraftingConfig(policy=name, max_depth=2, depth=2, width=1), AcceptanceModel(), cost)
+    inner = make_policy(SpeculationConfig(policy=name, max_num_steps=2, num_steps=2, topk=1), AcceptanceModel(), cost)
     assert inner is not None
-    policy, shares = OverseenPolicy(inner, collapse_ratio=0.5), []
+    policy, shares = MonitoredPolicy(inner, collapse_ratio=0.5), []
     for chance in (0.8, 0.8, 0.1, 0.1, 0.1, 0.8, 0.8):
         policy.watch.weights_changed()
         records = [decode_step(policy, make_batch(size, rng), constant(chance), rng) for _ in range(300)]
         shares.append(np.mean([record.tree.depth > 0 for record in records]))
     assert min(shares[:2]) > 0.9
-    trial = (LEAST_OF_TRIAL / size + 2) / 300
+    trial = (TRIAL_SIZE / size + 2) / 300
     assert shares[2] < 0.75 and max(shares[3:5]) <= trial
     assert shares[5] > 0.9 and shares[6] > 0.9
 
 
 def test_a_collapse_may_be_said_without_stopping() -> None:
-    policy = OverseenPolicy(Fixed(AcceptanceModel(), CostModel(frozen=True), 1, 1, 1), collapse_ratio=0.5, stops=False)
+    policy = MonitoredPolicy(Fixed(AcceptanceModel(), CostModel(frozen=True), 1, 1, 1), collapse_ratio=0.5, stops=False)
     feed(policy.watch, 8)
-    policy.begin_anew(Fixed(AcceptanceModel(), CostModel(frozen=True), 1, 1, 1))
+    policy.replace_policy(Fixed(AcceptanceModel(), CostModel(frozen=True), 1, 1, 1))
     policy.watch.weights_changed()
     feed(policy.watch, 1)
     tally = policy.take_tally()
@@ -141,7 +141,7 @@ def test_a_collapse_may_be_said_without_stopping() -> None:
 
 
 def test_control_steps_measure_what_speculation_gains() -> None:
-    policy = OverseenPolicy(RandomTrees(0), collapse_ratio=0.5)
+    policy = MonitoredPolicy(RandomTrees(0), collapse_ratio=0.5)
     policy.policy.depth = lambda batch: 1  # type: ignore[method-assign]
     plain = 0
     for _ in range(10 * CONTROL_EVERY):
@@ -159,7 +159,7 @@ def test_control_steps_measure_what_speculation_gains() -> None:
 
 @pytest.mark.parametrize(("left", "new", "pairs"), [(9, 0, 1), (8, 0, 0), (8, 2, 0), (9, 1, 1)])
 def test_a_control_is_compared_with_a_step_of_nearly_the_same_samples(left: int, new: int, pairs: int) -> None:
-    policy = OverseenPolicy(RandomTrees(0), collapse_ratio=0.5)
+    policy = MonitoredPolicy(RandomTrees(0), collapse_ratio=0.5)
     policy.policy.depth = lambda batch: 1  # type: ignore[method-assign]
     samples = np.array([*range(left), *range(100, 100 + new)])
     for _ in range(FIRST_CONTROL + CONTROL_STEPS):
@@ -170,14 +170,14 @@ def test_a_control_is_compared_with_a_step_of_nearly_the_same_samples(left: int,
 
 
 def test_counts_and_figures() -> None:
-    policy = OverseenPolicy(RandomTrees(0), collapse_ratio=0.5)
+    policy = MonitoredPolicy(RandomTrees(0), collapse_ratio=0.5)
     for accepted in (4, 6):
         policy.observe(step(accepted))
     policy.observe(step(0, drafted=False))
     metrics = drafting_metrics([policy.take_tally(), DraftingTally()])
-    assert metrics["tokens_per_step"] == pytest.approx(1 + 10 / 30)
-    assert metrics["accepted_length"] == pytest.approx(10 / 20)
-    assert metrics["verified_per_accepted"] == pytest.approx(2.0)
+    assert metrics["speculation/tokens_per_step"] == pytest.approx(1 + 10 / 30)
+    assert metrics["speculation/accepted_length"] == pytest.approx(10 / 20)
+    assert metrics["speculation/verified_per_accepted"] == pytest.approx(2.0)
     figures = drafting_figures([metrics, metrics])
     assert figures["share_by_verified"]["0"] == pytest.approx(1 / 3)
     assert figures["share_by_verified"]["1"] == pytest.approx(2 / 3)
@@ -192,6 +192,6 @@ def test_every_class_has_a_name() -> None:
 def test_a_collapse_is_said() -> None:
     assert collapse_notes([DraftingTally(usual_rate=0.8)]) == []
     tallies = [DraftingTally(usual_rate=0.8), DraftingTally(collapsed_rate=0.25, usual_rate=0.8)]
-    assert [drafting_metrics(some)["collapsed_drafts"] for some in (tallies, tallies[:1])] == [1.0, 0.0]
+    assert [drafting_metrics(some)["speculation/collapsed_drafts"] for some in (tallies, tallies[:1])] == [1.0, 0.0]
     (note,) = collapse_notes([DraftingTally(collapsed_rate=0.25, usual_rate=0.8)])
-    assert "25%" in note and "80%" in note and "samples are not affected" in note
+    assert "25%" in note and "80%" in note and "no sample is affected" in note

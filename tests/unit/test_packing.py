@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rlhfspec_mega.algorithm.packing import micro_batches, padded_length, shard
+from rlhfspec_mega.rl.packing import micro_batches, padded_length, shard
 
 
 @settings(max_examples=300, deadline=None)

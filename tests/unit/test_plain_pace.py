@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from rlhfspec_mega.planning.cost import StepCost
-from rlhfspec_mega.rollout.migration.messages import Orders
+from rlhfspec_mega.rollout.migration.messages import MigrationOrders
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.types import Span
-from rlhfspec_mega.workers.plain_pace import PlainPace
+from rlhfspec_mega.workers.plain_pace import PlainDecodingCost
 from tests.engine_pool import make_engine, request
 
 STEPS = 4  # of a span
@@ -25,7 +25,7 @@ def test_steps_mend_a_profile_that_was_taken_in_a_bad_moment() -> None:
     profile = [
         StepCost(batch, batch * 100, batch, 0, 0, 0, 0.0, 1.6 * seconds(batch, batch * 100)) for batch in (1, 2, 4, 8)
     ]
-    pace, draws = PlainPace(profile), np.random.default_rng(0)
+    pace, draws = PlainDecodingCost(profile), np.random.default_rng(0)
     before = pace.throughput(8, 100)
     for _ in range(300):
         batch, noise = int(draws.integers(1, 9)), float(draws.lognormal(0.0, 0.1))
@@ -40,16 +40,16 @@ def test_steps_mend_a_profile_that_was_taken_in_a_bad_moment() -> None:
 
 def test_an_engine_tells_of_the_lengths_that_it_has_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, lengths = make_engine(), list[int]()
-    throughput = PlainPace.throughput
+    throughput = PlainDecodingCost.throughput
 
-    def recorded(self: PlainPace, slots: int, length: int) -> object:
+    def recorded(self: PlainDecodingCost, slots: int, length: int) -> object:
         lengths.append(length)
         return throughput(self, slots, length)
 
-    monkeypatch.setattr(PlainPace, "throughput", recorded)
-    engine.meet(1.0)
+    monkeypatch.setattr(PlainDecodingCost, "throughput", recorded)
+    engine.join_migration(1.0)
     samples = [replace(request(1, member), ignore_stop=True, max_new_tokens=7) for member in range(3)]
-    engine.advance([SampleSnapshot(one, [], [], []) for one in samples], 5.0, Orders())
+    engine.advance([SampleSnapshot(one, [], [], []) for one in samples], 5.0, MigrationOrders())
     assert engine.engine.idle
-    engine.meet(1.0)
+    engine.join_migration(1.0)
     assert lengths == [engine.engine.max_positions // 2, 5]  # a prompt of 2, and 0 to 6 of the response

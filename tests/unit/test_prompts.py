@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhfspec_mega.config.schema import DataConfig
+from rlhfspec_mega.config.schema.generation import DataConfig
 from rlhfspec_mega.data.prompts import ListSource, PromptStream, make_prompts
 from rlhfspec_mega.data.tokenizer import load_tokenizer, make_byte_tokenizer
 from rlhfspec_mega.errors import UserError

@@ -35,7 +35,7 @@ from tests.echo import content
 from tests.two_nodes import two_nodes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LIMITS = {"deadline_seconds": 60.0, "start_seconds": 120.0, "silence_seconds": 5.0, "max_restarts": 2}
+LIMITS = {"call_timeout": 60.0, "start_timeout": 120.0, "heartbeat_timeout": 5.0, "max_restarts": 2}
 CPUS = 4  # of each node; with two threads a worker, two bundles fill a node
 BUCKETS = [Bucket(number, 0, (), 1 << 20) for number in range(5)]
 DEADLINE = 2.0  # of transports that wait in vain
@@ -160,7 +160,7 @@ def test_a_stopped_worker_is_silent_and_shows_its_stacks(cluster: SupervisedClus
     group = launched(cluster, 2)
     pids = group.call("pid", phase="test")
     if isinstance(cluster, RayCluster):
-        time.sleep(1.2 * LIMITS["silence_seconds"])  # the driver was busy and did not ask: that is no silence
+        time.sleep(1.2 * LIMITS["heartbeat_timeout"])  # the driver was busy and did not ask: that is no silence
     assert group.call("greet", "you", phase="test") == ["Hello you"] * 2
     calls = [group.start(rank, "sleep", 60) for rank in (0, 1)]
     with suppress(RunError):  # takes note of signs of life once more
@@ -312,7 +312,7 @@ def test_addresses_that_cannot_be_joined() -> None:
 def test_without_ray_the_sentence_says_what_to_install() -> None:
     code = "import sys; sys.modules['ray'] = None; import rlhfspec_mega.cluster.ray_launcher"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
-    assert "UserError: cluster.launcher=ray needs Ray: pip install 'rlhfspec-mega[ray]'" in result.stderr
+    assert "UserError: launcher=ray needs Ray: pip install 'rlhfspec-mega[ray]'" in result.stderr
 
 
 OWN = """
@@ -320,7 +320,7 @@ import sys
 from pathlib import Path
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.ray_launcher import RayCluster
-limits = {"deadline_seconds": 60.0, "start_seconds": 120.0, "silence_seconds": 60.0, "max_restarts": 0}
+limits = {"call_timeout": 60.0, "start_timeout": 120.0, "heartbeat_timeout": 60.0, "max_restarts": 0}
 cluster = RayCluster(Path(sys.argv[1]), threads=1, use_gpus=False, places={"echo": [(0,)]}, address=None, **limits)
 group = cluster.launch("echo", [WorkerSpec("tests.echo.Echo")])
 cluster.wait_started()

@@ -10,11 +10,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rlhfspec_mega.algorithm.experience import Experience, Floats
 from rlhfspec_mega.algorithms.choice import make_algorithm
-from rlhfspec_mega.config.schema import AlgorithmConfig
+from rlhfspec_mega.config.schema.training import AlgorithmConfig
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.ledger.ledger import Ledger
+from rlhfspec_mega.rl.experience import Experience, Floats
 from rlhfspec_mega.rollout.scoring import ScoreReport, Scoring, ScoringTask
 from rlhfspec_mega.types import FinishReason, GenerationRequest, GenerationResult, Prompt, Sample, Span
 from tests.engine_pool import Answered
@@ -136,10 +136,10 @@ class ScoringMachine(RuleBasedStateMachine):
         if last and spoilt:
             self.replicas.spoilt = spoilt
             with pytest.raises(RunError, match=rf"Replica {call.rank} "):
-                self.scoring.heard(call)
+                self.scoring.handle_answer(call)
             self.replicas.spoilt = ""
             return self.begin()  # a run ends with it
-        report = self.scoring.heard(call)
+        report = self.scoring.handle_answer(call)
         assert (report is not None) == last
         if last:
             self.answers += 1
@@ -153,8 +153,8 @@ class ScoringMachine(RuleBasedStateMachine):
         replica = data.draw(st.sampled_from(sorted(self.batches)))
         data.draw(st.sampled_from(self.replicas.calls[replica])).dead = True
         peers = [one for one in self.scoring.calls() if one.rank == replica]
-        assert self.scoring.heard(data.draw(st.sampled_from(peers))) is None
-        assert all(self.scoring.heard(peer) is None for peer in peers), "of a batch that is given up"
+        assert self.scoring.handle_answer(data.draw(st.sampled_from(peers))) is None
+        assert all(self.scoring.handle_answer(peer) is None for peer in peers), "of a batch that is given up"
         self.waiting = self.batches.pop(replica) + self.waiting
 
     @rule(down=SOME)
@@ -177,9 +177,9 @@ class ScoringMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """After any history, what is left is scored."""
         while not self.scoring.done:
-            self.scoring.go_on()
+            self.scoring.start_or_revive()
             for call in self.scoring.calls():
-                self.scoring.heard(call)
+                self.scoring.handle_answer(call)
         assert len(self.scoring.results) == len(self.lengths)
 
 

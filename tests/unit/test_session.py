@@ -77,7 +77,7 @@ class SessionMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def hear(self, data: st.DataObject) -> None:
         calls = self.session.calls()
-        self.session.heard(data.draw(st.lists(st.sampled_from(calls), unique=True, min_size=1)))
+        self.session.handle_answers(data.draw(st.lists(st.sampled_from(calls), unique=True, min_size=1)))
 
     @precondition(lambda self: self.session)
     @rule(paused=st.booleans())
@@ -148,10 +148,10 @@ def test_a_session_under_way_is_not_ended() -> None:
     ledger.open([Sample(one.sample_id, 0, Prompt(0, "", "", (1,)), 0)], Purpose.EVALUATE)
     session = manager.begin([one], ledger, "test")
     assert isinstance(session.calls()[0], Answered)
-    with pytest.raises(RunError, match="1 samples under way"):
+    with pytest.raises(RunError, match="1 of its samples were unfinished"):
         session.end()
-    with pytest.raises(RunError, match="while engines were at work"):
-        session.give_up()
+    with pytest.raises(RunError, match="while calls to its engines were in flight"):
+        session.abandon()
 
 
 # What an update of the weights beside a session makes of it
@@ -165,8 +165,8 @@ def begun(moves: bool, groups: int = 3) -> tuple[Pool, RolloutManager, Session, 
     requests = [request(group, member) for group in range(2 * groups) for member in range(2)]
     session = manager.begin(requests[: 2 * groups], opened(requests), "test")
     for _ in range(2):
-        session.heard(session.calls()[:1])
-    manager.settle(session, "test")
+        session.handle_answers(session.calls()[:1])
+    manager.pause_and_wait(session, "test")
     return pool, manager, session, requests
 
 
@@ -180,7 +180,7 @@ def test_engines_keep_their_samples_while_weights_come(moves: bool) -> None:
     pool, manager, session, requests = begun(moves)
     steps = [worker.engine.load().decode_steps for worker in pool.engines]
     pool.rejoining = {0, 1}
-    session.heard([])  # a replica of the reference has answered, say
+    session.handle_answers([])  # a replica of the reference has answered, say
     pool.rejoining.clear()
     assert all(worker.engine.load().running for worker in pool.engines)
     assert right(manager.drain(session, "test"), requests[:6])
@@ -193,8 +193,8 @@ def test_an_engine_that_missed_an_update_forgets_what_others_have_now(moves: boo
     pool, manager, session, requests = begun(moves)
     pool.rejoining = {1}
     session.pause(False)
-    session.heard(session.calls()[:1])
-    manager.settle(session, "test")
+    session.handle_answers(session.calls()[:1])
+    manager.pause_and_wait(session, "test")
     pool.rejoining.clear()  # the next one reaches it
     session.pause(False)
     session.start(requests[6:])

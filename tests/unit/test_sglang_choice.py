@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from rlhfspec_mega.config.schema import DraftingConfig
+from rlhfspec_mega.config.schema.generation import SpeculationConfig
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.planning.draft_tokens import START, StepTable
-from rlhfspec_mega.rollout.sglang_engine.choice import FREE, DraftChoice, _Step, write_config
+from rlhfspec_mega.planning.draft_tokens import INITIAL_SHARPNESS, StepTable
+from rlhfspec_mega.rollout.sglang_engine.choice import NOT_FIXED, DraftChoice, _Step, write_config
 from rlhfspec_mega.rollout.sglang_engine.shapes import ALWAYS_SPARE, DraftShapes, chains, shapes_of, trees
-from rlhfspec_mega.rollout.sglang_engine.states import StateSwitch, allow_trees, start_with_most, width_of_state
+from rlhfspec_mega.rollout.sglang_engine.states import StateSwitch, allow_trees, start_with_largest, width_of_state
 from rlhfspec_mega.rollout.sglang_engine.survival import NodeScores
 from rlhfspec_mega.types import DraftingTally
 from tests.sglang_fake import FakeEagleWorker, install
@@ -45,7 +45,9 @@ def test_numbers_of_draft_tokens() -> None:
     ],
 )
 def test_what_a_policy_chooses_from(policy: str, as_trees: bool, wanted: Any) -> None:
-    drafting = DraftingConfig(policy=policy, depth=5, tokens=8, width=4, max_depth=8, max_tokens=32)
+    drafting = SpeculationConfig(
+        policy=policy, num_steps=5, num_draft_tokens=8, topk=4, max_num_steps=8, max_num_draft_tokens=32
+    )
     assert shapes_of(drafting, as_trees) == wanted
 
 
@@ -116,7 +118,7 @@ def test_a_fixed_number_is_left_only_for_a_collapse(tmp_path: Path) -> None:
     steps.choice.force(2)
     for _ in range(300):  # measured on random weights, of which nothing is learnt
         steps.step(1, 0.0)
-    steps.choice.force(FREE)
+    steps.choice.force(NOT_FIXED)
     assert {steps.step(1, 1.0) for _ in range(300)} == {2}
     assert 0 in [steps.step(1, 0.0) for _ in range(500)]
 
@@ -183,7 +185,7 @@ def test_trees_are_as_large_as_their_nodes_promise(tmp_path: Path) -> None:
                 steps.choice.drafted(kept.nodes(1, 2))
             steps.choice.verified([min(count, 2)])
         found[name] = count
-        assert steps.choice.sharpness > START, "more was accepted than promised"
+        assert steps.choice.sharpness > INITIAL_SHARPNESS, "more was accepted than promised"
     assert found["path"] < found["broad"] == 6
 
 
@@ -234,7 +236,7 @@ def test_the_first_state_is_the_largest_tree(tmp_path: Path) -> None:
             speculative_num_steps=3,
             speculative_adaptive_config=str(tmp_path / "steps.json"),
         )
-        start_with_most(original, arguments)
+        start_with_largest(original, arguments)
         assert arguments.speculative_num_draft_tokens == wanted
 
 

@@ -80,7 +80,7 @@ def test_a_sample_whose_last_token_comes_late_has_ended(engine: SGLangEngine, fa
     fake.late = 50
     one = replace(request(1, most=10), stop_tokens=())
     engine.submit([one])
-    while engine.waits("s1"):
+    while engine.is_waiting("s1"):
         engine.poll(0.001)
     with pytest.raises(RunError, match="s1 is not on this engine any more"):
         engine.export_sample("s1")
@@ -95,7 +95,7 @@ def test_a_sample_that_ends_while_another_is_stopped_has_ended(engine: SGLangEng
     while not engine._tasks["s1"].done():
         fake.loop.run_until_complete(asyncio.sleep(0.001))
     aborted = engine.abort(["s2", "s1"])
-    assert [result.sample_id for result in aborted] == ["s2"] and not engine.holds("s1")
+    assert [result.sample_id for result in aborted] == ["s2"] and not engine.has_sample("s1")
     (ended,) = engine.poll(0.0)
     assert (ended.sample_id, ended.tokens) == ("s1", wanted(short))
 

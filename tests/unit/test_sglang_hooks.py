@@ -139,14 +139,14 @@ class LlamaForCausalLMEagle3:
 
 def test_another_kind_of_draft_is_refused() -> None:
     with pytest.raises(RunError, match="A draft of class SimpleNamespace does not get the shared noise"):
-        plugin.DraftHooks().drafts_for(worker_of(SimpleNamespace), None)
+        plugin.DraftHooks().set_requests(worker_of(SimpleNamespace), None)
 
 
 def test_the_drafts_hooks_share_their_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Called as SGLang calls them: the model with one argument by name."""
     monkeypatch.setattr(DraftChoice, "current", None)
     hooks, info = plugin.DraftHooks(), info_of([1.0, 1.0])
-    hooks.drafts_for(worker_of(LlamaForCausalLMEagle3), SimpleNamespace(sampling_info=info, reqs=[1, 2]), "result")
+    hooks.set_requests(worker_of(LlamaForCausalLMEagle3), SimpleNamespace(sampling_info=info, reqs=[1, 2]), "result")
     logits = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(6))
     buffer = logits.clone()
     result = SimpleNamespace(next_token_logits=buffer)
@@ -239,8 +239,8 @@ def test_arguments_that_were_resolved_without_the_hooks_are_refused(
         "speculative_num_draft_tokens": tokens,
     }
     with pytest.raises(RunError, match=f"starts with {tokens} draft tokens, adaptive={adaptive}"):
-        plugin.refuse(SimpleNamespace(**plugin.BYPASSES, **given), [])
-    plugin.refuse(
+        plugin.check_server_args(SimpleNamespace(**plugin.BYPASSES, **given), [])
+    plugin.check_server_args(
         SimpleNamespace(
             **plugin.BYPASSES, **(given | {"speculative_adaptive": True, "speculative_num_draft_tokens": 9})
         ),

@@ -16,12 +16,12 @@ from rlhfspec_mega.simulate.curves import CostCurves, DecodeCurve, MigrationTime
 from rlhfspec_mega.simulate.mechanisms import MECHANISMS
 from rlhfspec_mega.simulate.mechanisms import simulate as run_mechanism
 from rlhfspec_mega.simulate.rollout import Rollout, SimulatedRollout
-from rlhfspec_mega.simulate.roofline import TARGETS, roofline
+from rlhfspec_mega.simulate.roofline import roofline
 from rlhfspec_mega.simulate.scoring import Scoring
 from rlhfspec_mega.simulate.workload import (
-    LENGTH_LAWS,
+    LENGTH_DISTRIBUTIONS,
     Learned,
-    LengthLaw,
+    LengthDistribution,
     Oracle,
     Predictions,
     Workload,
@@ -280,7 +280,7 @@ def test_the_books_balance_whatever_a_policy_does(
 
 def test_the_same_run_again_gives_the_same_figures() -> None:
     costs = curves(LINEAR, 6, scoring_seconds=0.01, migration=MigrationTimes(1.0, 0.01, 0.3))
-    workload = draw_workload(LENGTH_LAWS["chat"], 96, 8, 5)
+    workload = draw_workload(LENGTH_DISTRIBUTIONS["chat"], 96, 8, 5)
     places = start_places(workload, 4, "even").tolist()
     once, again, other = (rollout(workload, costs, places, 4, Silly(seed), 20.0) for seed in (1, 1, 2))
     assert once.migrations > 0 and once.finished_at.tolist() == again.finished_at.tolist() != other.finished_at.tolist()
@@ -321,9 +321,9 @@ def test_policies_learn_of_lengths_only_from_samples_that_ended() -> None:
 @pytest.mark.parametrize("name", MECHANISMS)
 @pytest.mark.parametrize("start", ["even", "skewed"])
 def test_every_mechanism_ends_all_samples_and_asks_for_nothing_impossible(name: str, start: str) -> None:
-    law = LENGTH_LAWS["reasoning"]
+    law = LENGTH_DISTRIBUTIONS["reasoning"]
     workload, earlier = (draw_workload(law, 256, 8, seed) for seed in (0, 1))
-    costs = roofline("h200-8b", TARGETS["h200-8b"])
+    costs = roofline("h200-8b")
     result = run_mechanism(MECHANISMS[name], workload, 4, costs, start=start, plan_seconds=1.0, earlier=[earlier])
     assert result.decoded == pytest.approx(workload.lengths.sum())
     assert result.makespan == result.finished_at.max()
@@ -333,7 +333,7 @@ def test_every_mechanism_ends_all_samples_and_asks_for_nothing_impossible(name: 
 
 def test_reallocation_that_knows_the_lengths_mends_a_skewed_start() -> None:
     costs = curves(DecodeCurve((1, 64), (0.01, 0.64), (0.0, 0.0)), slots=64, migration=MigrationTimes(0.05, 1e-5, 0.1))
-    workload = draw_workload(LENGTH_LAWS["chat"], 128, 8, 0)  # an engine's time is the tokens that it decodes
+    workload = draw_workload(LENGTH_DISTRIBUTIONS["chat"], 128, 8, 0)  # an engine's time is the tokens that it decodes
     spans = [
         run_mechanism(MECHANISMS[name], workload, 2, costs, start="skewed", plan_seconds=0.25, earlier=None).makespan
         for name in ("static", "reallocation")
@@ -345,7 +345,7 @@ def test_reallocation_that_knows_the_lengths_mends_a_skewed_start() -> None:
 
 @pytest.mark.parametrize("name", ["chat", "reasoning", "short"])
 def test_lengths_follow_their_law(name: str) -> None:
-    law = LENGTH_LAWS[name]
+    law = LENGTH_DISTRIBUTIONS[name]
     logs = np.log(law.draw(4000, 8, np.random.default_rng(0)).reshape(4000, 8))
     assert np.exp(np.median(logs)) == pytest.approx(law.median, rel=0.05)
     assert logs.std() == pytest.approx(law.sigma, rel=0.03, abs=1e-9)
@@ -356,20 +356,20 @@ def test_lengths_follow_their_law(name: str) -> None:
 
 
 def test_lengths_are_cut_at_the_limit_and_repeat_by_seed() -> None:
-    law = LengthLaw(median=50, sigma=2.0, correlation=0.3, limit=100, prompt=8)
+    law = LengthDistribution(median=50, sigma=2.0, correlation=0.3, limit=100, prompt=8)
     once, again, other = (draw_workload(law, 96, 8, seed).lengths for seed in (3, 3, 4))
     assert once.max() == 100 and once.min() >= 1 and (once == again).all() and (once != other).any()
 
 
 def test_an_even_start_keeps_groups_whole() -> None:
-    workload = draw_workload(LENGTH_LAWS["chat"], 96, 8, 0)
+    workload = draw_workload(LENGTH_DISTRIBUTIONS["chat"], 96, 8, 0)
     places = start_places(workload, 4, "even")
     assert np.bincount(places).tolist() == [24] * 4
     assert all(len(set(places[workload.groups == group])) == 1 for group in range(12))
 
 
 def test_a_skewed_start_has_the_longest_samples_on_one_engine() -> None:
-    workload = draw_workload(LENGTH_LAWS["reasoning"], 96, 8, 0)
+    workload = draw_workload(LENGTH_DISTRIBUTIONS["reasoning"], 96, 8, 0)
     places = start_places(workload, 4, "skewed")
     assert workload.lengths[places == 0].min() >= workload.lengths[places != 0].max()
     counts = np.bincount(places, minlength=4)

@@ -11,7 +11,7 @@ import pytest
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.simulate.calibrate import DecodeSample, Measurements, calibrate, decode_samples
 from rlhfspec_mega.simulate.curves import DecodeCurve, MigrationTimes, read_curves
-from rlhfspec_mega.simulate.roofline import TARGETS, roofline
+from rlhfspec_mega.simulate.roofline import CURVES, roofline
 from rlhfspec_mega.types import Span
 from tools import simulate
 
@@ -75,18 +75,20 @@ def test_a_calibration_without_decoding_is_refused() -> None:
         calibrate(RUN)
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", CURVES)
 def test_a_roofline_is_saved_with_its_parameters_and_read_back(name: str, tmp_path: Path) -> None:
-    costs = roofline(name, TARGETS[name])
-    assert costs.plain.seconds[0] == pytest.approx(1e-3 + 2 * TARGETS[name].parameters / (4.8e12 * 0.75))
-    assert costs.plain.seconds[-1] == pytest.approx(1e-3 + 2 * TARGETS[name].parameters * 256 / (9.89e14 * 0.6))
+    costs = roofline(name)
+    weights = {"8b": 8_030_261_248, "32b": 32_762_123_264}[name.partition("-")[2]]
+    bandwidth = {"h100": 3.35e12, "h200": 4.8e12}[name.partition("-")[0]]
+    assert costs.plain.seconds[0] == pytest.approx(1e-3 + 2 * weights / (bandwidth * 0.75))
+    assert costs.plain.seconds[-1] == pytest.approx(1e-3 + 2 * weights * 256 / (9.89e14 * 0.6))
     assert costs.drafting is not None
     assert all(a <= b for a, b in zip(costs.drafting.seconds, costs.plain.seconds, strict=True))
     file = tmp_path / "curves.json"
     file.write_text(json.dumps(costs.as_json()))
     back = read_curves(file)
     assert replace(back, source={}) == replace(costs, source={})
-    assert back.source["device"]["bytes_per_second"] == 4.8e12
+    assert back.source["device"]["memory_bandwidth"] * 1e9 == bandwidth
     assert back.source["drafting"]["tokens_per_step"][0] == 1.75
 
 
@@ -103,7 +105,7 @@ def test_a_roofline_is_saved_with_its_parameters_and_read_back(name: str, tmp_pa
 )
 def test_curves_of_no_use_end_in_a_sentence(change: dict[str, object], words: str, tmp_path: Path) -> None:
     file = tmp_path / "curves.json"
-    file.write_text(json.dumps(roofline("x", TARGETS["h200-8b"]).as_json() | change))
+    file.write_text(json.dumps(roofline("h200-8b").as_json() | change))
     with pytest.raises(UserError, match=words):
         read_curves(file)
 

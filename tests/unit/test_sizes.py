@@ -7,9 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfspec_mega.config.model_shape import model_shape
-from rlhfspec_mega.config.schema import RunConfig
+from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sizes import derive_sizes, size_rows
 from rlhfspec_mega.errors import UserError
+
+
+def default_run() -> RunConfig:
+    config = RunConfig()
+    config.actor.tensor_parallel = 2  # as conf/presets.yaml has it
+    return config
 
 
 def sizes_of(config: RunConfig):  # type: ignore[no-untyped-def]
@@ -17,7 +23,7 @@ def sizes_of(config: RunConfig):  # type: ignore[no-untyped-def]
 
 
 def test_default_run_by_hand() -> None:
-    sizes = sizes_of(RunConfig())
+    sizes = sizes_of(default_run())
     assert (sizes.devices, sizes.actor_ranks, sizes.data_parallel, sizes.engines) == (2, 2, 1, 2)
     assert (sizes.samples_per_step, sizes.samples_per_update, sizes.updates_per_step) == (128, 128, 1)
     assert (sizes.max_sequence, sizes.total_updates) == (576, 60)
@@ -35,7 +41,7 @@ def test_default_run_by_hand() -> None:
     ],
 )
 def test_worlds(mode: str, devices: int, engines: int | None, expected: tuple[int, int, int]) -> None:
-    config = RunConfig()
+    config = default_run()
     config.placement.mode, config.rollout.engines = mode, engines
     config.cluster.devices_per_node = devices
     config.trainer.prompts_per_step = 12
@@ -54,9 +60,9 @@ def test_worlds(mode: str, devices: int, engines: int | None, expected: tuple[in
 def test_sizes_add_up_or_are_refused(
     prompts: int, members: int, update: int | None, tensor: int, pipeline: int, devices: int
 ) -> None:
-    config = RunConfig()
+    config = default_run()
     config.trainer.prompts_per_step, config.trainer.samples_per_prompt = prompts, members
-    config.trainer.samples_per_update = update
+    config.trainer.mini_batch_size = update
     config.actor.tensor_parallel, config.actor.pipeline_parallel = tensor, pipeline
     config.cluster.devices_per_node = devices
     copies = devices // (tensor * pipeline)
@@ -84,7 +90,7 @@ def reference_of(config: RunConfig) -> tuple[list[tuple[int, ...]], str, int]:
 
 
 def test_a_reference_is_counted_where_it_lies() -> None:
-    config = RunConfig()
+    config = default_run()
     weights = 4 * sizes_of(config).parameters
     devices, within, memory = reference_of(config)
     assert (devices, within) == ([(0,), (1,)], "") and memory > weights
@@ -111,7 +117,7 @@ def test_a_reference_is_counted_where_it_lies() -> None:
 def test_replicas_share_generation_devices_and_no_two_nodes(
     mode: str, nodes: int, of_node: int, tensor: int, first_of_replicas: list[int]
 ) -> None:
-    config = RunConfig()
+    config = default_run()
     config.placement.mode, config.placement.reference_tensor_parallel = mode, tensor
     config.cluster.nodes, config.cluster.devices_per_node = nodes, of_node
     devices, _, _ = reference_of(config)
@@ -119,30 +125,33 @@ def test_replicas_share_generation_devices_and_no_two_nodes(
 
 
 def test_a_replica_that_finds_no_room_is_refused() -> None:
-    config = RunConfig()
+    config = default_run()
     config.placement.reference_tensor_parallel = 4
-    with pytest.raises(UserError, match=r"reference_tensor_parallel=4 .* the 2 there are .*placement.reference=actor"):
+    with pytest.raises(UserError, match=r"reference_tensor_parallel=4 .* 2 generation .*placement.reference=actor"):
         sizes_of(config)
 
 
 def test_a_draft_is_counted_where_there_is_one() -> None:
-    config = RunConfig()
+    config = default_run()
     learning = sizes_of(config).draft_memory
-    config.drafting.refresh_every = 0
+    config.speculation.refresh_every = 0
     still = sizes_of(config).draft_memory
     assert learning.actor > still.actor > 0 and learning.engine == still.engine > 0
-    config.drafting.policy, config.drafting.tokens = "fixed", 2  # instead of 32: less room behind the longest sample
+    config.speculation.policy, config.speculation.num_draft_tokens = (
+        "fixed",
+        2,
+    )  # instead of 32: less room behind the longest sample
     assert 0 < sizes_of(config).draft_memory.engine < still.engine
     assert "memory of the draft" in {row[0] for row in size_rows(config, sizes_of(config))}
-    config.drafting.policy = "off"
+    config.speculation.policy = "off"
     plain = sizes_of(config)
     assert (plain.draft_memory.actor, plain.draft_memory.engine) == (0, 0)
     assert "memory of the draft" not in {row[0] for row in size_rows(config, plain)}
 
 
 def test_table_shows_every_figure() -> None:
-    config = RunConfig()
-    config.trainer.samples_per_update = 32
+    config = default_run()
+    config.trainer.mini_batch_size = 32
     rows = {name: (value, why) for name, value, why in size_rows(config, sizes_of(config))}
     assert rows["samples per step"] == ("128", "16 x 8")
     assert rows["updates per step"] == ("4", "32 samples each")

@@ -236,7 +236,7 @@ def test_a_draft_past_that_does_not_fit_is_refused(monkeypatch, change):
     engine.submit([request])
     engine.poll(0)
     snapshot = engine.export_sample(request.sample_id)
-    with pytest.raises(UserError, match="draft's past"):
+    with pytest.raises(UserError, match="draft state"):
         engine.import_sample(dataclasses.replace(snapshot, draft=change(snapshot.draft)))
     engine.import_sample(snapshot)
     assert finish(engine).keys() == {request.sample_id}

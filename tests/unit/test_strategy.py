@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.rivals import Bandit, EmaTiers
-from rlhfspec_mega.config.schema import DraftingConfig
+from rlhfspec_mega.config.schema.generation import SpeculationConfig
 from rlhfspec_mega.planning.acceptance import DEPTHS, AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost
 from rlhfspec_mega.planning.payoff import Forecast
@@ -132,7 +132,7 @@ def test_uniform_takes_the_best_single_number(
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("size", [1, 5])
 def test_every_policy_keeps_its_limits_and_decides_the_same_again(name: str, size: int) -> None:
-    options = {"max_depth": 4, "max_tokens": 6, "width": 3, "depth": 4, "tokens": 5}
+    options = {"max_num_steps": 4, "max_num_draft_tokens": 6, "topk": 3, "num_steps": 4, "num_draft_tokens": 5}
 
     def run() -> list[StepRecord]:
         rng = np.random.default_rng(0)
@@ -169,7 +169,7 @@ def test_ended_nodes_have_no_children() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_what_ends_a_sample_is_never_verified(name: str) -> None:
     """The target's choice after its parent ends the sample already."""
-    policy = any_policy(name, AcceptanceModel(), cost_of(*FLAT), width=2, depth=2)
+    policy = any_policy(name, AcceptanceModel(), cost_of(*FLAT), topk=2, num_steps=2)
     batch, tree = make_batch(2, np.random.default_rng(0)), DraftTree()
     assert policy.depth(batch) > 0
     width = policy.width
@@ -244,7 +244,7 @@ def test_drafting_is_deep_where_it_pays_and_stops_where_it_does_not() -> None:
 
 
 def test_depths_beyond_those_told_apart_are_forecast_like_the_last() -> None:
-    yields = Forecast(AcceptanceModel(), width=2, depth=DEPTHS + 4).of(make_batch(2, np.random.default_rng(0)))
+    yields = Forecast(AcceptanceModel(), width=2, depth=DEPTHS + 4).for_batch(make_batch(2, np.random.default_rng(0)))
     assert np.isfinite(yields.accepted).all() and (np.diff(yields.accepted, axis=0) >= 0).all()
 
 
@@ -382,4 +382,4 @@ def test_bandit_keeps_to_its_arm() -> None:
 
 
 def test_off_is_no_policy() -> None:
-    assert make_policy(DraftingConfig(policy="off"), AcceptanceModel(), CostModel()) is None
+    assert make_policy(SpeculationConfig(policy="off"), AcceptanceModel(), CostModel()) is None

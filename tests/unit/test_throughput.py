@@ -83,7 +83,7 @@ def test_decay_is_that_of_a_shrinking_batch(curve: Throughput, remaining: list[f
 
 @settings(deadline=None)
 @given(rollouts(), st.randoms(use_true_random=False))
-def test_decay_stays_right_as_samples_are_taken_out_and_put_in(rollout, random) -> None:
+def test_decay_stays_right_as_samples_are_removed_and_inserted(rollout, random) -> None:
     engines, at, remaining = rollout
     at = at.copy()
     decay = Decay(engines, at, remaining, np.arange(len(at)), spare=len(at))
@@ -91,8 +91,8 @@ def test_decay_stays_right_as_samples_are_taken_out_and_put_in(rollout, random) 
         source, destination = random.randrange(len(engines)), random.randrange(len(engines))
         if source != destination and decay.counts[source]:
             column = np.array([random.randrange(int(decay.counts[source]))])
-            moved = decay.take_out(np.array([source]), column)
-            decay.put_in(np.array([destination]), moved)
+            moved = decay.remove(np.array([source]), column)
+            decay.insert(np.array([destination]), moved)
             at[moved] = destination
     held = [[float(t) for t in remaining[at == i]] for i in range(len(engines))]
     assert np.allclose(decay.finish, [last(e, here) for e, here in zip(engines, held, strict=True)])
@@ -104,7 +104,7 @@ def test_decay_stays_right_as_samples_are_taken_out_and_put_in(rollout, random) 
         for column, gone in enumerate(row.tolist()):
             rest = [*row.tolist()]
             rest.remove(gone)
-            assert decay.without[i, column] == pytest.approx(last(engine, rest))
+            assert decay.finish_without[i, column] == pytest.approx(last(engine, rest))
         more = np.array([[5.0, 20.0, 333.0]])
         expected = [last(engine, [*held[i], t]) for t in more[0].tolist()]
         assert np.allclose(decay.finish_with(np.array([i]), more), [expected])
@@ -193,7 +193,7 @@ def test_a_drafting_engine_s_curve_is_the_better_of_drafting_and_not(
     curve = throughput_of(cost, acceptance, slots=4, length=100, width=2, depth=3, max_nodes=4)
     for size, seconds in zip(curve.batches, curve.seconds, strict=True):
         plain = size / float(cost.verify_seconds(size, 100 * size, size))
-        expected = Forecast(acceptance, 2, 3).of(make_batch(size, np.random.default_rng(0)))
+        expected = Forecast(acceptance, 2, 3).for_batch(make_batch(size, np.random.default_rng(0)))
         best = 0.0
         for depth in (1, 2, 3):
             rows = zip(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlhfspec_mega.bootstrap import first_draft
 from rlhfspec_mega.draft.directory import check_draft, load_target_ids
-from rlhfspec_mega.making import first_draft
 from tests.e2e.conftest import SHAPE, make_model
 from tests.unit.test_draft_training import one_thread  # noqa: F401
 from tools.train_draft import main

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from rlhfspec_mega.bootstrap.start import tokenizer_directory
+from rlhfspec_mega.bootstrap.warmup import WARMUP_SEED, WarmUp
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.model_shape import model_shape
-from rlhfspec_mega.config.schema import DataConfig
+from rlhfspec_mega.config.schema.generation import DataConfig
 from rlhfspec_mega.data.chain_sums import LAZY_FROM_TERMS, LAZY_SHARE, ChainSums, answer_text, demonstration
-from rlhfspec_mega.making.start import tokenizer_directory
-from rlhfspec_mega.making.warmup import WARMUP_SEED, WarmUp
 from rlhfspec_mega.observe.console import Console
 
 

@@ -6,11 +6,11 @@ from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.mapping import llama, qwen2, qwen3
 from rlhfspec_mega.models.mapping.table import Mapping
 
-_MAPPINGS = {mapping.architecture: mapping for mapping in (llama.MAPPING, qwen2.MAPPING, qwen3.MAPPING)}
+MAPPINGS = {mapping.architecture: mapping for mapping in (llama.MAPPING, qwen2.MAPPING, qwen3.MAPPING)}
 
 
 def mapping_for(architecture: str) -> Mapping:
     """Mapping table of an architecture. Raises UserError for an unknown one."""
-    if architecture not in _MAPPINGS:
-        raise UserError(f"The architecture {architecture!r} is not supported: use one of {', '.join(_MAPPINGS)}.")
-    return _MAPPINGS[architecture]
+    if architecture not in MAPPINGS:
+        raise UserError(f"The architecture {architecture!r} is not supported: use one of {', '.join(MAPPINGS)}.")
+    return MAPPINGS[architecture]

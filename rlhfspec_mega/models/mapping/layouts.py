@@ -48,7 +48,10 @@ class Partition:
         return self.padded_vocab
 
     def span(self, length: int, rank: int) -> tuple[int, int]:
-        """First and last + 1 index of a rank's even part. Raises UserError when `length` does not divide."""
+        """Return start and stop of a rank's shard of a dimension of `length`, split evenly.
+
+        Raises UserError if `length` is not divisible by the number of ranks.
+        """
         if length % self.tp_size:
             raise UserError(
                 f"A weight dimension of {length} cannot be cut into {self.tp_size} tensor-parallel parts: "

@@ -1,1 +1,1 @@
-"""Moving samples between engines while they decode: KV is copied between steps, a short rest at a step boundary."""
+"""Live migration of samples between engines: most KV is copied during decoding, the rest at a step boundary."""

@@ -1,21 +1,21 @@
-"""One engine's part in migrations: what it sends, what it takes, and what the driver is told of both."""
+"""Migrations of one engine: samples that it sends, samples that it receives, and its reports to the driver."""
 
 from __future__ import annotations
 
 from rlhfspec_mega.rollout.migration.arrivals import Arrivals
 from rlhfspec_mega.rollout.migration.departures import Departures
-from rlhfspec_mega.rollout.migration.messages import Orders
+from rlhfspec_mega.rollout.migration.messages import MigrationOrders
 from rlhfspec_mega.rollout.migration.wire import Address, Inbox
 from rlhfspec_mega.rollout.protocol import RolloutEngine
 from rlhfspec_mega.types import MigrationReport
 
 
 class MigrationAgent:
-    """Called between decode steps, by the thread that decodes.
+    """Sends and receives samples. The decoding thread calls it between decode steps.
 
     Args:
-        host: address of this machine for the other engines.
-        seconds: in which a sample is copied and gone, or stays.
+        host: address at which the other engines reach this machine.
+        seconds: time limit of one migration, after which the sample stays.
     """
 
     def __init__(self, engine: RolloutEngine, host: str, seconds: float) -> None:
@@ -26,59 +26,59 @@ class MigrationAgent:
 
     @property
     def address(self) -> Address:
-        """Where to send samples of the rollout of now."""
+        """Where other engines send samples of the current rollout."""
         return self._inbox.address._replace(rollout=self._arrivals.rollout)
 
     @property
     def copy_seconds(self) -> float:
-        """To copy one token's KV."""
+        """Time to copy one token's KV."""
         return self._departures.copy_seconds
 
     @property
     def busy(self) -> bool:
-        """Whether samples are on their way out, unacknowledged ones included."""
+        """Whether samples are being sent, or were sent and not acknowledged."""
         return self._departures.busy
 
     @property
-    def undecided(self) -> int:
-        """Samples sent that no other engine has acknowledged: they count as this engine's."""
-        return self._departures.undecided
+    def unacknowledged(self) -> int:
+        """Number of samples that were sent and not acknowledged; they still count as this engine's."""
+        return self._departures.unacknowledged
 
-    def collect(self) -> None:
-        """Take note of samples that others hold by now: they may be given to this engine again."""
-        self._departures.collect()
+    def collect_acknowledgements(self) -> None:
+        """Process the acknowledgements of other engines. Only then may an acknowledged sample be given back here."""
+        self._departures.collect_acknowledgements()
 
-    def follow(self, orders: Orders) -> None:
-        """Begin what the driver asks for."""
-        self._arrivals.cut(orders.cut)
+    def take_orders(self, orders: MigrationOrders) -> None:
+        """Begin to carry out the driver's orders."""
+        self._arrivals.drain_dead_sources(orders.dead_sources)
         for order in orders.moves:
             self._departures.order(order)
 
-    def turn(self) -> None:
-        """At a step boundary."""
-        self._departures.turn(self._step_seconds)
-        self._arrivals.turn()
+    def on_step_boundary(self) -> None:
+        """Continue copies, hand over samples that are ready, and take those that have arrived."""
+        self._departures.on_step_boundary(self._step_seconds)
+        self._arrivals.on_step_boundary()
 
-    def stepped(self, started: float, seconds: float) -> None:
-        """A decode step was taken; `started` in seconds since the epoch."""
+    def record_step(self, started: float, seconds: float) -> None:
+        """Note that a decode step has ended; `started` is in seconds since the epoch."""
         self._step_seconds = seconds
-        self._arrivals.stepped(started, seconds)
+        self._arrivals.record_step(started, seconds)
 
     def wait(self, seconds: float) -> None:
-        """With nothing to decode: wait so long for a sample to come."""
+        """Wait up to `seconds` for a sample to arrive. For an engine that has nothing to decode."""
         self._arrivals.wait(seconds)
 
     def report(self) -> MigrationReport:
-        """What became of migrations since the last call."""
+        """Outcome of migrations since the last call."""
         out, into = self._departures, self._arrivals
         found = MigrationReport(out.departed, out.kept, into.arrived, into.landings)
         out.departed, out.kept, into.arrived, into.landings = [], [], [], []
         return found
 
-    def forget(self) -> None:
-        """The rollout is over or was given up."""
-        self._departures.forget()
-        self._arrivals.forget()
+    def end_rollout(self) -> None:
+        """Discard all migrations under way: the rollout has ended or was abandoned."""
+        self._departures.end_rollout()
+        self._arrivals.end_rollout()
 
     def close(self) -> None:
         """End all connections."""

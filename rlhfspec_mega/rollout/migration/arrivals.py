@@ -1,4 +1,4 @@
-"""The destination's side: takes samples that come from other engines, and notes how long each was decoded nowhere."""
+"""The destination's side of migration: takes samples from other engines and measures the downtime of each."""
 
 from __future__ import annotations
 
@@ -8,53 +8,58 @@ from collections.abc import Collection, Sequence
 import torch
 
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.rollout.migration.messages import Arrival, Dropped, Piece
+from rlhfspec_mega.rollout.migration.messages import Arrival, FreeStaging, KvPiece
 from rlhfspec_mega.rollout.migration.staging import Staging
 from rlhfspec_mega.rollout.migration.wire import Inbox, Received
 from rlhfspec_mega.rollout.protocol import DraftPast, RolloutEngine, SampleSnapshot
 from rlhfspec_mega.types import Landing, SampleProgress
 
-CUT_SECONDS = 2.0  # to wait for the last messages of a dead engine
+DRAIN_SECONDS = 2.0  # longest wait for the last messages of a dead engine
 
 
 class Arrivals:
-    """Samples on their way into one engine.
+    """Samples that other engines send to this one.
 
     Attributes:
-        rollout: number of the one whose samples are taken.
+        rollout: number of the current rollout; samples of other rollouts are ignored.
         arrived: samples taken since the last report, with all their tokens.
-        landings: of samples that were decoded here for the first time since the last report.
+        landings: samples taken earlier or now that were first decoded here since the last report.
     """
 
     def __init__(self, engine: RolloutEngine, inbox: Inbox) -> None:
         self._engine, self._inbox = engine, inbox
         self.rollout = 0
-        self._memory: defaultdict[str, dict[int, Staging]] = defaultdict(dict)  # by source and number
-        self._undecoded: list[tuple[str, Arrival]] = []
+        self._buffers: defaultdict[str, dict[int, Staging]] = defaultdict(dict)  # by source and number
+        self._undecoded: list[tuple[str, Arrival]] = []  # (source, sample), not decoded here yet
         self.arrived: list[SampleProgress] = []
         self.landings: list[Landing] = []
 
-    def turn(self) -> None:
-        """At a step boundary: take what has come. Samples sent on before they found a slot have not landed here."""
-        self._undecoded = [one for one in self._undecoded if self._engine.holds(one[1].snapshot.request.sample_id)]
-        self._file(self._inbox.take())
+    def on_step_boundary(self) -> None:
+        """Take the samples that have arrived."""
+        # A sample that was sent on to another engine before it got a slot here has no landing here.
+        self._undecoded = [
+            (source, arrival)
+            for source, arrival in self._undecoded
+            if self._engine.has_sample(arrival.snapshot.request.sample_id)
+        ]
+        self._process(self._inbox.take())
 
     def wait(self, seconds: float) -> None:
-        """Take what has come, waiting up to so long for the first."""
-        self._file(self._inbox.take(seconds))
+        """Take the samples that have arrived, after waiting up to `seconds` for the first message."""
+        self._process(self._inbox.take(seconds))
 
-    def cut(self, sources: Sequence[str]) -> None:
-        """Take what dead engines have still sent, and nothing of them afterwards."""
+    def drain_dead_sources(self, sources: Sequence[str]) -> None:
+        """Take the samples that dead engines had already sent; whatever comes from them later is ignored."""
         for source in sources:
-            self._file(self._inbox.cut(source, CUT_SECONDS), dead=sources)
-            self._memory.pop(source, None)
+            self._process(self._inbox.drain(source, DRAIN_SECONDS), dead=sources)
+            self._buffers.pop(source, None)
 
-    def stepped(self, started: float, seconds: float) -> None:
-        """A decode step has ended: samples that found a slot were decoded in it for the first time."""
+    def record_step(self, started: float, seconds: float) -> None:
+        """Note the landing of samples that were decoded here for the first time in the step that has just ended."""
         waiting = []
         for source, arrival in self._undecoded:
             sample_id = arrival.snapshot.request.sample_id
-            if self._engine.waits(sample_id):
+            if self._engine.is_waiting(sample_id):
                 waiting.append((source, arrival))
                 continue
             self.landings.append(
@@ -71,63 +76,64 @@ class Arrivals:
             )
         self._undecoded = waiting
 
-    def forget(self) -> None:
-        """The rollout is over or was given up: what still comes of it is left aside."""
+    def end_rollout(self) -> None:
+        """Discard what belongs to this rollout, which has ended or was abandoned; later messages of it are ignored."""
         self.rollout += 1
-        self._memory.clear()
+        self._buffers.clear()
         self._undecoded.clear()
         self.arrived, self.landings = [], []
 
-    def _file(self, received: list[Received], dead: Collection[str] = ()) -> None:
+    def _process(self, received: list[Received], dead: Collection[str] = ()) -> None:
         for source, message, payload in received:
             if message is None:
-                self._memory.pop(source, None)
-            elif isinstance(message, Piece):
-                self._write(self._memory[source], message, payload)
-            elif isinstance(message, Dropped):
-                self._memory[source].pop(message.staging, None)
+                self._buffers.pop(source, None)
+            elif isinstance(message, KvPiece):
+                self._write(self._buffers[source], message, payload)
+            elif isinstance(message, FreeStaging):
+                self._buffers[source].pop(message.staging, None)
             elif message.rollout == self.rollout:
                 self._take(source, message, dead=source in dead)
 
-    def _write(self, memory: dict[int, Staging], piece: Piece, payload: bytearray) -> None:
-        if piece.staging not in memory:
-            memory[piece.staging] = Staging.private(piece.layout)
-        target = memory[piece.staging].parts[piece.part][:, :, :, piece.first : piece.first + piece.rows]
+    def _write(self, buffers: dict[int, Staging], piece: KvPiece, payload: bytearray) -> None:
+        if piece.staging not in buffers:
+            buffers[piece.staging] = Staging.private(piece.layout)
+        target = buffers[piece.staging].parts[piece.part][:, :, :, piece.first : piece.first + piece.rows]
         target.copy_(torch.frombuffer(payload, dtype=target.dtype).view(target.shape))
 
     def _take(self, source: str, arrival: Arrival, dead: bool) -> None:
-        """Hold the sample, if its source can be told so: otherwise it belongs there, or to the driver."""
+        """Take a sample and acknowledge it. Drop it if its source cannot be told: then it is the source's or lost."""
         snapshot, sample_id = arrival.snapshot, arrival.snapshot.request.sample_id
-        snapshot.reported = None  # the report of the arrival has all tokens
+        snapshot.reported = None  # `arrived` reports all of its tokens
         self._engine.abort([sample_id])  # a copy left from an earlier move that failed halfway
         if snapshot.tokens:
-            self._hold(source, arrival)
+            self._import(source, arrival)
         else:
-            self._engine.submit([snapshot.request])  # waiting members of a group share a prefill
-        # A dead source needs no word: the driver asked for what it had sent, and waits for the report.
+            self._engine.submit([snapshot.request])  # so that waiting members of a group share a prefill
+        # A dead source is not told: the driver has asked for the samples that it had sent, and waits for the report.
         if not dead and not self._inbox.acknowledge(source, arrival.transfer):
             self._engine.abort([sample_id])
             return
         self.arrived.append(SampleProgress(sample_id, snapshot.tokens, snapshot.logprobs, snapshot.versions))
         self._undecoded.append((source, arrival))
 
-    def _hold(self, source: str, arrival: Arrival) -> None:
+    def _import(self, source: str, arrival: Arrival) -> None:
         snapshot = arrival.snapshot
         try:
-            self._engine.import_sample(self._with_kv(self._memory[source], arrival))
+            self._engine.import_sample(self._with_kv(self._buffers[source], arrival))
         except (UserError, RunError):
-            # Its KV does not fit this engine or cannot be had: the tokens alone are enough to go on.
+            # Its KV does not fit this engine or is not available: the tokens are enough to continue.
             snapshot.kv = snapshot.draft = None
             self._engine.import_sample(snapshot)
 
-    def _with_kv(self, memory: dict[int, Staging], arrival: Arrival) -> SampleSnapshot:
+    def _with_kv(self, buffers: dict[int, Staging], arrival: Arrival) -> SampleSnapshot:
+        """The snapshot with the KV of its staging buffers. Raises RunError if one of them is not available."""
         snapshot = arrival.snapshot
         if arrival.staging is None:
             return snapshot
-        parts = self._opened(memory, arrival.staging, arrival).parts
-        del memory[arrival.staging]
+        parts = self._opened(buffers, arrival.staging, arrival).parts
+        del buffers[arrival.staging]
         if arrival.prompt is not None:
-            prompt = self._opened(memory, arrival.prompt, arrival).parts
+            prompt = self._opened(buffers, arrival.prompt, arrival).parts
             for part, rows in arrival.prompt_rows.items():
                 parts[part][:, :, :, :rows] = prompt[part][:, :, :, :rows]
         snapshot.kv = parts["target"][:, :, :, : arrival.rows["target"]]
@@ -136,9 +142,9 @@ class Arrivals:
             snapshot.draft = DraftPast(kv, snapshot.draft.features)
         return snapshot
 
-    def _opened(self, memory: dict[int, Staging], number: int, arrival: Arrival) -> Staging:
-        if number not in memory:
+    def _opened(self, buffers: dict[int, Staging], number: int, arrival: Arrival) -> Staging:
+        if number not in buffers:
             if number not in arrival.handles:
-                raise RunError(f"The KV of sample {arrival.snapshot.request.sample_id} did not come with it.")
-            memory[number] = Staging.opened(arrival.handles[number])
-        return memory[number]
+                raise RunError(f"Sample {arrival.snapshot.request.sample_id} arrived without its KV.")
+            buffers[number] = Staging.opened(arrival.handles[number])
+        return buffers[number]

@@ -1,4 +1,4 @@
-"""The source's side: copies settled KV between decode steps, then hands samples over at a step boundary."""
+"""The source's side of migration: copies committed KV between decode steps and hands samples over at a boundary."""
 
 from __future__ import annotations
 
@@ -11,71 +11,76 @@ from dataclasses import dataclass, field
 import torch
 
 from rlhfspec_mega.errors import RunError, SilentEngineError
-from rlhfspec_mega.rollout.migration.messages import Arrival, Dropped, MigrationOrder, Piece
+from rlhfspec_mega.rollout.migration.messages import Arrival, FreeStaging, KvPiece, MigrationOrder
 from rlhfspec_mega.rollout.migration.staging import Handle, Layout, Staging
-from rlhfspec_mega.rollout.migration.wire import Address, Outlet, this_machine
+from rlhfspec_mega.rollout.migration.wire import Address, Outbox, this_machine
 from rlhfspec_mega.rollout.protocol import RolloutEngine, SampleSnapshot
 
-COPY_SHARE = 0.05  # of the time of decoding may go into copying
-FIRST_RATE = 1e9  # bytes per second of copying, until it is measured
+COPY_SHARE = 0.05  # share of the decoding time that copying may take
+FIRST_RATE = 1e9  # bytes per second of copying, before the first measurement
 
 
 class _Copy:
-    """KV on its way to one destination, written in pieces between decode steps.
+    """The copy of a sample's or a prompt's KV for one destination, written in pieces between decode steps.
 
     Args:
-        outlet: where pieces go into memory of the destination; None: into shared memory, of which it learns when the
-            sample comes.
+        outbox: connection on which pieces are sent; None: pieces are written to shared memory, whose handle the
+            destination gets with the sample.
 
     Attributes:
-        copied: positions so far, by part.
+        copied: number of positions copied so far, by part.
     """
 
-    def __init__(self, number: int, layout: Layout, outlet: Outlet | None) -> None:
-        self.number, self._layout, self._outlet = number, layout, outlet
-        self._shared = None if outlet else Staging.shared(layout)
+    def __init__(self, number: int, layout: Layout, outbox: Outbox | None) -> None:
+        self.number, self._layout, self._outlet = number, layout, outbox
+        self._shared = None if outbox else Staging.shared(layout)
         self.copied = dict.fromkeys(layout.parts, 0)
 
     @property
     def handle(self) -> Handle | None:
         return self._shared.handle if self._shared else None
 
-    def covers(self, wanted: dict[str, int]) -> bool:
-        return all(self.copied[part] >= count for part, count in wanted.items())
+    def covers(self, positions: dict[str, int]) -> bool:
+        """Whether this many positions of each part are copied."""
+        return all(self.copied[part] >= count for part, count in positions.items())
 
     def write(self, part: str, piece: torch.Tensor) -> None:
-        """The next positions: [layers, 2, kv_heads, rows, head_dim]. Raises OSError when the destination is gone."""
+        """Copy the next positions [layers, 2, kv_heads, rows, head_dim]. Raises OSError if the destination is gone."""
         first, rows = self.copied[part], piece.shape[3]
         if self._shared:
             self._shared.parts[part][:, :, :, first : first + rows] = piece
         elif self._outlet:
             payload = piece.contiguous().cpu().view(torch.uint8).numpy().reshape(-1).data
-            self._outlet.send(Piece(self.number, self._layout, part, first, rows), payload)
+            self._outlet.send(KvPiece(self.number, self._layout, part, first, rows), payload)
         self.copied[part] += rows
 
     def close(self) -> None:
-        """Give shared memory back: the destination has opened it, or never will."""
+        """Release the shared memory: the destination has opened it or never will."""
         if self._shared:
             self._shared.close()
 
 
 @dataclass
 class _Link:
-    """A destination: its connection, and what of prompts was sent there already."""
+    """The connection to a destination, and the prompts' KV that was copied there, by group id."""
 
     address: Address
-    outlet: Outlet
+    outbox: Outbox
     prompts: dict[str, _Copy] = field(default_factory=dict)
 
 
 @dataclass
-class _Leaving:
-    """A sample in stage one.
+class _OutgoingSample:
+    """A sample in stage one: it is still decoded here while its KV is copied.
 
     Attributes:
-        prompt_rows: positions that its group's prompt has in common, by part; copied once for all members.
-        deadline: to be gone, time.monotonic(); from the first byte copied on, as copies wait for each other.
-        caught_up: all that was settled at the last step boundary is copied: the next one hands the sample over.
+        own: copy of the sample's own KV.
+        prompt: copy of the KV of its group's prompt, shared by all members of the group; None for short prompts.
+        prompt_rows: number of positions taken from the prompt's copy, by part.
+        deadline: time.monotonic() after which the migration is cancelled; set when the first byte is copied, because
+            copies wait for each other.
+        settled_bytes: bytes copied so far.
+        caught_up: whether all KV committed at the last step boundary is copied; the next one hands the sample over.
     """
 
     order: MigrationOrder
@@ -89,88 +94,93 @@ class _Leaving:
 
 
 class Departures:
-    """Samples on their way out of one engine.
+    """Samples that this engine sends to others.
 
-    Copying takes turns between decode steps, each a small share of a step's time, oldest order first. A sample whose
-    settled KV was copied to the last position leaves at the next step boundary: what it gained since, its tokens and
-    the states its draft has not read are the short rest. It stays the source's until the destination has acknowledged.
+    Stage one: between decode steps, KV is copied for a small share of a step's time, oldest order first. Once all
+    committed KV of a sample is copied, stage two hands the sample over at the next step boundary, with the KV committed
+    since, its tokens, and the features that its draft has not processed. The sample counts as the source's until the
+    destination has acknowledged it.
 
     Args:
-        name: of this engine's process.
-        seconds: a copy that takes longer comes to nothing.
+        name: name of this engine's process.
+        seconds: time limit of stage one, after which the migration is cancelled.
+
+    Attributes:
+        departed: ids of samples that destinations have acknowledged since the last report.
+        kept: ids of samples whose migration was cancelled since the last report.
     """
 
     def __init__(self, engine: RolloutEngine, name: str, seconds: float) -> None:
         self._engine, self._name, self._seconds = engine, name, seconds
         self._machine = this_machine()
         self._links: dict[str, _Link] = {}
-        self._leaving: dict[str, _Leaving] = {}
+        self._outgoing: dict[str, _OutgoingSample] = {}
         self._unacknowledged: dict[int, tuple[_Link, SampleSnapshot, _Copy | None]] = {}
-        self._unreachable: set[str] = set()  # in this rollout
+        self._unreachable: set[str] = set()  # names of engines that could not be connected to in this rollout
         self._numbers = itertools.count()
         self._rate = FIRST_RATE
-        self._boundary = 0.0  # when the last step ended, since the epoch
+        self._boundary = 0.0  # end of the last step, in seconds since the epoch
         self.departed: list[str] = []
         self.kept: list[str] = []
 
     @property
     def busy(self) -> bool:
-        return bool(self._leaving or self._unacknowledged)
+        return bool(self._outgoing or self._unacknowledged)
 
     @property
     def copy_seconds(self) -> float:
         return self._engine.kv_layout(1).bytes / self._rate
 
     @property
-    def undecided(self) -> int:
+    def unacknowledged(self) -> int:
         return len(self._unacknowledged)
 
     def order(self, order: MigrationOrder) -> None:
-        """Begin to send a sample away; one that is unknown or ended stays where it is."""
+        """Begin to migrate a sample; the order is cancelled if the sample is unknown or has ended."""
         self._boundary = time.time()
-        if not self._engine.holds(order.sample_id) or order.sample_id in self._leaving:
+        if not self._engine.has_sample(order.sample_id) or order.sample_id in self._outgoing:
             self.kept.append(order.sample_id)
             return
         link = self._link(order.destination)
-        settled = self._engine.settled(order.sample_id)
+        committed = self._engine.committed_positions(order.sample_id)
         if link is None:
             self.kept.append(order.sample_id)
-        elif settled is None or 2 * self.copy_seconds >= order.prefill_seconds:  # written and read, or computed anew
+        elif committed is None or 2 * self.copy_seconds >= order.prefill_seconds:  # twice: it is written and read
             self._hand_over(link, order, None)
         else:
-            self._engine.read_ahead([order.sample_id])
+            self._engine.catch_up_draft([order.sample_id])
             try:
-                self._leaving[order.sample_id] = self._begin(order, link)
+                self._outgoing[order.sample_id] = self._begin(order, link)
             except OSError:  # no memory to copy to, or too many open files
                 self._hand_over(link, order, None)
 
-    def turn(self, step_seconds: float) -> None:
-        """At a step boundary: hand over what is ready, copy for a share of the time of a step."""
+    def on_step_boundary(self, step_seconds: float) -> None:
+        """Hand over samples whose KV is copied, then copy for a share of the time that a step takes."""
         self._boundary = time.time()
-        self.collect()
-        for sample_id, one in list(self._leaving.items()):
-            if self._leaving.get(sample_id) is not one:
-                continue  # given up with another that went to the same destination
-            if not self._engine.holds(sample_id) or time.monotonic() > one.deadline:
+        self.collect_acknowledgements()
+        for sample_id, outgoing in list(self._outgoing.items()):
+            if self._outgoing.get(sample_id) is not outgoing:
+                continue  # cancelled in this loop, because its destination turned out to be gone
+            if not self._engine.has_sample(sample_id) or time.monotonic() > outgoing.deadline:
                 self._give_up(sample_id)
-            elif one.caught_up:
-                del self._leaving[sample_id]
-                self._hand_over(one.link, one.order, one)
-        budget = max(self._engine.least_copy, int(COPY_SHARE * step_seconds * self._rate))
-        for sample_id, one in list(self._leaving.items()):
+            elif outgoing.caught_up:
+                del self._outgoing[sample_id]
+                self._hand_over(outgoing.link, outgoing.order, outgoing)
+        budget = max(self._engine.min_copy_bytes, int(COPY_SHARE * step_seconds * self._rate))
+        for sample_id, outgoing in list(self._outgoing.items()):
             if budget <= 0:
                 return
-            if self._leaving.get(sample_id) is one and not one.caught_up:
-                budget -= self._guarded(sample_id, one, budget)
+            if self._outgoing.get(sample_id) is outgoing and not outgoing.caught_up:
+                budget -= self._copy_or_lose(sample_id, outgoing, budget)
 
-    def forget(self) -> None:
-        """The rollout is over or was given up: nothing is copied any more."""
+    def end_rollout(self) -> None:
+        """Cancel all migrations: the rollout has ended or was abandoned."""
         for _, _, own in self._unacknowledged.values():
             if own is not None:
                 own.close()
         self._unacknowledged.clear()
-        self.collect()
-        for sample_id in list(self._leaving):
+        self.collect_acknowledgements()
+        for sample_id in list(self._outgoing):
             self._give_up(sample_id)
         for link in list(self._links.values()):
             for copy in link.prompts.values():
@@ -180,9 +190,9 @@ class Departures:
         self.departed, self.kept = [], []
 
     def close(self) -> None:
-        self.forget()
+        self.end_rollout()
         for link in self._links.values():
-            link.outlet.close()
+            link.outbox.close()
         self._links.clear()
 
     # Stage one
@@ -192,19 +202,20 @@ class Departures:
             return None
         if address.name not in self._links:
             try:
-                self._links[address.name] = _Link(address, Outlet(address, self._name))
-            except OSError:  # it has just died: the driver finds out by itself
+                self._links[address.name] = _Link(address, Outbox(address, self._name))
+            except OSError:  # it has just died, which the driver detects by itself
                 self._unreachable.add(address.name)
                 return None
         return self._links[address.name]
 
-    def _begin(self, order: MigrationOrder, link: _Link) -> _Leaving:
-        request, settled = self._engine.request(order.sample_id), self._engine.settled(order.sample_id) or {}
+    def _begin(self, order: MigrationOrder, link: _Link) -> _OutgoingSample:
+        request = self._engine.request(order.sample_id)
+        committed = self._engine.committed_positions(order.sample_id) or {}
         prompt_tokens = len(request.prompt_tokens)
-        # Its whole length may come to be copied; memory that is not written costs nothing.
+        # The buffer is for the longest response possible, as pages that are never written take no memory.
         own = self._copy(link, self._engine.kv_layout(prompt_tokens + request.max_new_tokens))
-        # The last prompt token is a decode step's input, and the draft's newest entry may still be missing.
-        prompt_rows = {part: min(count, prompt_tokens - 2) for part, count in settled.items()}
+        # Without the last two: the last token is the input of a decode step, and the draft may lag one entry behind.
+        prompt_rows = {part: min(count, prompt_tokens - 2) for part, count in committed.items()}
         prompt = None
         if prompt_tokens > 2:
             try:
@@ -215,46 +226,46 @@ class Departures:
                 raise
             prompt = link.prompts[request.group_id]
             own.copied |= prompt_rows
-        return _Leaving(order, link, own, prompt, prompt_rows)
+        return _OutgoingSample(order, link, own, prompt, prompt_rows)
 
     def _copy(self, link: _Link, layout: Layout) -> _Copy:
-        return _Copy(next(self._numbers), layout, None if link.address.machine == self._machine else link.outlet)
+        return _Copy(next(self._numbers), layout, None if link.address.machine == self._machine else link.outbox)
 
-    def _guarded(self, sample_id: str, one: _Leaving, budget: int) -> int:
-        """Bytes copied; a destination that is gone gets no more samples."""
+    def _copy_or_lose(self, sample_id: str, outgoing: _OutgoingSample, budget: int) -> int:
+        """Copy about `budget` bytes of a sample and return how many; handles the loss of its destination."""
         started = time.perf_counter()
         try:
-            copied = self._copy_some(sample_id, one, budget)
+            copied = self._copy_some(sample_id, outgoing, budget)
         except OSError:
-            self._lose(one.link)
+            self._lose(outgoing.link)
             return 0
-        if copied >= self._engine.least_copy // 2:
+        if copied >= self._engine.min_copy_bytes // 2:
             rate = copied / (time.perf_counter() - started)
             self._rate += 0.2 * (rate - self._rate)
         return copied
 
-    def _copy_some(self, sample_id: str, one: _Leaving, budget: int) -> int:
-        settled = self._engine.settled(sample_id)
-        if settled is None:  # it ended while another was handed over, in an engine that decodes all the time
+    def _copy_some(self, sample_id: str, outgoing: _OutgoingSample, budget: int) -> int:
+        committed = self._engine.committed_positions(sample_id)
+        if committed is None:  # an engine that decodes all the time has finished it while another was handed over
             return 0
-        one.deadline = min(one.deadline, time.monotonic() + self._seconds)
-        copied = 0
-        if one.prompt is not None:
-            copied += self._advance(sample_id, one.prompt, one.prompt_rows, budget)
-        copied += self._advance(sample_id, one.own, settled, budget - copied)
-        one.settled_bytes += copied
-        one.caught_up = one.own.covers(settled) and (one.prompt is None or one.prompt.covers(one.prompt_rows))
+        outgoing.deadline = min(outgoing.deadline, time.monotonic() + self._seconds)
+        copied, own, prompt = 0, outgoing.own, outgoing.prompt
+        if prompt is not None:
+            copied += self._copy_positions(sample_id, prompt, outgoing.prompt_rows, budget)
+        copied += self._copy_positions(sample_id, own, committed, budget - copied)
+        outgoing.settled_bytes += copied
+        outgoing.caught_up = own.covers(committed) and (prompt is None or prompt.covers(outgoing.prompt_rows))
         return copied
 
-    def _advance(self, sample_id: str, copy: _Copy, until: dict[str, int], budget: int) -> int:
-        """Copy positions up to `until`, for about so many bytes; bytes copied."""
-        total, one = 0, self._engine.kv_layout(1)
+    def _copy_positions(self, sample_id: str, copy: _Copy, until: dict[str, int], budget: int) -> int:
+        """Copy positions up to `until` of each part, about `budget` bytes at most; returns the bytes copied."""
+        total, per_position = 0, self._engine.kv_layout(1)
         for part, last in until.items():
             first = copy.copied[part]
             if first >= last or total >= budget:
                 continue
-            rows = min(last - first, max(1, (budget - total) // one.bytes_of(part)))
-            kv = self._engine.settled_kv(sample_id, part, first, first + rows)
+            rows = min(last - first, max(1, (budget - total) // per_position.bytes_of(part)))
+            kv = self._engine.committed_kv(sample_id, part, first, first + rows)
             if kv.shape[3]:
                 copy.write(part, kv)
                 total += kv.nbytes
@@ -262,53 +273,59 @@ class Departures:
 
     # Stage two
 
-    def _hand_over(self, link: _Link, order: MigrationOrder, one: _Leaving | None) -> None:
+    def _hand_over(self, link: _Link, order: MigrationOrder, outgoing: _OutgoingSample | None) -> None:
+        """Send a sample; without `outgoing` it goes without KV, and the destination prefills it again."""
         sample_id, delta = order.sample_id, 0
-        settled = self._engine.settled(sample_id) if one else None
+        committed = self._engine.committed_positions(sample_id) if outgoing else None
         try:
-            if one and settled:
-                delta = self._advance(sample_id, one.own, settled, 1 << 62)
+            if outgoing and committed:
+                delta = self._copy_positions(sample_id, outgoing.own, committed, 1 << 62)
             snapshot = self._engine.export_sample(sample_id, with_kv=False)
         except SilentEngineError:
             raise
         except (OSError, RunError) as error:
-            if one:
-                one.own.close()
+            if outgoing:
+                outgoing.own.close()
             self.kept.append(sample_id)
-            if isinstance(error, OSError):  # else it ended just now, in an engine that decodes all the time
+            if isinstance(error, OSError):  # a RunError: an engine that decodes all the time has just finished it
                 self._lose(link)
             return
         transfer = next(self._numbers)
-        self._unacknowledged[transfer] = (link, snapshot, one.own if one else None)
-        if one is None:
+        self._unacknowledged[transfer] = (link, snapshot, outgoing.own if outgoing else None)
+        if outgoing is None:
             snapshot.draft = None
         elif snapshot.draft is not None:
             delta += snapshot.draft.features.nbytes
         try:
-            link.outlet.send(self._arrival(transfer, order, snapshot, one, delta))
+            link.outbox.send(self._arrival(transfer, order, snapshot, outgoing, delta))
         except OSError:
             self._lose(link)
 
     def _arrival(
-        self, transfer: int, order: MigrationOrder, snapshot: SampleSnapshot, one: _Leaving | None, delta: int
+        self,
+        transfer: int,
+        order: MigrationOrder,
+        snapshot: SampleSnapshot,
+        outgoing: _OutgoingSample | None,
+        delta: int,
     ) -> Arrival:
-        copies = [copy for copy in (one.own, one.prompt) if copy] if one else []
+        copies = [copy for copy in (outgoing.own, outgoing.prompt) if copy] if outgoing else []
         return Arrival(
             transfer=transfer,
             rollout=order.destination.rollout,
             snapshot=snapshot,
-            staging=one.own.number if one else None,
-            rows=one.own.copied if one else {},
-            prompt=one.prompt.number if one and one.prompt else None,
-            prompt_rows=one.prompt_rows if one and one.prompt else {},
+            staging=outgoing.own.number if outgoing else None,
+            rows=outgoing.own.copied if outgoing else {},
+            prompt=outgoing.prompt.number if outgoing and outgoing.prompt else None,
+            prompt_rows=outgoing.prompt_rows if outgoing and outgoing.prompt else {},
             handles={copy.number: copy.handle for copy in copies if copy.handle},
             departed=self._boundary,
-            settled_bytes=one.settled_bytes if one else 0,
+            settled_bytes=outgoing.settled_bytes if outgoing else 0,
             delta_bytes=delta,
         )
 
-    def collect(self) -> None:
-        """Samples that destinations hold now, and those that a dead one will never have taken."""
+    def collect_acknowledgements(self) -> None:
+        """Note which samples destinations have taken; takes back those that were sent to a dead destination."""
         for link in list(self._links.values()):
             try:
                 self._read_acknowledgements(link)
@@ -316,22 +333,22 @@ class Departures:
                 self._lose(link)
 
     def _read_acknowledgements(self, link: _Link) -> None:
-        for transfer in link.outlet.acknowledged():
+        for transfer in link.outbox.acknowledged():
             if transfer not in self._unacknowledged:
-                continue  # of a rollout that was given up
+                continue  # of an earlier rollout
             _, snapshot, own = self._unacknowledged.pop(transfer)
             self.departed.append(snapshot.request.sample_id)
             if own is not None:
                 own.close()
 
     def _lose(self, link: _Link) -> None:
-        """A destination is gone: its samples stay, those not acknowledged come back and are prefilled again."""
+        """A destination is gone: cancel its migrations, take back unacknowledged samples and prefill them again."""
         self._links.pop(link.address.name, None)
         with contextlib.suppress(OSError):
-            self._read_acknowledgements(link)  # what came before the end still counts
-        link.outlet.close()
-        for sample_id, one in list(self._leaving.items()):
-            if one.link is link:
+            self._read_acknowledgements(link)  # acknowledgements sent before its end still count
+        link.outbox.close()
+        for sample_id, outgoing in list(self._outgoing.items()):
+            if outgoing.link is link:
                 self._give_up(sample_id)
         for transfer, (other, snapshot, own) in list(self._unacknowledged.items()):
             if other is link:
@@ -339,19 +356,20 @@ class Departures:
                 if own is not None:
                     own.close()
                 snapshot.draft = None
-                if not self._engine.holds(snapshot.request.sample_id):
+                if not self._engine.has_sample(snapshot.request.sample_id):
                     self._engine.import_sample(snapshot)
                 self.kept.append(snapshot.request.sample_id)
         for copy in link.prompts.values():
             copy.close()
 
     def _give_up(self, sample_id: str) -> None:
-        one = self._leaving.pop(sample_id)
-        self._discard(one.link, one.own)
+        """Cancel a migration in stage one: the sample stays."""
+        outgoing = self._outgoing.pop(sample_id)
+        self._discard(outgoing.link, outgoing.own)
         self.kept.append(sample_id)
 
     def _discard(self, link: _Link, copy: _Copy) -> None:
-        """Free memory here and there."""
+        """Free the buffers of a copy at both ends."""
         copy.close()
-        with contextlib.suppress(OSError):  # a destination that is gone has no memory either
-            link.outlet.send(Dropped(copy.number))
+        with contextlib.suppress(OSError):  # a destination that is gone has no buffer to free
+            link.outbox.send(FreeStaging(copy.number))

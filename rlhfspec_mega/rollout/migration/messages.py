@@ -1,4 +1,4 @@
-"""What engines tell each other, and what the driver tells them and learns, of migrating samples."""
+"""Messages about migrating samples, between engines and between engines and the driver."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rlhfspec_mega.rollout.migration.wire import Address
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 
 
-class Meeting(NamedTuple):
-    """What an engine tells before a rollout in which samples may move.
+class PeerInfo(NamedTuple):
+    """What an engine tells the driver about itself before a rollout in which samples may migrate.
 
     Attributes:
-        address: where it takes samples from other engines.
+        address: where it receives samples from other engines.
         throughput: how fast it decodes.
         slots: samples it decodes at once.
-        kv_tokens: room for all its samples.
-        prefill_seconds: of one token on average; infinite before the first.
-        copy_seconds: of one token's KV, at the source and at the destination each.
+        kv_tokens: tokens whose KV it has room for, over all samples.
+        prefill_seconds: average time to prefill one token; infinite before the first prefill.
+        copy_seconds: time to copy one token's KV, which source and destination each spend.
     """
 
     address: Address
@@ -33,11 +33,11 @@ class Meeting(NamedTuple):
 
 
 class MigrationOrder(NamedTuple):
-    """The driver's wish that a sample goes elsewhere.
+    """The driver's order to send one sample to another engine.
 
     Attributes:
-        prefill_seconds: that the destination would take to prefill one token again: where that is less than copying
-            its KV takes, the sample goes without.
+        prefill_seconds: time in which the destination prefills one token; if that is less than the time to copy the
+            token's KV, the sample migrates without KV.
     """
 
     sample_id: str
@@ -46,27 +46,29 @@ class MigrationOrder(NamedTuple):
 
 
 @dataclass
-class Orders:
-    """What the driver asks of an engine, beside decoding.
+class MigrationOrders:
+    """All that the driver tells an engine about migrations in one call of `advance`.
 
     Attributes:
-        moves: samples to be sent away; of samples that ended meanwhile nothing happens.
-        cut: names of dead engines: what they have sent is taken, nothing afterwards.
-        expects: samples may be on their way here: an idle engine waits for them.
+        moves: samples to send away; an order is ignored if its sample has ended.
+        dead_sources: names of dead engines: the engine takes the samples that they had already sent, and ignores what
+            comes from them later.
+        expects_arrivals: whether samples may be on their way to this engine; if so, it waits for them when idle.
     """
 
     moves: list[MigrationOrder] = field(default_factory=list)
-    cut: list[str] = field(default_factory=list)
-    expects: bool = False
+    dead_sources: list[str] = field(default_factory=list)
+    expects_arrivals: bool = False
 
 
-class Piece(NamedTuple):
-    """Settled KV for memory of the receiver; the payload is [layers, 2, kv_heads, rows, head_dim] in order.
+class KvPiece(NamedTuple):
+    """Committed KV for a staging buffer of the receiver; payload: contiguous [layers, 2, kv_heads, rows, head_dim].
 
     Attributes:
-        staging: number of the memory, unique per source.
-        layout: of that memory.
-        first, rows: positions.
+        staging: number of the staging buffer, unique per source.
+        layout: layout of the whole buffer.
+        part: "target" or "draft".
+        first, rows: first position, and number of positions.
     """
 
     staging: int
@@ -77,19 +79,19 @@ class Piece(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A sample comes: from this message on it belongs to the receiver.
+    """Hands a sample over to the receiver, who must acknowledge it.
 
     Attributes:
-        transfer: number, unique per source, to be acknowledged.
+        transfer: number of the hand-over, unique per source; the receiver acknowledges it.
         rollout: the receiver's number of the rollout that the sample belongs to.
-        snapshot: without KV; its draft part has features only.
-        staging: number of the memory with its KV, or None: prefill it again.
-        rows: positions in it by part.
-        prompt: number of the memory with the KV of its group's prompt, which the first positions come from, or None.
-        prompt_rows: positions taken from there by part.
-        handles: of these memories, by number, where they are shared.
-        departed: time.time() when its last step at the source had ended.
-        settled_bytes, delta_bytes: copied while it decoded, and afterwards.
+        snapshot: the sample without KV; its draft state has features only.
+        staging: number of the staging buffer with the sample's KV; None: the receiver prefills the sample again.
+        rows: number of valid positions in that buffer, by part.
+        prompt: number of the buffer with the KV of the group's prompt, which supplies the first positions, or None.
+        prompt_rows: number of positions to take from the prompt's buffer, by part.
+        handles: shared-memory handles of these buffers by number; empty if the KV came in messages.
+        departed: time.time() at the end of the sample's last decode step at the source.
+        settled_bytes, delta_bytes: bytes copied in stage one, while the sample was decoded, and in stage two, after it.
     """
 
     transfer: int
@@ -105,7 +107,7 @@ class Arrival(NamedTuple):
     delta_bytes: int
 
 
-class Dropped(NamedTuple):
-    """The memory of this number is of no further use."""
+class FreeStaging(NamedTuple):
+    """Tells the receiver to free the staging buffer of this number."""
 
     staging: int

@@ -1,4 +1,4 @@
-"""Where copied KV lies between two engines: memory that both can open, or memory of the receiver, fed by messages."""
+"""Staging buffers for migrating KV: shared memory on one machine, else memory of the receiver that messages fill."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhfspec_mega.errors import RunError
 class Layout(NamedTuple):
     """Shapes [layers, 2, kv_heads, positions, head_dim] by part ("target", "draft"), and the dtype's name.
 
-    The order of a cache's own dimensions: a part is copied in runs of positions x head_dim.
+    The dimensions have the order of the KV cache, so that a part is copied in runs of positions x head_dim.
     """
 
     dtype: str
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 
 
 class Handle(NamedTuple):
-    """Shared memory as another process finds it."""
+    """Identifies shared memory to another process: it opens /proc/<pid>/fd/<descriptor>."""
 
     pid: int
     descriptor: int
@@ -46,11 +46,11 @@ class Handle(NamedTuple):
 
 
 class Staging:
-    """KV on its way.
+    """A staging buffer for the KV of one sample or one prompt.
 
     Attributes:
-        parts: tensors by name, filled from position 0 on.
-        handle: for the other process; None for private memory.
+        parts: tensors by part ("target", "draft"), filled from position 0 on.
+        handle: with which another process opens the buffer; None for private memory.
     """
 
     def __init__(self, layout: Layout, memory: torch.Tensor, handle: Handle | None = None) -> None:
@@ -58,12 +58,15 @@ class Staging:
 
     @classmethod
     def private(cls, layout: Layout) -> Staging:
-        """Memory of this process alone."""
+        """A buffer in the memory of this process."""
         return cls(layout, torch.empty(layout.bytes, dtype=torch.uint8))
 
     @classmethod
     def shared(cls, layout: Layout) -> Staging:
-        """Anonymous shared memory (memfd); pages that are never written take no memory. Raises OSError."""
+        """A buffer in anonymous shared memory (memfd), whose unwritten pages take no memory.
+
+        Raises OSError if there is no memory or no file descriptor for it.
+        """
         descriptor = os.memfd_create("rlhfspec_mega.migration")
         try:
             os.ftruncate(descriptor, max(layout.bytes, 1))
@@ -74,7 +77,7 @@ class Staging:
 
     @classmethod
     def opened(cls, handle: Handle) -> Staging:
-        """The memory of another process, which must not have closed it yet. Raises RunError."""
+        """The shared buffer of another process. Raises RunError if it cannot be opened, e.g. because it was closed."""
         try:
             descriptor = os.open(f"/proc/{handle.pid}/fd/{handle.descriptor}", os.O_RDWR)
         except OSError as error:
@@ -87,7 +90,10 @@ class Staging:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Give the memory back once the other process has let go of it, too. For the process that made it, once."""
+        """Release the buffer; its memory is freed when the other process has released it too.
+
+        Only the process that created the buffer calls this, once.
+        """
         self.parts = {}
         if self.handle is not None:
             os.close(self.handle.descriptor)

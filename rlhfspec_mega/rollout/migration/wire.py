@@ -1,4 +1,4 @@
-"""Messages between engines: one listening socket per engine, one connection per pair, frames in order."""
+"""TCP connections between engines: each engine listens on one socket; a pair has one connection for each direction."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_FRAME = struct.Struct("<QQ")  # bytes of the pickled message, and of the payload behind it
+_FRAME = struct.Struct("<QQ")  # sizes in bytes of the pickled message and of the payload after it
 _KEY_BYTES = 32
 _NAME_BYTES = 64
 _ACKNOWLEDGED = struct.Struct("<Q")
-_SEND_SECONDS = 10.0  # a receiver reads in a thread of its own: one that takes nothing for so long is stuck
+_SEND_SECONDS = 10.0  # receivers read in a thread of their own: one that reads nothing for this long is stuck
 
 
 class Address(NamedTuple):
     """Where an engine listens.
 
     Attributes:
-        name: of the engine process, unlike any other's.
-        machine: processes with the same can open each other's memory.
-        rollout: number of the rollout that it takes samples of: what was sent in an earlier one is left aside.
+        key: secret that a sender must present.
+        name: unique name of the engine process.
+        machine: identifies the machine; processes with the same value can open each other's shared memory.
+        rollout: number of the current rollout; the engine ignores samples that were sent in an earlier one.
     """
 
     host: str
@@ -40,7 +41,7 @@ class Address(NamedTuple):
 
 
 class Received(NamedTuple):
-    """A message of the engine `source`; None when its connection has ended: nothing more comes from it."""
+    """A message from the engine `source`; the message is None when the connection has ended and nothing more comes."""
 
     source: str
     message: Any
@@ -48,16 +49,16 @@ class Received(NamedTuple):
 
 
 def this_machine() -> str:
-    """Names the set of processes whose /proc/<pid>/fd this one can open: a boot of a host and a PID namespace."""
+    """Identifies the processes whose /proc/<pid>/fd this one can open, by boot id and PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 class Inbox:
-    """The listening end: connections are accepted and read by threads, so that no sender waits for a decode step.
+    """The receiving end. Threads accept and read connections, so that no sender waits for a decode step.
 
     Args:
-        host: address of this machine at which the other engines reach it; it listens there only.
+        host: address at which the other engines reach this machine; the inbox listens on this address only.
     """
 
     def __init__(self, host: str) -> None:
@@ -66,24 +67,24 @@ class Inbox:
         name = secrets.token_hex(16)
         self.address = Address(host, port, secrets.token_bytes(_KEY_BYTES), name, this_machine())
         self._received: queue.SimpleQueue[Received] = queue.SimpleQueue()
-        self._accepted: set[socket.socket] = set()  # these, until they end
-        self._connections: dict[str, socket.socket] = {}  # and these have said whose they are
-        self._refused: set[str] = set()
+        self._accepted: set[socket.socket] = set()  # all open connections
+        self._connections: dict[str, socket.socket] = {}  # those whose sender has identified itself, by its name
+        self._refused: set[str] = set()  # names of dead engines
         self._closed = False
         self._lock = threading.Lock()
         threading.Thread(target=self._accept, daemon=True, name="migration-inbox").start()
 
     def take(self, seconds: float = 0.0) -> list[Received]:
-        """What has come, in order; waits up to `seconds` for the first."""
+        """Messages received so far, in order; waits up to `seconds` for the first."""
         found: list[Received] = []
         with contextlib.suppress(queue.Empty):
             found.append(self._received.get(seconds > 0, seconds))
             while True:
                 found.append(self._received.get_nowait())
-        return [one for one in found if one.source not in self._refused or one.message is None]
+        return [received for received in found if received.source not in self._refused or received.message is None]
 
     def acknowledge(self, source: str, transfer: int) -> bool:
-        """Tell a source that its sample is held here now; whether the source could still be told."""
+        """Tell a source that this engine has taken its sample; returns whether the source was still connected."""
         connection = self._connections.get(source)
         if connection is None:
             return False
@@ -93,10 +94,10 @@ class Inbox:
             return False
         return True
 
-    def cut(self, source: str, seconds: float) -> list[Received]:
-        """All that a dead source has still sent; nothing of it is taken afterwards.
+    def drain(self, source: str, seconds: float) -> list[Received]:
+        """The last messages of a dead engine; later ones are ignored.
 
-        Waits for the end of its connection, which the kernel delivers after its last message, up to `seconds`.
+        Waits up to `seconds` for the end of its connection, which the kernel delivers after its last message.
         """
         found, end = [], time.monotonic() + seconds
         while source in self._connections and time.monotonic() < end:
@@ -111,7 +112,7 @@ class Inbox:
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
         self._listener.close()
         with self._lock:
-            self._closed = True  # one that is being accepted now is ended by the thread that accepts it
+            self._closed = True  # the accepting thread closes a connection that it is just accepting
             accepted, self._accepted = self._accepted, set()
         for connection in accepted:
             with contextlib.suppress(OSError):
@@ -148,15 +149,18 @@ class Inbox:
                 self._received.put(Received(source, pickle.loads(message), payload))
         with self._lock:
             self._accepted.discard(connection)
-            last = self._connections.get(source) is connection  # the source may have connected anew
+            last = self._connections.get(source) is connection  # false if the source has reconnected
             if last:
                 del self._connections[source]
         if last:
             self._received.put(Received(source, None, bytearray()))
 
 
-class Outlet:
-    """The sending end of a connection to another engine. Raises OSError where that is gone or takes nothing."""
+class Outbox:
+    """The sending end of a connection to another engine.
+
+    All methods raise OSError if the engine is gone or has read nothing for _SEND_SECONDS.
+    """
 
     def __init__(self, address: Address, own_name: str) -> None:
         self._socket = socket.create_connection((address.host, address.port), timeout=_SEND_SECONDS)
@@ -166,7 +170,7 @@ class Outlet:
         self._answers = bytearray()
 
     def send(self, message: Any, payload: memoryview | bytes = b"") -> None:
-        """One frame. After an error part of it may have gone out: the connection is then of no further use."""
+        """Send one frame. An error may leave a partial frame, after which the connection cannot be used any more."""
         pickled = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         self._socket.settimeout(_SEND_SECONDS)
         self._socket.sendall(_FRAME.pack(len(pickled), len(payload)) + pickled)
@@ -174,7 +178,7 @@ class Outlet:
             self._socket.sendall(payload)
 
     def acknowledged(self) -> Sequence[int]:
-        """Transfers that the other engine has taken since the last call. Raises OSError once it is gone."""
+        """Numbers of the transfers that the other engine has acknowledged since the last call."""
         self._socket.setblocking(False)
         while True:
             try:
@@ -185,7 +189,7 @@ class Outlet:
                 part = b""
             if not part:
                 if len(self._answers) >= _ACKNOWLEDGED.size:
-                    break  # hand these over first; the next call meets the end again
+                    break  # return these first; the next call finds the connection closed again
                 raise ConnectionError("the other engine has closed its end")
             self._answers += part
         whole = len(self._answers) // _ACKNOWLEDGED.size * _ACKNOWLEDGED.size
@@ -198,14 +202,14 @@ class Outlet:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Notice within some 20 s that the other machine is gone, which otherwise says nothing at all."""
+    """Detect within about 20 s that the other machine has died, since a dead machine does not close its connections."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 20_000)):
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _exactly(connection: socket.socket, size: int) -> bytearray:
-    """So many bytes. Raises EOFError at the end of the connection."""
+    """Read exactly `size` bytes. Raises EOFError if the connection ends before."""
     found = bytearray(size)
     view = memoryview(found)
     while view:

@@ -1,4 +1,4 @@
-"""How many draft tokens the next batch gets: our rule in the place of SGLang's adaptive one; one number for a batch."""
+"""Chooses the number of draft tokens per sample for each batch, in place of SGLang's adaptive speculation."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 import numpy as np
 
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.planning.draft_tokens import ChainLength, Sharpness, StepTable, TreeSize, promised
+from rlhfspec_mega.planning.draft_tokens import ChainLength, Sharpness, StepTable, TreeSize, accepted_of_best
 from rlhfspec_mega.planning.oversight import CollapseWatch
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes
 from rlhfspec_mega.rollout.sglang_engine.survival import Nodes
 from rlhfspec_mega.types import TALLY_EDGES, DraftingTally
 
-SECTION = "rlhfspec_mega"  # of SGLang's adaptive config; it skips keys that are no batch size
-FREE = -1  # in place of a number of draft tokens
-METHOD = "rlhfspec_mega"  # of schedulers, from `attach` on
-MOST_UNDER_WAY = 8  # steps whose results have not come; SGLang has two
+SECTION = "rlhfspec_mega"  # key in SGLang's adaptive config, which ignores keys that are not batch sizes
+NOT_FIXED = -1  # no fixed number of draft tokens: the policy chooses
+METHOD = "rlhfspec_mega"  # name of the method that `attach` gives to schedulers
+MOST_UNDER_WAY = 8  # most steps in progress; SGLang has two
 
 
 @dataclass
 class _Step:
-    """A step under way: draft tokens of each sample, samples, and what their nodes promised, of trees."""
+    """A step in progress: draft tokens per sample, number of samples, and the survival probabilities of tree nodes."""
 
     count: int
     batch: int
@@ -34,21 +34,21 @@ class _Step:
 
 
 def write_config(path: Path, shapes: DraftShapes, collapse_ratio: float, fixed: int | None = None) -> None:
-    """Write what --speculative-adaptive-config names, for every rank to read.
+    """Write the file for --speculative-adaptive-config, which every rank reads.
 
-    SGLang itself reads the candidates under "1": the number of layers that it starts with has to be among them.
+    SGLang itself reads the candidates under "1": they must include the number of layers that it starts with.
 
     Args:
-        collapse_ratio: see CollapseWatch; the least number then is used.
-        fixed: the number to use otherwise; None: the one that pays best.
+        collapse_ratio: see CollapseWatch; after a collapse the smallest number of draft tokens is used.
+        fixed: number of draft tokens otherwise; None: the number with the highest expected throughput.
     """
-    ours = {"collapse_ratio": collapse_ratio, "fixed": FREE if fixed is None else fixed, "shapes": asdict(shapes)}
+    ours = {"collapse_ratio": collapse_ratio, "fixed": NOT_FIXED if fixed is None else fixed, "shapes": asdict(shapes)}
     config = {"1": {"candidate_steps": sorted({*shapes.counts, shapes.depth})}, SECTION: ours}
     path.write_text(json.dumps(config) + "\n", encoding="utf-8")
 
 
 def read_shapes(path: str | None) -> DraftShapes:
-    """Of a file from `write_config`. Raises UserError for another one."""
+    """Read the shapes from a file of `write_config`. Raises UserError for any other file."""
     given = _section(path)["shapes"]
     return DraftShapes(tuple(given["counts"]), given["depth"], given["branches"])
 
@@ -66,15 +66,15 @@ def _section(path: str | None) -> dict[str, Any]:
 class DraftChoice:
     """Chooses the number of draft tokens of every step.
 
-    All tensor-parallel ranks decide alike: they are shown the same acceptance and scores, in the order of steps, and
-    tables and orders reach them in the same iteration. Until a table comes, SGLang's first state is used.
+    All tensor-parallel ranks choose the same number: they see the same acceptance and scores in the order of steps, and
+    receive cost tables and commands in the same iteration. Before the first cost table, the largest number is used.
 
     Args:
-        path: of a file from `write_config`.
+        path: a file of `write_config`.
 
     Attributes:
-        shapes: of what can be chosen.
-        current: the one of this process: a scheduler has one draft.
+        shapes: the shapes to choose from.
+        current: the instance of this process; a scheduler has one draft.
 
     Raises UserError for a file that `write_config` has not written.
     """
@@ -84,7 +84,7 @@ class DraftChoice:
     def __init__(self, path: str | None) -> None:
         ours = _section(path)
         self.shapes = read_shapes(path)
-        self._fixed, self._forced = int(ours["fixed"]), FREE
+        self._fixed, self._forced = int(ours["fixed"]), NOT_FIXED
         self._rule: ChainLength | None = None
         self._under_way = deque[_Step](maxlen=MOST_UNDER_WAY)
         self._sharpness = Sharpness()
@@ -94,40 +94,40 @@ class DraftChoice:
 
     @property
     def sharpness(self) -> float:
-        """What perturbed scores of the draft are scaled by before SGLang makes chances of them; see planning."""
+        """Factor that scales the draft's perturbed scores before SGLang turns them into probabilities; see planning."""
         return self._sharpness.value if self.shapes.branches > 1 else 1.0
 
     # What the engine tells all ranks
 
     def force(self, count: int) -> None:
-        """Draft so many tokens from now on, unwatched, or as many as the policy wants (FREE).
+        """Draft `count` tokens from now on, without watching for a collapse; NOT_FIXED lets the policy choose.
 
-        Raises RunError for no candidate.
+        Raises RunError for a number that is not among `shapes.counts`.
         """
-        if count not in (FREE, *self.shapes.counts):
+        if count not in (NOT_FIXED, *self.shapes.counts):
             raise RunError(f"{count} draft tokens were asked for; graphs were captured for {self.shapes.counts}.")
         self._forced = count
         self.weights_changed()
         self._tally = DraftingTally()
 
     def learn_costs(self, table: StepTable) -> None:
-        """Choose by this table. Raises RunError for other numbers than those that graphs were captured for."""
+        """Use this cost table from now on. Raises RunError if its numbers of draft tokens are not `shapes.counts`."""
         counts = self.shapes.counts
         if table.counts != counts:
             raise RunError(f"A table of {table.counts} draft tokens came; graphs were captured for {counts}.")
         self._rule = TreeSize(table, self.shapes.depth) if self.shapes.branches > 1 else ChainLength(table)
 
     def weights_changed(self) -> None:
-        """The draft or the target has new weights: it is watched anew, and tried again where it had collapsed."""
+        """After new weights of the draft or the target: restart the watch, and draft again after a collapse."""
         for watch in self._watches.values():
             watch.weights_changed()
 
     def take_tally(self) -> DraftingTally:
-        """What was done since the last call."""
+        """Counters since the last call."""
         taken, self._tally = self._tally, DraftingTally()
         for watch in self._watches.values():
             taken.usual_rate = watch.usual
-            if watch.without_hope:
+            if watch.awaits_weight_update:
                 taken.collapsed_rate = watch.rate
                 break
         return taken
@@ -135,26 +135,26 @@ class DraftChoice:
     # Steps: they begin, are drafted and are verified in order; results may come when the next has begun
 
     def begin(self, batch: int) -> int:
-        """The number for the batch about to be decoded."""
+        """Return the number of draft tokens for the batch about to be decoded."""
         self._under_way.append(_Step(self._choose(batch), batch))
         return self._under_way[-1].count
 
     def _choose(self, batch: int) -> int:
-        if self._forced != FREE:
+        if self._forced != NOT_FIXED:
             return self._forced
         if not all(watch.may_draft for watch in self._watches.values()):
             return self.shapes.counts[0]
-        if self._fixed != FREE:
+        if self._fixed != NOT_FIXED:
             return self._fixed
         return self._rule.choose(batch) if self._rule else self.shapes.counts[-1]
 
     def drafted(self, nodes: Nodes) -> None:
-        """What the nodes of the step that began last promise, of trees."""
+        """Set the survival probabilities of the tree nodes of the step that began last."""
         if self._under_way:
             self._under_way[-1].nodes = nodes
 
     def verified(self, accepted: Sequence[int]) -> None:
-        """Draft tokens accepted of each sample of the earliest step under way. SGLang passes over none."""
+        """Process the number of accepted draft tokens of each sample in the earliest step in progress."""
         while self._under_way:
             step = self._under_way.popleft()
             if step.batch == len(accepted):
@@ -169,7 +169,7 @@ class DraftChoice:
         if step.count:
             self._tally.drafted_sample_steps += batch
             self._tally.verified += step.count * batch
-            if self._forced == FREE:  # while steps are measured the weights are random
+            if self._forced == NOT_FIXED:  # the weights are random while steps are measured
                 # Whether any first child is accepted depends on how many there are: each size has its own usual rate.
                 size = step.count if self.shapes.branches > 1 else 0
                 watch = self._watches.setdefault(size, CollapseWatch(self._ratio))
@@ -178,19 +178,21 @@ class DraftChoice:
             self._rule.observe(step.count, accepted)
         if step.nodes is not None and isinstance(self._rule, TreeSize):
             survival, depths = step.nodes.read()
-            self._sharpness.observe(promised(survival, step.count), sum(accepted) / batch)
-            self._rule.look(survival, depths, self.shapes.depth_of(step.count))
+            self._sharpness.observe(accepted_of_best(survival, step.count), sum(accepted) / batch)
+            self._rule.observe_tree(survival, depths, self.shapes.depth_of(step.count))
 
 
 class DraftingControl:
-    """The engine's side of all its ranks' DraftChoice, over `collective_rpc`; the schedulers' is `attach`.
+    """The engine's interface to DraftChoice on all ranks, by `collective_rpc`.
 
-    SGLang calls a method in the same iteration on every rank. Arguments are flat and answers are dropped on the way:
-    tables and tallies go through files. All ranks count the same.
+    `attach` is its counterpart in schedulers.
+
+    SGLang calls a method in the same iteration on every rank. It passes flat arguments only and drops return values, so
+    tables and tallies travel in files. All ranks have equal counters.
 
     Args:
         engine: a started `sglang.Engine` that drafts.
-        directory: an empty one, for these files.
+        directory: an empty directory for these files.
     """
 
     def __init__(self, engine: Any, directory: Path) -> None:
@@ -214,7 +216,7 @@ class DraftingControl:
 
 
 def attach(scheduler: Any) -> None:
-    """Give a scheduler the method that DraftingControl calls; its rank 0 writes the answers."""
+    """Give a scheduler the method that DraftingControl calls; rank 0 writes the return values to files."""
 
     def act(action: str, count: int = 0, path: str = "") -> None:
         current = DraftChoice.current

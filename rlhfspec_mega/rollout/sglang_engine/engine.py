@@ -1,7 +1,8 @@
-"""SGLang's engine behind the `RolloutEngine` protocol.
+"""SGLang behind the `RolloutEngine` protocol.
 
-SGLang decodes in processes of its own, also between two polls. A sample that moves is stopped here and asked for anew
-there, with its tokens as prompt: its KV, copied before into the radix cache there, spares all but the end of a prefill.
+SGLang decodes in processes of its own, also between two polls. To migrate a sample, its request is aborted here and a
+new one is sent to the destination's SGLang with all tokens so far as prompt. The sample's KV was copied into the radix
+cache there, so that only the end of this prompt is prefilled.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence, Set
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +21,7 @@ from rlhfspec_mega.rollout.checks import check_request
 from rlhfspec_mega.rollout.migration.staging import Layout
 from rlhfspec_mega.rollout.protocol import DraftPast, SampleSnapshot
 from rlhfspec_mega.rollout.sglang_engine.kv import DRAFT, METHOD, TARGET, WOKEN, KvAccess
-from rlhfspec_mega.rollout.sglang_engine.samples import Held, aborted, sampling_params
+from rlhfspec_mega.rollout.sglang_engine.samples import SGLangSample, aborted, sampling_params
 from rlhfspec_mega.rollout.sglang_engine.weights import BucketedUpdate, sender
 from rlhfspec_mega.rollout.update import UpdatedEngine
 from rlhfspec_mega.types import (
@@ -34,9 +36,9 @@ from rlhfspec_mega.types import (
 
 WEIGHTS = ("weights",)
 ALL_MEMORY = ("kv_cache", "cuda_graph", *WEIGHTS)  # as SGLang names its parts
-IDLE_SECONDS = 60.0  # in which requests that were stopped have left the engine
-ASK_SECONDS = 1.0  # between two requests to stop one
-SILENCE_SECONDS = 300.0  # of polls without an output: longer than a prefill takes, the time of SGLang's own watchdog
+IDLE_SECONDS = 60.0  # longest time in which SGLang ends aborted requests and becomes idle
+ASK_SECONDS = 1.0  # time between two abort messages for the same request
+SILENCE_SECONDS = 300.0  # longest polling without output; longer than a prefill, equal to SGLang's watchdog timeout
 
 
 def _raise(sentence: str) -> NoReturn:
@@ -48,18 +50,18 @@ class SGLangEngine(UpdatedEngine):
 
     Args:
         engine: a started `sglang.Engine`, see `launch`.
-        slots: requests that it decodes at once (max_running_requests).
-        max_positions: tokens of prompt and response.
-        kv: access to the KV of samples; None: they are prefilled where they go.
-        silent: what is done, whatever the engine was asked for, when SGLang does not answer any more; it is given a
-            sentence. By default that is raised as a SilentEngineError.
+        slots: requests decoded at once (max_running_requests).
+        max_positions: longest prompt + response, in tokens.
+        kv: access to the KV of samples; None: migrated samples are prefilled again.
+        on_silence: called with an error message, in any method, when SGLang no longer responds; must not return. By
+            default it raises SilentEngineError.
 
     Attributes:
-        last_decode: when the last poll began, in seconds since the epoch, and what a decode step took in it.
-        spans: what the time goes into; a poll is one.
+        last_decode: start of the last poll, in seconds since the epoch, and the duration of a decode step in it.
+        spans: records what the engine spends its time on; one span per poll.
     """
 
-    least_copy, turn_seconds = 2 << 20, 0.01
+    min_copy_bytes, migration_interval = 2 << 20, 0.01
 
     def __init__(
         self,
@@ -67,17 +69,17 @@ class SGLangEngine(UpdatedEngine):
         slots: int,
         max_positions: int,
         kv: KvAccess | None = None,
-        silent: Callable[[str], NoReturn] = _raise,
+        on_silence: Callable[[str], NoReturn] = _raise,
     ) -> None:
         self._engine, self._slots, self.max_positions, self._kv = engine, slots, max_positions, kv
-        self._give_up = silent
-        self._held: dict[str, Held] = {}
+        self._on_silence = on_silence
+        self._held: dict[str, SGLangSample] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._attempts = 0
         self._finished: list[GenerationResult] = []
-        self._steps = self._generated = self._resumed = self._spared = 0
+        self._steps = self._generated = self._resumed = self._cached = 0
         self._asleep: list[str] = []
-        self._silent = 0.0  # seconds of polls without an output, since the last one
+        self._silent = 0.0  # seconds of polling since the last output
         self.last_decode = 0.0, 0.0
         self.spans = SpanRecorder()
 
@@ -88,7 +90,7 @@ class SGLangEngine(UpdatedEngine):
     # Samples
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """As RolloutEngine says; UserError for a forced length, too."""
+        """See RolloutEngine. Raises UserError for a sample with a forced length, too."""
         taken = set(self._held)
         for request in requests:
             self._check(request, taken)
@@ -97,10 +99,10 @@ class SGLangEngine(UpdatedEngine):
             self.import_sample(SampleSnapshot(request, [], [], []))
 
     def import_sample(self, snapshot: SampleSnapshot) -> None:
-        """Go on with a sample from its tokens. Raises UserError as `submit` does."""
+        """Continue a sample from its tokens. Raises UserError as `submit` does."""
         self._check(snapshot.request, self._held.keys())
         self._take_kv(snapshot)
-        held = self._held[snapshot.request.sample_id] = Held.of(snapshot)
+        held = self._held[snapshot.request.sample_id] = SGLangSample.of(snapshot)
         if self._update is None and self._version >= 0:
             self._start(held)
 
@@ -110,19 +112,19 @@ class SGLangEngine(UpdatedEngine):
         sampling_params(request, 0)
 
     def poll(self, seconds: float) -> list[GenerationResult]:
-        """Samples finished until about `seconds` have passed or all have ended.
+        """Wait about `seconds` or until all samples have ended; returns the samples finished since the last poll.
 
-        SGLang is silent when nothing has come of them in SILENCE_SECONDS of polls.
+        Calls `on_silence` after SILENCE_SECONDS of polling without any output.
         """
         if self._held and self._may_decode():
-            self._ask_anew()
+            self._resubmit()
             self._run(seconds)
         self._collect()
         finished, self._finished = self._finished, []
         return finished
 
     def _run(self, seconds: float) -> None:
-        """Let SGLang run, and count its steps: an output of a sample is one."""
+        """Wait for SGLang's outputs and count its decode steps, each of which gives one output per sample."""
         held, generated, started = list(self._held.values()), self._generated, time.time()
         for one in held:
             one.outputs = 0
@@ -132,7 +134,7 @@ class SGLangEngine(UpdatedEngine):
         steps = max((one.outputs for one in running), default=0)
         self._silent = 0.0 if steps else self._silent + ended - started
         if self._silent > SILENCE_SECONDS:
-            self._give_up(f"SGLang has put out nothing for {SILENCE_SECONDS:g} s, of {len(held)} samples.")
+            self._on_silence(f"SGLang has put out nothing for {SILENCE_SECONDS:g} s, of {len(held)} samples.")
         self._steps += steps
         self.last_decode = started, (ended - started) / steps if steps else self.last_decode[1]
         if steps:
@@ -142,7 +144,7 @@ class SGLangEngine(UpdatedEngine):
             )
 
     def _collect(self) -> None:
-        """File the samples that have ended. Raises what following one of them has raised."""
+        """Move samples that have ended to the finished ones. Raises any error of reading their outputs."""
         for name, task in list(self._tasks.items()):
             if not task.done():
                 continue
@@ -153,15 +155,16 @@ class SGLangEngine(UpdatedEngine):
                 self._finished.append(self._held.pop(name).result(reason))
 
     def progress(self) -> list[SampleProgress]:
-        """What unfinished samples have gained since the last call; not those that end in this moment.
+        """Tokens of unfinished samples since the last call, without those of samples that have just ended.
 
-        Else one whose last token is known, and whose engine dies before it is returned, would go on beyond its end.
+        If the driver knew a sample's last token but not its end, and the engine died, another engine would decode the
+        sample beyond its end.
         """
         going_on = (held for held in self._held.values() if held.reason is None)
         return [held.progress() for held in going_on if len(held.tokens) > held.reported]
 
     def abort(self, sample_ids: Sequence[str]) -> list[GenerationResult]:
-        """As RolloutEngine says; samples that end just then are skipped, too."""
+        """See RolloutEngine; samples that end during the call are skipped, too."""
         self._stop(sample_ids)
         withdrawn = [self._held.pop(name, None) for name in sample_ids]
         return [held.result(FinishReason.ABORTED) for held in withdrawn if held is not None]
@@ -170,18 +173,18 @@ class SGLangEngine(UpdatedEngine):
         self.abort(list(self._held))
         self._finished.clear()
 
-    def holds(self, sample_id: str) -> bool:
+    def has_sample(self, sample_id: str) -> bool:
         return sample_id in self._held
 
-    def waits(self, sample_id: str) -> bool:
-        """Whether the sample is here and no token of it has come yet."""
+    def is_waiting(self, sample_id: str) -> bool:
+        """Whether this engine has the sample and SGLang has not returned a token of it yet."""
         return sample_id in self._held and not self._held[sample_id].started
 
     def request(self, sample_id: str) -> GenerationRequest:
         return self._held[sample_id].request
 
     def export_sample(self, sample_id: str, with_kv: bool = True) -> SampleSnapshot:
-        """As RolloutEngine says; KV stays behind in any case. Raises RunError for one that ends just then, too."""
+        """See RolloutEngine; never includes KV. Raises RunError for a sample that ends during the call, too."""
         self._stop([sample_id])
         held = self._held.pop(sample_id, None)
         if held is None:
@@ -193,29 +196,29 @@ class SGLangEngine(UpdatedEngine):
 
     # KV
 
-    def settled(self, sample_id: str) -> dict[str, int] | None:
+    def committed_positions(self, sample_id: str) -> dict[str, int] | None:
         """Positions whose KV is committed, in each part; None for a sample without a token, or without access to KV."""
         held = self._held.get(sample_id)
         if self._kv is None or held is None or not held.started:
             return None
         return dict.fromkeys(self._kv.parts, held.length - 1)
 
-    def read_ahead(self, sample_ids: Sequence[str]) -> None:
-        """Nothing to do: SGLang's draft reads in every step."""
+    def catch_up_draft(self, sample_ids: Sequence[str]) -> None:
+        """Does nothing: SGLang's draft processes all tokens in every step."""
 
     def kv_layout(self, positions: int) -> Layout:
         """Without parts where there is no access to KV."""
         return self._kv.layout(positions) if self._kv else Layout("float32", {})
 
-    def settled_kv(self, sample_id: str, part: str, first: int, last: int) -> torch.Tensor:
+    def committed_kv(self, sample_id: str, part: str, first: int, last: int) -> torch.Tensor:
         """[layers, 2, kv_heads, rows, head_dim] on the host; fewer rows of a sample that has just ended."""
-        assert self._kv is not None, "only settled KV is asked for"
+        assert self._kv is not None, "committed_kv needs access to SGLang's KV"
         return self._kv.read(self._held[sample_id].rid, part, first, last)
 
     def _take_kv(self, snapshot: SampleSnapshot) -> None:
-        """Have SGLang know the KV that came with a sample, if it came for all that has some here.
+        """Put the KV of an imported sample into SGLang's cache, if the snapshot has it for the target and any draft.
 
-        Not while it would be void again at once, or while there are no weights.
+        Does nothing during a weight update, which would make the KV invalid, or before the first weights.
         """
         if self._update is not None or self._version < 0:
             return
@@ -229,37 +232,37 @@ class SGLangEngine(UpdatedEngine):
     # Weights
 
     def _begin(self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget) -> BucketedUpdate:
-        """Takes unfinished samples back; they go on from their tokens when they are polled for after the update.
+        """Abort the requests of unfinished samples; the first poll after the update sends them again.
 
-        Returns when SGLang is idle: it reads the weights in the passes that are under way.
+        Returns when SGLang is idle, because forward passes in progress still use the old weights.
         """
         self._stop(list(self._tasks))
         self._wake(WEIGHTS)
-        self._empty()
+        self._flush_cache()
         return BucketedUpdate(version, tensors, sender(self._engine, target))
 
     def _make_live(self, target: WeightTarget) -> None:
-        self._empty()
+        self._flush_cache()
 
     def _lose_draft(self) -> None:
-        """SGLang drafts on with what has come: tokens are right whatever the draft."""
+        """Does nothing: SGLang continues to draft with mixed weights, which do not change the tokens it generates."""
 
     # Memory
 
     def sleep(self) -> None:
-        """Give back the GPU's memory until samples or weights come. The weights are lost, but for the draft's.
+        """Release GPU memory until samples or weights arrive. Weights are lost, except those of the draft.
 
-        Raises RunError with samples unfinished.
+        Raises RunError if there are unfinished samples.
         """
         if self._held:
             raise RunError(f"The engine was to sleep with {len(self._held)} unfinished samples.")
         if not self._asleep:
-            self._empty()
+            self._flush_cache()
             self._engine.release_memory_occupation(list(ALL_MEMORY))
             self._asleep, self._version = list(ALL_MEMORY), -1
 
     def _wake(self, parts: Sequence[str]) -> None:
-        """Take back these parts of what was given back."""
+        """Reclaim these parts of the released memory."""
         if wanted := [part for part in self._asleep if part in parts]:
             self._engine.resume_memory_occupation(wanted)
             self._asleep = [part for part in self._asleep if part not in parts]
@@ -289,37 +292,39 @@ class SGLangEngine(UpdatedEngine):
             "generated_tokens": self._generated,
             "decode_steps": self._steps,
             "resumed_tokens": self._resumed,  # of samples that came from elsewhere
-            "spared_tokens": self._spared,  # those that did not have to be prefilled
+            "spared_tokens": self._cached,  # those that did not have to be prefilled
             "prefill_tokens": metrics.total_prefill_uncached_tokens if metrics else 0,
             "prefill_seconds": metrics.total_prefill_busy_us / 1e6 if metrics else 0.0,
         }
 
-    @property
-    def kv_room(self) -> int | None:
-        """Tokens of KV that SGLang has room for; None before it has said so."""
-        metrics = self._metrics()
-        return metrics.max_total_num_tokens if metrics else None
+    @cached_property
+    def kv_room(self) -> int:
+        """Tokens of KV that SGLang has room for.
+
+        The record of its load will not do: it holds zeros until the scheduler first writes it.
+        """
+        return int(self._engine.get_server_info()["max_total_num_tokens"])
 
     def _metrics(self) -> Any:
         """SGLang's latest record of its load, which lies in memory shared with it; None before the first."""
         found = self._engine.loop.run_until_complete(self._engine.tokenizer_manager.get_loads())
         return found[0] if found else None
 
-    def _ask_anew(self) -> None:
-        """Ask for samples that were stopped and not taken away: by an update, or by a stop that was heard too late."""
+    def _resubmit(self) -> None:
+        """Send new requests for samples whose request was aborted and that are still here, e.g. after an update."""
         for name, held in self._held.items():
             if name not in self._tasks:
                 self._start(held)
 
-    def _start(self, held: Held) -> None:
+    def _start(self, held: SGLangSample) -> None:
         self._wake(ALL_MEMORY)
         self._attempts += 1
-        held.ask_anew(self._attempts)
+        held.new_request(self._attempts)
         self._tasks[held.request.sample_id] = self._engine.loop.create_task(self._follow(held))
 
-    async def _follow(self, held: Held) -> None:
-        """Read a request's outputs to their end, or until it is stopped."""
-        held.asked = True
+    async def _follow(self, held: SGLangSample) -> None:
+        """Send a sample's request and read its outputs until it ends or is aborted."""
+        held.submitted = True
         outputs = await self._engine.async_generate(
             input_ids=list(held.sequence),
             sampling_params=sampling_params(held.request, held.given),
@@ -329,23 +334,23 @@ class SGLangEngine(UpdatedEngine):
         )
         resumed = bool(held.tokens)
         async for output in outputs:
-            if held.stopped and aborted(output):  # its last tokens may go beyond its end
+            if held.abort_requested and aborted(output):  # its last tokens may go beyond its end
                 continue
             before = len(held.tokens)
             held.take(output, self._version)
             self._generated += len(held.tokens) - before
             if resumed:
                 self._resumed += len(held.request.prompt_tokens) + before
-                self._spared += output["meta_info"].get("cached_tokens", 0)
+                self._cached += output["meta_info"].get("cached_tokens", 0)
                 resumed = False
 
     def _stop(self, sample_ids: Sequence[str]) -> None:
-        """End requests of samples; tokens that they still make are made again elsewhere, the same ones.
+        """Abort the requests of samples. Tokens that are lost with them will be generated again, identically.
 
-        Others may end meanwhile, and so may these: they are collected. A task that waits for an output is not
-        cancelled: in Python 3.11 asyncio.wait_for, by which SGLang waits, loses a cancellation just after the output.
+        Any sample may end meanwhile and is then collected as finished. A task that waits for an output is not
+        cancelled: in Python 3.11, asyncio.wait_for, which SGLang uses, can lose a cancellation just after an output.
 
-        SGLang is silent if it does not give them up in IDLE_SECONDS.
+        Calls `on_silence` if SGLang has not ended the requests within IDLE_SECONDS.
         """
         names = [name for name in sample_ids if name in self._tasks]
         if not names:
@@ -353,10 +358,10 @@ class SGLangEngine(UpdatedEngine):
         end, going_on = time.monotonic() + IDLE_SECONDS, {self._tasks[name]: self._held[name] for name in names}
         while going_on:
             if time.monotonic() > end:
-                self._give_up(f"SGLang did not stop {', '.join(names)} within {IDLE_SECONDS:g} s.")
+                self._on_silence(f"SGLang did not stop {', '.join(names)} within {IDLE_SECONDS:g} s.")
             for task, held in going_on.items():
-                held.stopped = True
-                if held.asked:  # again and again: one that was on its way to SGLang was not known there
+                held.abort_requested = True
+                if held.submitted:  # again and again: one that was on its way to SGLang was not known there
                     self._engine.tokenizer_manager.abort_request(held.rid)
                 else:
                     task.cancel()
@@ -365,8 +370,8 @@ class SGLangEngine(UpdatedEngine):
             going_on = {task: held for task, held in going_on.items() if task not in done}
         self._collect()
 
-    def _empty(self) -> None:
-        """Wait until SGLang is idle, and make its cached KV void."""
+    def _flush_cache(self) -> None:
+        """Wait until SGLang is idle and flush its cache of KV."""
         flushing = self._engine.tokenizer_manager.flush_cache(timeout_s=IDLE_SECONDS)
         if not self._engine.loop.run_until_complete(flushing).success:
-            self._give_up(f"SGLang did not become idle for a weight update within {IDLE_SECONDS:g} s.")
+            self._on_silence(f"SGLang did not become idle for a weight update within {IDLE_SECONDS:g} s.")

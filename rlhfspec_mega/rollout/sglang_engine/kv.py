@@ -1,7 +1,7 @@
-"""KV of single samples, read from SGLang's pools while they decode and put into its radix cache elsewhere.
+"""Reads the KV of running samples from SGLang's pools and inserts it into the radix cache of another SGLang engine.
 
-What is put there is like the KV of a request that has ended: it is evicted where room is needed, and a sample whose
-tokens begin with it is prefilled only from its end on. So nothing depends on it but time.
+There it is treated like the KV of a finished request: it may be evicted when memory is needed, and a request whose
+tokens begin with it is prefilled only from its end on. It therefore affects only the time, not the results.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def attach(scheduler: Any) -> None:
 
 
 def pools(scheduler: Any) -> dict[str, Any]:
-    """KV pools by part; both have a token's KV in the same slot."""
+    """Return the KV pools of target and draft by name; a token has the same slot in both."""
     found = {TARGET: scheduler.tp_worker.model_runner.token_to_kv_pool}
     if scheduler.draft_worker is not None:
         found[DRAFT] = scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool

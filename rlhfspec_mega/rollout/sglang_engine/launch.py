@@ -135,7 +135,7 @@ def start(settings: EngineSettings, directory: Path) -> Any:
         RunError: a hook could not be applied in this process.
     """
     if (wrong := pins.missing(settings.device)) is not None:
-        raise UserError(f"rollout=sglang cannot be used: {wrong}; or use rollout=torch.")
+        raise UserError(f"rollout=sglang cannot be used: {wrong}. Alternatively, use rollout=torch.")
     load_few_models()
     if settings.device == "cpu" and cpu_kernels.prepare(settings.tensor_parallel):
         logger.warning(cpu_kernels.NOTICE)
@@ -149,7 +149,9 @@ def start(settings: EngineSettings, directory: Path) -> Any:
     plugin.apply_here()
     given = arguments(settings, directory)
     if unknown := sorted(given.keys() - {field.name for field in fields(ServerArgs)}):
-        raise UserError(f"rollout.sglang.options has {', '.join(unknown)}, which sglang {pins.VERSION} does not know.")
+        raise UserError(
+            f"rollout.sglang.engine_kwargs has {', '.join(unknown)}, which sglang {pins.VERSION} does not know."
+        )
     with _temporary_files_in(directory):
         engine = sglang.Engine(**given)
     _unlink_shared_memory(engine)
@@ -169,7 +171,9 @@ def _end_with_processes_of_engine() -> None:
 
 def _end(number: int, frame: FrameType | None) -> None:
     print(
-        "A process of SGLang has crashed. This engine ends; its samples go on elsewhere.", file=sys.stderr, flush=True
+        "A process of SGLang has crashed. This engine exits; other engines continue its samples.",
+        file=sys.stderr,
+        flush=True,
     )
     os._exit(1)
 

@@ -1,9 +1,9 @@
 """The entry point `sglang.srt.plugins`: registers the hooks in every process of SGLang that loads plug-ins.
 
-SGLang loads every plug-in that it finds, unless SGLANG_PLUGINS names some: this one does nothing unless it is named, so
-that an environment's other uses of SGLang stay as they are. And SGLang logs a plug-in or a hook that fails and goes on
-without it, which would sample by another noise: so the scheduler looks, before it starts, whether every hook was
-applied and no setting goes around them, and ends with a sentence if not.
+SGLang loads all installed plug-ins unless SGLANG_PLUGINS lists some. This one does nothing unless it is listed, so that
+it does not affect other uses of SGLang in the same environment. If a plug-in or a hook fails, SGLang logs that and
+continues without it, which here would mean sampling with other noise. The scheduler therefore checks, before it
+starts, that every hook was applied and no setting bypasses them, and otherwise ends with an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.rollout.sglang_engine import cpu_kernels, kv, pins, seams, shared_noise
 from rlhfspec_mega.rollout.sglang_engine.choice import DraftChoice, attach, read_shapes
 from rlhfspec_mega.rollout.sglang_engine.shared_noise import MOST_ROWS, DraftNoise, last_positions
-from rlhfspec_mega.rollout.sglang_engine.states import StateSwitch, allow_trees, start_with_most, width_of_state
+from rlhfspec_mega.rollout.sglang_engine.states import StateSwitch, allow_trees, start_with_largest, width_of_state
 from rlhfspec_mega.rollout.sglang_engine.survival import NodeScores
 from rlhfspec_mega.rollout.sglang_engine.weights import DRAFTS
 
@@ -40,10 +40,10 @@ class DraftHooks:
         self._noise: DraftNoise | None = None
         self._scores: NodeScores | None = None
 
-    def drafts_for(self, worker: Any, batch: Any, *rest: Any, **named: Any) -> None:
-        """Before a method of EagleDraftWorker: these requests' seeds count.
+    def set_requests(self, worker: Any, batch: Any, *rest: Any, **named: Any) -> None:
+        """Before a method of EagleDraftWorker: use the seeds of this batch's requests.
 
-        Raises RunError for a draft whose logits nothing perturbs: it would seldom agree with the target.
+        Raises RunError for a class of drafts without hooked logits: it would seldom agree with the target.
         """
         if (model := type(worker.draft_runner.model).__name__) not in DRAFTS:
             raise RunError(f"A draft of class {model} does not get the shared noise; use an EAGLE-3 draft of {DRAFTS}.")
@@ -105,11 +105,11 @@ def hooks() -> list[tuple[str, Any, str]]:
         (seams.PLAIN.target, shared_noise.choose, "AROUND"),
         (seams.VERIFY.target, shared_noise.verify, "AROUND"),
         (f"{seams.DRAFT_LOGITS.target}.forward", draft.perturb, "AFTER"),
-        *((seam.target, draft.drafts_for, "BEFORE") for seam in seams.DRAFTING),
+        *((seam.target, draft.set_requests, "BEFORE") for seam in seams.DRAFTING),
         (seams.ORGANISE.target, draft.keep_scores, "AFTER"),
         (seams.DRAFT.target, draft.hand_scores, "AFTER"),
         (seams.UNSUPPORTED.target, allow_trees, "AROUND"),
-        (seams.FIRST_STATE.target, start_with_most, "AROUND"),
+        (seams.FIRST_STATE.target, start_with_largest, "AROUND"),
         (seams.WIDTHS.target, width_of_state, "AROUND"),
         (seams.CONTROLLER.target, StateSwitch, "REPLACE"),
         (seams.NORM.target, normalize, "AROUND"),
@@ -127,7 +127,7 @@ def install() -> None:
     registered = hooks()
 
     def check(original: Callable[..., None], scheduler: Any, server_args: Any, *given: Any, **named: Any) -> None:
-        refuse(server_args, [target for target, _, _ in registered if target not in HookRegistry._patched])
+        check_server_args(server_args, [target for target, _, _ in registered if target not in HookRegistry._patched])
         tqdm.set_lock(threading.RLock())  # its own lock stays in /dev/shm when this process is killed
         original(scheduler, server_args, *given, **named)
         attach(scheduler)
@@ -153,32 +153,36 @@ def apply_here() -> None:
         install()
         HookRegistry.apply_hooks()
     needed = seams.UNSUPPORTED.target, seams.FIRST_STATE.target
-    _refuse_lost([target for target in needed if target not in HookRegistry._patched])
+    _check_applied([target for target in needed if target not in HookRegistry._patched])
 
 
-def _refuse_lost(lost: Sequence[str]) -> None:
+def _check_applied(lost: Sequence[str]) -> None:
     if lost:
         raise RunError(f"SGLang has not applied the hooks of {', '.join(lost)}; its log says why.")
 
 
-def refuse(server_args: Any, lost: Sequence[str]) -> None:
-    """Raise UserError for another version of SGLang or a setting that goes around the hooks, RunError for lost ones.
-
-    Or for a draft that is not adapted, or whose first state is not the largest: what resolves arguments was not hooked.
+def check_server_args(server_args: Any, lost: Sequence[str]) -> None:
+    """Check, in the scheduler, that the hooks determine all sampling and drafting.
 
     Args:
         lost: targets whose hooks were not applied.
+
+    Raises:
+        UserError: another version of SGLang, or a setting that bypasses the hooks.
+        RunError: a hook was not applied, or speculation is not adaptive or does not start with the largest number of
+            draft tokens, because the process that resolved SGLang's arguments did not have the hooks.
     """
     if (wrong := pins.missing(cpu_kernels.device())) is not None:
         raise UserError(f"The plug-in {NAME} cannot be used: {wrong}.")
     for name, fine in BYPASSES.items():
         if getattr(server_args, name) != fine:
             raise UserError(f"{name}={getattr(server_args, name)} samples past the plug-in {NAME}: set it to {fine}.")
-    _refuse_lost(lost)
+    _check_applied(lost)
     if (config := server_args.speculative_adaptive_config) is not None:
         first, wanted = server_args.speculative_num_draft_tokens, read_shapes(config).counts[-1] + 1
         if not server_args.speculative_adaptive or first != wanted:
             raise RunError(
                 f"SGLang starts with {first} draft tokens, adaptive={server_args.speculative_adaptive}, and "
-                f"{config} asks for {wanted} and adaptive speculation: leave rollout.sglang.options of speculation out."
+                f"{config} needs {wanted} and adaptive speculation: remove the options of speculation from "
+                "rollout.sglang.engine_kwargs."
             )

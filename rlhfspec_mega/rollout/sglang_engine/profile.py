@@ -1,4 +1,4 @@
-"""What a decode step of an SGLang engine takes, by batch and draft tokens: measured at start, on random weights."""
+"""Measures the time of SGLang's decode steps by batch size and draft tokens, at start with random weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Profile:
 
 
 def batches_up_to(slots: int) -> tuple[int, ...]:
-    """Powers of two and `slots`."""
+    """Powers of two below `slots`, and `slots`."""
     return tuple(sorted({*(1 << power for power in range(slots.bit_length())), slots}))
 
 
@@ -43,18 +43,19 @@ def measure(
     vocabulary: int,
     seconds: float | None = None,
 ) -> Profile:
-    """Time an idle engine's steps; acceptance does not matter, steps are counted.
+    """Time decode steps of an idle engine; acceptance does not matter, because steps are counted.
 
     The smallest and the largest batch are measured with each number of draft tokens, in few steps once time has run
-    out, then those between them while there is time, widely spaced ones first: `seconds` is when the next one is not
-    begun any more.
+    out;
+    then batches between them, widely spaced ones first, as long as there is time: after `seconds` no further one
+        begins.
 
     Args:
         engine: a started `sglang.Engine`.
         counts: numbers of draft tokens that it can choose from, ascending.
-        force: has it use one of them from now on.
-        length: tokens of a typical sample in the middle of its decoding.
-        vocabulary: tokens to make prompts of.
+        force: makes it use one of them from now on.
+        length: tokens of a typical sample halfway through decoding.
+        vocabulary: number of tokens that prompts are made of.
         seconds: see above; None: SECONDS.
     """
     runs, batches = _Runs(engine, length, vocabulary), batches_up_to(slots)
@@ -76,7 +77,7 @@ def measure(
 
 
 def _widely_spaced(batches: Sequence[int]) -> Iterable[int]:
-    """All but the first and the last: the middle one, then those in the middle of what is left, and so on."""
+    """All but the first and the last: the middle one, then the middle ones of both halves, and so on."""
     spans = [(0, len(batches) - 1)]
     while spans:
         first, last = spans.pop(0)
@@ -87,23 +88,23 @@ def _widely_spaced(batches: Sequence[int]) -> Iterable[int]:
 
 
 def _table(batches: Sequence[int], counts: Sequence[int], found: dict[tuple[int, int], float]) -> StepTable:
-    """Straight lines between the batches that were measured."""
+    """The table, linear between the measured batches."""
     measured = sorted({batch for batch, _ in found})
     columns = [np.interp(batches, measured, [found[batch, count] for batch in measured]) for count in counts]
     return StepTable(tuple(batches), tuple(counts), tuple(tuple(map(float, row)) for row in np.array(columns).T))
 
 
 class _Runs:
-    """Requests of a profile: those of a batch have the same prompts every time, so that each is prefilled once."""
+    """Requests of a profile: those of one batch size use the same prompts, so that each prompt is prefilled once."""
 
     def __init__(self, engine: Any, length: int, vocabulary: int) -> None:
         self._engine, self._length, self._vocabulary = engine, length, vocabulary
         self._numbers = itertools.count()
         self.steps = STEPS
-        self.prefill_seconds = 0.0  # of a prompt token, in the first batch
+        self.prefill_seconds = 0.0  # per prompt token, in the first batch
 
     def warm_up(self) -> None:
-        """Kernels that are compiled on first use."""
+        """Run once, so that kernels are compiled."""
         self._outputs(1, 8)
 
     def step_seconds(self, batch: int) -> float:
@@ -114,7 +115,7 @@ class _Runs:
         return _step_seconds(outputs)
 
     def _outputs(self, batch: int, length: int) -> list[list[float]]:
-        """When each of so many requests put out tokens."""
+        """Times at which each of this many requests returned tokens."""
 
         async def follow(prompt: int) -> list[float]:
             number = next(self._numbers)
@@ -139,13 +140,16 @@ class _Runs:
 
 
 def _prompt(number: int, length: int, vocabulary: int) -> list[int]:
-    """Tokens that begin like those of no other number: nothing of another prompt is found in a cache of prefixes."""
+    """A prompt that begins unlike any other number's, so that no other prompt's prefix is in a cache."""
     digits = [number % vocabulary, number // vocabulary % vocabulary]
     return (digits + [place * 31 % vocabulary for place in range(length)])[:length]
 
 
 def _step_seconds(outputs: Sequence[Sequence[float]]) -> float:
-    """Of the steps between the last request's first output and the first one's last, while all are decoded."""
+    """Seconds per step while all requests are decoded.
+
+    From the last one's first output to the first one's last output.
+    """
     first, last = max(times[0] for times in outputs), min(times[-1] for times in outputs)
     steps = max(sum(first < moment <= last for moment in times) for times in outputs)
     if steps == 0:  # all but the first output of each came at once: take what there is

@@ -1,4 +1,4 @@
-"""Samples as requests of SGLang, and what its stream of outputs says of them."""
+"""A sample as a request to SGLang: its sampling parameters, and the processing of its output stream."""
 
 from __future__ import annotations
 
@@ -29,47 +29,47 @@ def sampling_params(request: GenerationRequest, generated: int) -> dict[str, Any
 
 
 def aborted(output: Mapping[str, Any]) -> bool:
-    """Whether SGLang has given the request up in this output."""
+    """Whether this output says that SGLang has aborted the request."""
     reason = output["meta_info"].get("finish_reason")
     return reason is not None and reason["type"] == "abort"
 
 
 @dataclass
-class Held(LiveSample):
-    """A sample that this engine has.
+class SGLangSample(LiveSample):
+    """An unfinished sample and its current request to SGLang.
 
     Attributes:
-        attempt: told apart in the request's id: a sample that left and came back is another request.
-        given: response tokens that this request began with.
-        started: whether SGLang has answered with a token.
-        outputs: that the request has put out since somebody set it to 0; each is a decode step.
-        asked: whether the request was sent to SGLang.
-        stopped: whether SGLang was asked to give it up.
+        attempt: number of the request, part of its id, because a sample may need several requests.
+        given: number of response tokens that this request began with.
+        started: whether SGLang has returned a token for this request.
+        outputs: number of outputs since the start of the poll; each is one decode step.
+        submitted: whether the request was sent to SGLang.
+        abort_requested: whether SGLang was told to abort the request.
     """
 
     attempt: int = 0
     given: int = 0
     started: bool = False
     outputs: int = 0
-    asked: bool = False
-    stopped: bool = False
+    submitted: bool = False
+    abort_requested: bool = False
     reason: FinishReason | None = None
 
-    def ask_anew(self, attempt: int) -> None:
-        """Make another request of it, which goes on from its tokens."""
+    def new_request(self, attempt: int) -> None:
+        """Start a new request, which continues from the tokens so far."""
         self.attempt, self.given = attempt, len(self.tokens)
-        self.asked = self.stopped = self.started = False
+        self.submitted = self.abort_requested = self.started = False
 
     @property
     def rid(self) -> str:
-        """Id of the request."""
+        """The request's id in SGLang."""
         return f"{self.request.sample_id}/{self.attempt}/"  # SGLang aborts by prefix
 
     def take(self, output: Mapping[str, Any], version: int) -> None:
-        """File an output of the stream: all tokens of this request so far, with their log-probs.
+        """Process an output of the stream: all tokens of this request so far, with their log-probs.
 
-        Raises RunError for log-probs that do not belong to the tokens (speculation has lost some upstream before), and
-        for a sample that SGLang gave up or ended otherwise than it was asked to.
+        Raises RunError for log-probs that do not match the tokens (SGLang's speculation has lost some in earlier
+        versions), and for a sample that SGLang aborted or ended for another reason than requested.
         """
         tokens, meta = output["output_ids"], output["meta_info"]
         found, reason = meta["output_token_logprobs"], meta.get("finish_reason")
@@ -91,9 +91,9 @@ class Held(LiveSample):
             self._end(reason)
 
     def _end(self, reason: Mapping[str, Any]) -> None:
-        """Note why it ended: by a stop token, the last one allowed included, which SGLang calls an end by length.
+        """Record why the sample ended; SGLang calls it an end by length if the last allowed token is a stop token.
 
-        Raises RunError unless that is what was asked for.
+        Raises RunError for any other reason.
         """
         stopped = self.tokens[-1] in self.request.stop_tokens
         if not stopped and (reason["type"] == "stop" or len(self.tokens) < self.request.max_new_tokens):

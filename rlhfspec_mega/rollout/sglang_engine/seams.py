@@ -1,4 +1,4 @@
-"""Every name of SGLang that the plug-in takes hold of, and what it relies on there; tests hold a wheel against it."""
+"""Every name of SGLang that the plug-in hooks, calls or reads; tests compare this list with SGLang's installed code."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Seam:
-    """A function, method or class of SGLang.
+    """A function, method or class of SGLang that this project depends on.
 
     Attributes:
         module: where it is defined.
-        name: qualified, in the module.
-        parameters: of the function, in order, those that are relied upon; the rest may follow.
-        attributes: names that its body (of a class: its body or its base's in the same module) must speak of.
+        name: qualified name in the module.
+        parameters: parameters that must come first, in this order; others may follow.
+        attributes: names that its source (of a class also its base's in the same module) must contain.
     """
 
     module: str
@@ -23,12 +23,12 @@ class Seam:
 
     @property
     def target(self) -> str:
-        """As HookRegistry.register takes it."""
+        """The name for HookRegistry.register."""
         return f"{self.module}.{self.name}"
 
 
 def _seam(module: str, name: str, parameters: str = "", attributes: str = "") -> Seam:
-    """Of a module of sglang.srt; parameters and attributes are separated by spaces."""
+    """A Seam in a module of sglang.srt; parameters and attributes are separated by spaces."""
     return Seam(f"sglang.srt.{module}", name, tuple(parameters.split()), tuple(attributes.split()))
 
 
@@ -172,6 +172,7 @@ SEAMS = (
     _seam(_ENGINE, "Engine", "", "loop tokenizer_manager shutdown"),
     _seam(_ENGINE, "Engine.async_generate", "self prompt sampling_params input_ids", "return_logprob stream rid"),
     _seam(_ENGINE, "Engine.collective_rpc", "self method", "parameters"),
+    _seam(_ENGINE, "Engine.get_server_info", "self"),
     _seam(_ENGINE, "Engine.release_memory_occupation", "self tags"),
     _seam(_ENGINE, "Engine.resume_memory_occupation", "self tags"),
     _seam(_ENGINE, "Engine._serialize_tensors_per_rank", "self tensors load_format"),
@@ -192,7 +193,7 @@ SEAMS = (
         "managers.load_snapshot",
         "LoadSnapshot",
         "",
-        "num_used_tokens max_total_num_tokens total_prefill_uncached_tokens total_prefill_busy_us",
+        "num_used_tokens total_prefill_uncached_tokens total_prefill_busy_us",
     ),
     _seam("managers.io_struct", "FlushCacheReqOutput", "", "success"),
     _seam(

@@ -1,10 +1,10 @@
-"""Shapes of what SGLang's EAGLE drafts for every sample of a batch: it captures graphs for each of them."""
+"""Shapes of the chains or trees that SGLang's EAGLE drafts; SGLang captures CUDA graphs for each of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhfspec_mega.config.schema import DraftingConfig
+from rlhfspec_mega.config.schema.generation import SpeculationConfig
 
 COUNTS = (0, 1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64)  # numbers of draft tokens to choose from, up to the largest asked
 # Positions that SGLang keeps free of a request's tokens, whatever it drafts: tp_worker takes 5 of the longest prompt.
@@ -13,12 +13,12 @@ ALWAYS_SPARE = 8
 
 @dataclass(frozen=True)
 class DraftShapes:
-    """Trees, or chains, by their number of draft tokens.
+    """Chains or trees to choose from, by number of draft tokens.
 
     Attributes:
         counts: numbers of draft tokens to choose from, ascending; 0 decodes plainly.
-        depth: layers of the deepest.
-        branches: children of a node, and nodes of a layer that are drafted from, as SGLang's topk; 1: chains.
+        depth: layers of the deepest one.
+        branches: children of a node, and nodes per layer that get children (SGLang's topk); 1: chains.
     """
 
     counts: tuple[int, ...] = (0,)
@@ -26,20 +26,24 @@ class DraftShapes:
     branches: int = 1
 
     def depth_of(self, count: int) -> int:
-        """Layers that are drafted for so many draft tokens."""
+        """Number of layers that are drafted for this number of draft tokens."""
         return min(count, self.depth)
 
     def with_middle_only(self) -> tuple[DraftShapes, int]:
-        """The number in the middle of those to choose from, fixed, with plain decoding for a collapse."""
+        """Return the shapes for the middle number of draft tokens, and that number.
+
+        Plain decoding stays, for a collapse.
+        """
         middle = self.counts[len(self.counts) // 2]
         return DraftShapes(tuple(sorted({0, middle})), self.depth_of(middle), self.branches), middle
 
     @property
     def spare_positions(self) -> int:
-        """Positions of the context beyond prompt and response together.
+        """Positions of the context that must stay free beyond prompt and response.
 
-        SGLang reserves those of a step (managers.utils, its reserved tokens). It allocates two steps ahead into a row
-        that is longer than the context only by the most draft tokens (mem_cache.allocation_sizing), unchecked.
+        SGLang reserves the positions of a step (managers.utils, its reserved tokens). It also allocates two steps
+        ahead, into a row that is longer than the context only by the largest number of draft tokens
+        (mem_cache.allocation_sizing), without a check.
         """
         if not self.depth:
             return ALWAYS_SPARE
@@ -48,31 +52,40 @@ class DraftShapes:
 
 
 def chains(most: int) -> DraftShapes:
-    """Chains of up to so many draft tokens, plain decoding among them."""
+    """Chains of up to this many draft tokens, including plain decoding."""
     return DraftShapes(_up_to(most), most)
 
 
 def trees(most: int, depth: int, branches: int) -> DraftShapes:
-    """Trees of up to so many draft tokens and layers, plain decoding among them; fewer where so many do not exist."""
+    """Trees of up to this many draft tokens and layers, including plain decoding.
+
+    Fewer if there are not that many nodes.
+    """
     if branches == 1:
         return chains(min(most, depth))
-    nodes = branches + (depth - 1) * branches**2  # that SGLang chooses from
+    nodes = branches + (depth - 1) * branches**2  # nodes that SGLang chooses from
     most = min(most, nodes)
     return DraftShapes(_up_to(most), min(depth, most), branches)
 
 
-def shapes_of(drafting: DraftingConfig, as_trees: bool) -> tuple[DraftShapes, int | None]:
-    """What a policy lets SGLang choose from, and the number that it fixes; plain decoding is for a collapse.
+def shapes_of(speculation: SpeculationConfig, as_trees: bool) -> tuple[DraftShapes, int | None]:
+    """Return the shapes that a policy lets SGLang choose from, and the number that it fixes.
+
+    Plain decoding is for a collapse.
 
     Args:
-        as_trees: rather than chains.
+        as_trees: trees instead of chains.
     """
-    if drafting.policy == "fixed":
-        found = trees(drafting.tokens, drafting.depth, drafting.width) if as_trees else chains(drafting.depth)
+    if speculation.policy == "fixed":
+        found = (
+            trees(speculation.num_draft_tokens, speculation.num_steps, speculation.topk)
+            if as_trees
+            else chains(speculation.num_steps)
+        )
         most = found.counts[-1]
         return DraftShapes((0, most), found.depth, found.branches), most
-    depth = drafting.max_depth
-    return trees(drafting.max_tokens, depth, drafting.width) if as_trees else chains(depth), None
+    depth = speculation.max_num_steps
+    return trees(speculation.max_num_draft_tokens, depth, speculation.topk) if as_trees else chains(depth), None
 
 
 def _up_to(most: int) -> tuple[int, ...]:

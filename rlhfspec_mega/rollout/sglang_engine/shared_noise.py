@@ -18,21 +18,21 @@ from torch import Tensor
 from rlhfspec_mega.sampling.noise import gumbel_from_states, seed_states
 
 CHUNK = 128  # rows whose noise exists at a time: at a vocabulary of 128k, 0.4 GB
-MOST_ROWS = 4096  # requests of a batch; the buffers keep their place, as CUDA graphs demand
+MOST_ROWS = 4096  # most requests of a batch; buffers have fixed addresses for CUDA graphs
 # An EAGLE draft reads the token at index i + 1 with the target's state of index i, and calls that position i: the last
 # token behind its logits is one further than its position says.
 DRAFT_OFFSET = 1
 
 
 def keep_seeds(original: Callable[..., Any], cls: type, batch: Any, vocab_size: int) -> Any:
-    """Around SamplingBatchInfo.from_schedule_batch: seeds are kept without deterministic inference too.
+    """Hook around SamplingBatchInfo.from_schedule_batch: keeps seeds even without deterministic inference.
 
     A request without a seed (a warm-up, a health check) gets one from its id, the same on all ranks.
     """
     info = original(cls, batch, vocab_size)
     given = [(request.sampling_params.sampling_seed, request.rid) for request in batch.reqs]
     seeds = [zlib.crc32(str(rid).encode()) if seed is None else seed for seed, rid in given]
-    pinned = torch.device(batch.device).type == "cuda"  # or the copy waits for the forward pass under way
+    pinned = torch.device(batch.device).type == "cuda"  # otherwise the copy waits for the forward pass in progress
     seeds_there = torch.tensor(seeds, dtype=torch.int64, pin_memory=pinned)
     info.sampling_seed = seeds_there.to(batch.device, non_blocking=True)
     return info
@@ -41,10 +41,12 @@ def keep_seeds(original: Callable[..., Any], cls: type, batch: Any, vocab_size: 
 def choose(
     original: Callable[..., Any], sampler: Any, probs: Tensor, info: Any, positions: Tensor, simple: bool
 ) -> Tensor:
-    """Around Sampler._sample_from_probs: tokens int32 [B] for probabilities float32 [B, V] at temperature.
+    """Hook around Sampler._sample_from_probs.
 
-    `original`, whose noise is another, and `simple`, which tells of top-k and top-p, are not used: SGLangEngine never
-    asks for those, and other clients' are passed over.
+    Tokens int32 [B] for probabilities float32 [B, V] at the sampling temperature.
+
+    `original` has other noise, and `simple` is about top-k and top-p; both are unused, because SGLangEngine never asks
+    for these, and other clients' settings are ignored.
     """
     scores = probs.double().log_()
     add_noise(scores, info.sampling_seed, positions, ~greedy_rows(info))
@@ -102,10 +104,10 @@ class DraftNoise:
         self._noisy = torch.zeros(rows, device=device)
 
     def fill(self, info: Any, sharpness: float = 1.0) -> None:
-        """The requests of the batch that is drafted for now; beyond them nothing is perturbed.
+        """Set the requests of the batch that is drafted for next; rows beyond them are not perturbed.
 
         Args:
-            sharpness: what scores are multiplied by; it changes no order.
+            sharpness: factor of the scores; it does not change their order.
         """
         count = len(info.sampling_seed)
         self._states[:count] = seed_states(info.sampling_seed)
@@ -134,7 +136,7 @@ class DraftNoise:
 
 
 def last_positions(positions: Tensor, rows: int, extended: Tensor | None) -> Tensor:
-    """Positions [rows] behind so many rows of logits: all of them, or the last one of each extended request."""
+    """Positions [rows] of this many rows of logits: all of them, or the last one of each extended request."""
     if rows == len(positions) or extended is None:
         return positions
     return positions[extended.cumsum(0) - 1]

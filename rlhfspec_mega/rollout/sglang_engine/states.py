@@ -1,6 +1,6 @@
-"""Graphs for every number of draft tokens: SGLang's own controller keeps one state for every number of layers.
+"""SGLang's runtime states (buffers and CUDA graphs), one for each number of draft tokens, and the switch between them.
 
-Trees have more draft tokens than layers, which SGLang does not expect where it adapts: the other hooks here see to it.
+SGLang's own controller has one state for each number of layers and supports only chains; the hooks here allow trees.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from typing import Any
 from rlhfspec_mega.rollout.sglang_engine.choice import DraftChoice, read_shapes
 
 NO_STEPS = NO_COUNT = -1
-DRAFT_EXTEND = "draft_extend"  # as SGLang names the pass in which its draft reads what was accepted
+DRAFT_EXTEND = "draft_extend"  # SGLang's name of the pass in which the draft reads accepted tokens
 
 
 def allow_trees(original: Callable[..., str | None], server_args: Any) -> str | None:
-    """Around adaptive_unsupported_reason: what it says apart from trees, which only its own controller cannot do."""
+    """Hook around adaptive_unsupported_reason.
+
+    Returns its reasons except trees, which only SGLang's controller cannot do.
+    """
     branches, server_args.speculative_eagle_topk = server_args.speculative_eagle_topk, 1
     try:
         return original(server_args)
@@ -23,17 +26,22 @@ def allow_trees(original: Callable[..., str | None], server_args: Any) -> str | 
         server_args.speculative_eagle_topk = branches
 
 
-def start_with_most(original: Callable[..., None], server_args: Any) -> None:
-    """Around _init_adaptive_speculative_params: SGLang's buffers are for its first state: the largest tree."""
+def start_with_largest(original: Callable[..., None], server_args: Any) -> None:
+    """Hook around _init_adaptive_speculative_params.
+
+    Starts with the largest tree, for which SGLang sizes its buffers.
+    """
     original(server_args)
     if server_args.speculative_eagle_topk > 1:
         server_args.speculative_num_draft_tokens = read_shapes(server_args.speculative_adaptive_config).counts[-1] + 1
 
 
 def width_of_state(original: Callable[..., int], *, phase: str, **named: Any) -> int:
-    """Around resolve_num_tokens_per_req: graphs of the draft's reading are as wide as the state they are captured for.
+    """Hook around resolve_num_tokens_per_req.
 
-    By SGLang they are as wide as the first state's, and of use to it alone.
+    CUDA graphs of the draft's reading are as wide as the state they belong to.
+
+    SGLang makes all of them as wide as the first state's, so that only this state could use them.
     """
     if phase == DRAFT_EXTEND:
         from sglang.srt.runtime_context import get_spec
@@ -43,7 +51,7 @@ def width_of_state(original: Callable[..., int], *, phase: str, **named: Any) ->
 
 
 class StateSwitch:
-    """In the place of AdaptiveController: builds a state for each number of draft tokens and makes one live.
+    """Replaces AdaptiveController: builds a state for each number of draft tokens and activates one.
 
     Args:
         worker: an EAGLEWorkerV2.
@@ -56,12 +64,12 @@ class StateSwitch:
         self._live = NO_COUNT
 
     def register(self, state: Any) -> None:
-        """The state that SGLang has built itself."""
+        """Add the state that SGLang has built itself."""
         self._live = state.speculative_num_draft_tokens - 1
         self._states[self._live] = state
 
     def init_states(self, cuda_graph_bs: list[int] | None = None) -> None:
-        """Build the others, for these sizes of batches; None: without graphs."""
+        """Build the other states, for these batch sizes; None: without CUDA graphs."""
         shapes = self._choice.shapes
         for count in shapes.counts:
             if count not in self._states:
@@ -72,21 +80,23 @@ class StateSwitch:
                 )
 
     def activate_step_by_batch(self, batch_size: int) -> None:
-        """Before a step of so many requests."""
+        """Activate the state for the next step of a batch of this size."""
         count = self._choice.begin(batch_size)
         if count != self._live:
-            self._worker.speculative_num_steps = NO_STEPS  # or a state of as many layers would be taken for the same
+            self._worker.speculative_num_steps = (
+                NO_STEPS  # otherwise SGLang would consider a state with as many layers the same
+            )
             self._worker.apply_runtime_state(self._states[count])
             self._live = count
-            _forget_the_switch()
+            _drop_override_record()
 
     def on_verify_complete(self, num_correct_drafts_per_req: Sequence[int], batch_size: int) -> None:
-        """When a step's result has come."""
+        """Process the result of a step."""
         self._choice.verified(num_correct_drafts_per_req)
 
 
-def _forget_the_switch() -> None:
-    """SGLang keeps a record of every one, to be looked at; there are several in a second, for days."""
+def _drop_override_record() -> None:
+    """Delete the record that SGLang keeps of every switch: there are several per second, for days."""
     from sglang.srt.runtime_context import get_context
 
     del get_context()._overrides_log[-1:]

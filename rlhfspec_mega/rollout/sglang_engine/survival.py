@@ -1,6 +1,6 @@
-"""What the nodes of SGLang's draft trees promise: read where it chooses among them, on the host a step later.
+"""Survival probabilities of the nodes of SGLang's draft trees, which the host reads one step later.
 
-Choosing by scores of the step at hand would have the host wait for the device in every step.
+Using the probabilities of the current step would make the host wait for the device in every step.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 
 class Nodes:
-    """The likeliest nodes of each sample of a step, on their way to the host.
+    """The most probable nodes of each sample of a step, being copied to the host.
 
     Args:
-        survival: float32 [B, M], falling.
-        places: int64 [B, M], among all that were drafted: layer by layer, `branches` in the first one, their square in
-            each after it.
+        survival: float32 [B, M], descending.
+        places: int64 [B, M], place of each node among all drafted ones, layer by layer: the first layer has `branches`
+            nodes, each later one `branches` squared.
     """
 
     def __init__(self, survival: Tensor, places: Tensor, branches: int) -> None:
@@ -32,7 +32,7 @@ class Nodes:
             self._copied.record()
 
     def read(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Survival and depth (1 and up), both [B, M]; no wait where the step's result has come."""
+        """Return survival and depth (from 1), both [B, M]; does not wait if the step's result has arrived."""
         if self._copied is not None:
             self._copied.synchronize()
         later = (self._places.numpy() - self._branches) // self._branches**2
@@ -40,11 +40,11 @@ class Nodes:
 
 
 class NodeScores:
-    """Buffers that keep their place, as CUDA graphs write them.
+    """Buffers for the nodes' scores at fixed addresses, since CUDA graphs write them.
 
     Args:
-        rows: requests of a batch, at most.
-        nodes: that are kept of each.
+        rows: most requests of a batch.
+        nodes: number of nodes kept per request.
     """
 
     def __init__(self, device: torch.device | str, rows: int, nodes: int) -> None:
@@ -52,7 +52,11 @@ class NodeScores:
         self._places = torch.zeros(rows, nodes, dtype=torch.int64, device=device)
 
     def keep(self, scores: Sequence[Any]) -> None:
-        """Of SGLang's layers of scores, each [B, nodes drafted from, branches], the likeliest nodes of each sample."""
+        """Keep the most probable nodes of each sample.
+
+        Args:
+            scores: SGLang's scores of each layer, [B, nodes drafted from, branches].
+        """
         flat = torch.cat([*scores], dim=1).flatten(1)
         best = flat.topk(min(self._survival.shape[1], flat.shape[1]), dim=-1)
         batch, found = best.values.shape
@@ -61,10 +65,10 @@ class NodeScores:
         self._places[:batch, :found] = best.indices
 
     def nodes(self, batch: int, branches: int, ranks: Any = None) -> Nodes:
-        """Of the step that was drafted last.
+        """Return the nodes of the last drafted step.
 
         Args:
-            ranks: SGLang's group of tensor-parallel ranks: all get what the first one has, so that they decide alike.
+            ranks: SGLang's tensor-parallel group; all ranks get the first rank's values, so that they decide alike.
         """
         survival, places = self._survival[:batch], self._places[:batch]
         if ranks is not None and ranks.world_size > 1:

@@ -1,4 +1,4 @@
-"""A weight update on its way into SGLang's target or draft: pieces become full tensors, which go in buckets."""
+"""Weight updates of SGLang's target or draft: assembles full tensors from pieces and sends them in buckets."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from rlhfspec_mega.rollout.update import Piece, WeightUpdate
 from rlhfspec_mega.types import TensorInfo, WeightTarget
 
 BUCKET_BYTES = 512 * 2**20
-DRAFTS = ("LlamaForCausalLMEagle3",)  # classes of models whose logits are perturbed and whose weights are updated
+DRAFTS = ("LlamaForCausalLMEagle3",)  # model classes of drafts whose logits are perturbed and whose weights are updated
 Send = Callable[[list[tuple[str, Tensor]]], None]
 
 
 def into_draft(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """A custom weight loader: SGLang's draft worker calls it for its draft, then for the target, which is passed over.
+    """Custom weight loader.
+
+    SGLang's draft worker calls it for its draft and then for the target, which it leaves alone.
 
     `tensors` are named as in the draft's directory.
     """
@@ -31,10 +33,10 @@ INTO_DRAFT = f"{__name__}.{into_draft.__name__}"  # as --custom-weight-loader an
 
 
 def sender(engine: Any, target: WeightTarget) -> Send:
-    """Loads full tensors into the target of a started `sglang.Engine`, or into its draft.
+    """Return a function that loads full tensors into the target of a started `sglang.Engine`, or into its draft.
 
-    By default SGLang would load the target's into the draft first; for the draft's a loader passes the target over.
-    What is returned raises RunError where SGLang does not load them.
+    By default SGLang would load the target's tensors into the draft first; for the draft a custom loader skips the
+    target. The function raises RunError if SGLang does not load the tensors.
     """
     how: dict[str, Any] = {"disable_draft_model": True}
     if target is WeightTarget.DRAFT:
@@ -45,7 +47,7 @@ def sender(engine: Any, target: WeightTarget) -> Send:
 
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=engine._serialize_tensors_per_rank(tensors, None),
-            flush_cache=False,  # asserts that the engine is idle, and ends it if not
+            flush_cache=False,  # flushing asserts that the engine is idle, and ends it otherwise
             **how,
         )
         loading = engine.tokenizer_manager.update_weights_from_tensor(request, None)
@@ -57,9 +59,9 @@ def sender(engine: Any, target: WeightTarget) -> Send:
 
 
 class BucketedUpdate(WeightUpdate):
-    """Hands tensors on as they become whole, so that memory never holds all of a model twice.
+    """Sends tensors to SGLang as they become complete, so that memory never holds the whole model twice.
 
-    Tensors are put together on the device that their first piece lies on.
+    Tensors are assembled on the device of their first piece.
 
     Args:
         send: loads full tensors by Hugging Face name.
@@ -68,15 +70,15 @@ class BucketedUpdate(WeightUpdate):
     def __init__(self, version: int, announced: Sequence[TensorInfo], send: Send) -> None:
         super().__init__(version, (), {})
         self._announced, self._send = {info.name: info for info in announced}, send
-        self._left = {info.name: math.prod(info.shape) for info in announced}  # elements to come
+        self._left = {info.name: math.prod(info.shape) for info in announced}  # number of missing elements
         self._bucket: list[tuple[str, Tensor]] = []
         self._done: set[str] = set()
 
     def write(self, pieces: Sequence[Piece]) -> None:
-        """Take pieces. Raises RunError as WeightUpdate does, and on a tensor that comes twice."""
+        """Add pieces. Raises RunError as WeightUpdate does, and for a tensor that arrives twice."""
         for name, first, values in pieces:
             if name in self._done:
-                raise RunError(f"Update {self.version} brings {name} twice.")
+                raise RunError(f"Update {self.version} sends {name} twice.")
             if name in self._announced and name not in self._flat:
                 dtype = getattr(torch, self._announced[name].dtype)
                 self._flat[name] = torch.empty(self._left[name], dtype=dtype, device=values.device)
@@ -87,7 +89,7 @@ class BucketedUpdate(WeightUpdate):
                 self._whole(name)
 
     def end(self) -> None:
-        """Send the rest. Raises RunError when elements are missing."""
+        """Send the remaining tensors. Raises RunError if elements are missing."""
         if missing := sorted(self._announced.keys() - self._done):
             raise RunError(f"Update {self.version} lacks {len(missing)} tensors or parts of them: {missing[0]}, ...")
         self._flush()

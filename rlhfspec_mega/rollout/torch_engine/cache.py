@@ -1,4 +1,4 @@
-"""Slot KV cache, whose first slots are the active ones, so that decoding gathers nothing; and attention over it."""
+"""KV cache by slots, and attention over it. The active slots are the first ones, so that decoding needs no gather."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rlhfspec_mega.planning.tree import Ints
 
 
 class Inputs(NamedTuple):
-    """N tokens of the first `batch` slots, ordered by row, then column.
+    """N input tokens of the first `batch` slots, ordered by row, then column.
 
     Attributes:
         tokens: int64 [N].
-        positions: int64 [N], in the sequence: what rotates.
+        positions: int64 [N], position in the sequence, for the rotary embedding.
         rows: int64 [N], the slot.
         columns: int64 [N], number among the inputs of the row, from 0.
-        places: int64 [N], where in the slot's cache the key and value are written.
+        places: int64 [N], index in the slot's cache where the key and value are written.
         visible: bool [N, L], which of the first L places an input attends to.
-        batch: rows, with or without inputs.
+        batch: number of rows, with or without inputs.
         queries: most inputs of a row.
     """
 
@@ -38,14 +38,15 @@ class Inputs(NamedTuple):
 
 
 def number_in_row(rows: Ints) -> Ints:
-    """How many entries of the same row precede each one; `rows` is sorted."""
+    """The number of each entry within its row, from 0; `rows` is sorted."""
     return np.arange(len(rows)) - np.searchsorted(rows, rows)
 
 
 class KVCache:
     """Keys and values [layers, 2, slots, kv_heads, places, head_dim]; the 2 is (key, value).
 
-    A settled token lies at the place of its position; draft tokens lie behind, until they are accepted or overwritten.
+    A "place" is an index along the sequence dimension of a slot. A committed token's place is its position; draft
+    tokens are behind all committed ones until they are accepted or overwritten.
     """
 
     def __init__(
@@ -74,17 +75,20 @@ class KVCache:
         """View [layers, 2, kv_heads, length, head_dim] of a slot's first places."""
         return self.kv[:, :, slot, :, :length]
 
-    def settle(self, rows: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy place sources[i] of slot rows[i] to place targets[i], all at once: int64 [n] each."""
+    def commit(self, rows: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Move accepted draft tokens to their positions: from place sources[i] of slot rows[i] to place targets[i].
+
+        Arguments are int64 [n]. All places are read before any is written.
+        """
         self.kv[:, :, rows, :, targets] = self.kv[:, :, rows, :, sources]
 
 
 class CachedAttention:
     """Attention of flat inputs over their slots' cached places; implements `models.transformer.Attention`.
 
-    The projections of a forward run on the flat tokens; only here are rows of fewer inputs padded. Plain matrix
-    products, at one query token per sample no slower than the fused kernel, but in bfloat16 on a CPU: there the fused
-    kernel takes a half to a quarter of their time.
+    The projections of a forward pass work on the flat tokens; only attention pads rows with fewer inputs. It uses plain
+    matrix products, which with one query token per sample are as fast as the fused kernel, except in bfloat16 on a CPU,
+    where the fused kernel takes a half to a quarter of the time.
     """
 
     def __init__(self, cache: KVCache, inputs: Inputs):
@@ -116,14 +120,14 @@ class CachedAttention:
         """[B, Q, head_dim] queries over [B, length, head_dim] keys and values, B = batch x kv_heads."""
         bias, scale = self._bias, self._cache.scale
         if values.dtype == torch.bfloat16 and values.device.type == "cpu":
-            # The kernel takes four dimensions; others go the long way.
+            # Only inputs with four dimensions take the fused kernel.
             q, k, v, mask = (tensor.unsqueeze(0) for tensor in (queries, keys, values, bias))
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[0]
         scores = torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=scale)
         return torch.bmm(scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype), values)
 
     def _pad(self, flat: torch.Tensor) -> torch.Tensor:
-        """[N, ...] -> [batch * queries, ...], zero where a row has no input: there everything is attended to."""
+        """[N, ...] -> [batch * queries, ...], padded with 0; as a bias, 0 hides nothing from padded queries."""
         if self._spread is None:
             return flat.contiguous()
         padded = flat.new_zeros(self._sizes[0] * self._sizes[1], *flat.shape[1:])

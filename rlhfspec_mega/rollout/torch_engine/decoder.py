@@ -1,4 +1,4 @@
-"""One decode step on tensors: propose, forward, select, accept. Knows slots and nothing of requests."""
+"""One decode step on tensors: draft, run the target, select tokens, accept. It works on slots, not on requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.planning.memory import LOGITS_AT_ONCE
 from rlhfspec_mega.planning.tree import ROOT, Batch, Bools, DraftingPolicy, DraftTree, Ints, StepRecord
 from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, KVCache
-from rlhfspec_mega.rollout.torch_engine.drafter import Drafter, Features, Grown
+from rlhfspec_mega.rollout.torch_engine.drafter import Drafter, Features, GrownTree
 from rlhfspec_mega.rollout.torch_engine.scheduler import Admission
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState, StepNoise
 from rlhfspec_mega.rollout.torch_engine.verification import Verification, plain, with_drafts
@@ -22,10 +22,10 @@ from rlhfspec_mega.sampling.verify import accepted_nodes
 
 
 class Decoded(NamedTuple):
-    """New tokens of the active samples, one after the other; sample i has counts[i] of them.
+    """New tokens of the active samples, sample by sample; sample i has counts[i] of them.
 
     Attributes:
-        record: what was drafted and what it took; None without a draft.
+        record: the draft tree of the step and the time it took; None without a draft.
     """
 
     tokens: list[int]
@@ -35,15 +35,15 @@ class Decoded(NamedTuple):
 
 
 class Decoder:
-    """Target, KV cache, slots and, where there is one, the draft.
+    """The target model with its KV cache and slots, and the draft model if there is one.
 
     Args:
         slots: samples decoded at once.
-        draft, policy: without both every step is a plain one.
-        vocabulary: as the Drafter's.
+        draft, policy: shape of the draft and the policy for its trees; without both, every step is plain.
+        vocabulary: see Drafter.
 
     Attributes:
-        drafting: whether the draft has weights; without them every step is a plain one.
+        drafting: whether the draft has weights; without them every step is plain.
     """
 
     def __init__(
@@ -62,11 +62,12 @@ class Decoder:
         self.drafting = False
 
     def draft_changed(self, idle: bool) -> None:
-        """New weights of the draft were written; from now on it is used.
+        """Use the draft, whose new weights were written.
 
         Args:
-            idle: no slot is live; what the old weights put into the draft's cache is wiped out. Places behind a sample
-                weigh 0 in its attention, but 0 * NaN is NaN: an entry that overflowed would spoil all later samples.
+            idle: whether no sample is in a slot. If so, the draft's cache is cleared: attention gives entries beyond a
+                sample's end a weight of 0, but 0 * NaN is NaN, so that an entry that overflowed would spoil all later
+                samples in its slot.
         """
         if self.drafter:
             self.drafter.model.weights_changed()
@@ -75,28 +76,31 @@ class Decoder:
                 self.drafter.cache.kv.zero_()
 
     def draft_lost(self) -> None:
-        """The draft's weights are mixed: steps are plain until it changes again, and live samples have no past then."""
+        """Stop drafting until the draft's next update, because its weights are a mixture of two versions.
+
+        Samples that are in slots by then lose the draft's state and are not drafted for any more.
+        """
         self.drafting = False
         if self.drafter:
             for slot in range(len(self.slots.tokens)):
                 self.drafter.admit(slot, None, ())
 
     def admit(self, admission: Admission) -> None:
-        """Samples of a group enter their slots."""
+        """Put the samples of a group into their slots."""
         first, samples, kv, past = admission
         if kv is not None:
             self.cache.fill(first, len(samples), kv)
         self.slots.assign(first, samples)
         if self.drafter:
             if not self.drafting:
-                past = None  # plain steps would not go on with it
+                past = None  # plain steps would not keep it up to date
             elif kv is None:
-                past = self.drafter.no_past()
+                past = self.drafter.empty_past()
             for slot, sample in enumerate(samples, start=first):
                 self.drafter.admit(slot, past, sample.sequence)
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy a slot, of which `length` positions are cached, over another."""
+        """Copy a slot with `length` cached positions over another."""
         self.cache.move(source, target, length)
         self.slots.move(source, target)
         if self.drafter:
@@ -122,7 +126,7 @@ class Decoder:
         )
         depth = drafter.policy.depth(state)
         noise = StepNoise(slots, batch, depth + 1)
-        grown, chosen = Grown(slots.tokens.device), np.zeros(0, np.int64)
+        grown, chosen = GrownTree(slots.tokens.device), np.zeros(0, np.int64)
         if depth > 0:
             grown = drafter.grow(state, slots, noise, depth)
         else:
@@ -150,7 +154,7 @@ class Decoder:
         return decoded._replace(record=record)
 
     def _select(self, verification: Verification, noise: StepNoise, features: Features | None) -> Selection:
-        """The target's choice after every input and its log-prob."""
+        """Run the target: the token it chooses after every input, with its log-prob."""
         inputs = verification.inputs
         hidden = self.model.hidden(inputs.tokens, inputs.positions, CachedAttention(self.cache, inputs), features)
         at_once = max(1, LOGITS_AT_ONCE // self.model.shape.vocab_size)
@@ -164,7 +168,7 @@ class Decoder:
     def _accept(
         self, verification: Verification, selection: Selection, features: Features | None
     ) -> tuple[Decoded, np.ndarray]:
-        """Keep the path that the target took; also whether each chosen node lies on it."""
+        """Keep the path that the target takes through each tree; also bool [chosen nodes], whether a node is on it."""
         inputs, batch = verification.inputs, verification.inputs.batch
         choices, logprobs = selection
         taken = None
@@ -173,7 +177,7 @@ class Decoder:
             choices, logprobs, rows, depths = (
                 values[taken] for values in (choices, logprobs, inputs.rows, verification.depths)
             )
-            self._settle(inputs.places[taken], rows, depths)
+            self._commit_kv(inputs.places[taken], rows, depths)
             counts = torch.bincount(rows, minlength=batch).cpu().numpy()
         else:
             rows, depths, counts = inputs.rows, verification.depths, np.ones(batch, np.int64)
@@ -188,17 +192,17 @@ class Decoder:
             accepted = taken.cpu().numpy()[drafted][np.argsort(verification.nodes[drafted])]
         return Decoded(choices.tolist(), logprobs.tolist(), counts, None), accepted
 
-    def _settle(self, places: torch.Tensor, rows: torch.Tensor, depths: torch.Tensor) -> None:
-        """Move the KV of accepted draft tokens from behind the longest sample to their positions."""
+    def _commit_kv(self, places: torch.Tensor, rows: torch.Tensor, depths: torch.Tensor) -> None:
+        """Move the KV of accepted draft tokens to their positions; it was written behind the longest sample."""
         lengths = torch.from_numpy(self.slots.lengths).to(rows.device)
         targets = lengths[rows] - 1 + depths
         moved = (targets != places).nonzero()[:, 0]
         if len(moved):
-            self.cache.settle(rows[moved], places[moved], targets[moved])
+            self.cache.commit(rows[moved], places[moved], targets[moved])
 
 
 def _root_hits(tree: DraftTree, tokens: torch.Tensor, decoded: Decoded) -> Bools:
-    """bool [samples drafted for]: whether the best first token of a tree with these tokens came out."""
+    """bool [samples with a tree]: whether the target chose the draft's best first token; `tokens` are the tree's."""
     if not tree.size:
         return np.zeros(0, np.bool_)
     first = np.flatnonzero((tree.depths == 1) & (tree.ranks == 0))

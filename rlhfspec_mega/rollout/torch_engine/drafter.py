@@ -1,4 +1,4 @@
-"""The draft at work in an engine: reads accepted tokens, then grows a tree of draft tokens layer by layer."""
+"""The draft model in the engine: it processes accepted tokens, then grows a tree of draft tokens layer by layer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from rlhfspec_mega.rollout.torch_engine.slots import SlotState, StepNoise
 
 
 class Features:
-    """A tap (`models.transformer.Tap`) that keeps what a draft reads of its target's forward.
+    """A tap (`models.transformer.Tap`) that keeps the target's hidden states that the draft takes as input.
 
     Args:
-        layers: whose outputs; a layer may be named twice.
+        layers: layers whose outputs are kept; a layer may be listed twice.
     """
 
     def __init__(self, layers: tuple[int, ...]) -> None:
@@ -33,12 +33,17 @@ class Features:
             self._outputs[layer] = output
 
     def concatenated(self) -> torch.Tensor:
-        """[tokens, layers * hidden] of the last forward, in the order in which the layers were named."""
+        """[tokens, layers * hidden] of the last forward pass, in the order of `layers`."""
         return torch.cat([self._outputs[layer] for layer in self._layers], dim=-1)
 
 
-class Grown:
-    """A draft tree with the tokens of its nodes: int64 [nodes] on the device, and how many nodes were drafted from."""
+class GrownTree:
+    """A draft tree with its tokens.
+
+    Attributes:
+        tokens: int64 [nodes] on the device.
+        drafted: number of nodes that the draft has expanded.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.tree = DraftTree()
@@ -47,18 +52,20 @@ class Grown:
 
 
 class Drafter:
-    """The draft's weights, its KV cache and what it has still to read, in slot order.
+    """The draft's weights, its KV cache, and the features that it has not processed yet, by slot.
 
-    Entry t of the cache holds the target's states at position t and the token at t + 1. Entries of nodes lie behind
-    the settled ones of the longest sample, in every slot at the same places.
+    Entry t of the cache is computed from the target's hidden states at position t and the token at t + 1. Entries of
+    tree nodes lie behind the committed entries of the longest sample, at the same places in every slot. "Reading" a
+    token means to compute its entry.
 
     Args:
-        policy: decides how deep and from which nodes to draft.
-        vocabulary: int64 [draft vocabulary], the target's token of each of the draft's; None: they are the same.
+        policy: decides how deep to draft and which nodes to expand.
+        vocabulary: int64 [draft vocabulary], the target's token id of each token of the draft; None: the two
+            vocabularies are the same.
 
     Attributes:
-        room: unread tokens that a slot can hold.
-        unread: int64 on the host [slots], accepted tokens that have no entry yet.
+        max_unread: most unread tokens that a slot can hold.
+        unread: int64 on the host [slots], number of accepted tokens that have no entry yet.
     """
 
     def __init__(
@@ -78,19 +85,19 @@ class Drafter:
         self._most_drafted = most_drafted(policy)
         places = target.max_positions + self._most_drafted
         self.cache = KVCache(shape, slots=slots, places=places, dtype=weights.dtype, device=weights.device)
-        self.room = BACKLOG + policy.max_depth + 1
-        size = (slots, self.room, TAPS * shape.hidden_size)
+        self.max_unread = BACKLOG + policy.max_depth + 1
+        size = (slots, self.max_unread, TAPS * shape.hidden_size)
         self._features = torch.zeros(size, dtype=weights.dtype, device=weights.device)
-        self._tokens = torch.zeros(slots, self.room, dtype=torch.int64, device=weights.device)
+        self._tokens = torch.zeros(slots, self.max_unread, dtype=torch.int64, device=weights.device)
         self._read = np.zeros(slots, np.int64)
-        self._follows = np.zeros(slots, np.bool_)  # false: the sample came without what the draft needs of its past
+        self._has_state = np.zeros(slots, np.bool_)  # false: the sample was admitted without a state of the draft
         self.unread = np.zeros(slots, np.int64)
 
     # Samples in slots
 
     def admit(self, slot: int, past: DraftPast | None, tokens: Sequence[int]) -> None:
-        """A sample of these tokens takes a slot; without its past it is not drafted for."""
-        self._follows[slot] = past is not None
+        """Put a sample with these tokens into a slot; with `past` None, nothing is drafted for it."""
+        self._has_state[slot] = past is not None
         self._read[slot] = self.unread[slot] = 0
         if past is not None:
             unread = len(past.features)
@@ -99,8 +106,8 @@ class Drafter:
             self._features[slot, :unread] = past.features
             self._tokens[slot, :unread] = torch.tensor(tokens[len(tokens) - unread :], device=self._tokens.device)
 
-    def no_past(self) -> DraftPast:
-        """Of a sample of one token: the draft has nothing to read yet."""
+    def empty_past(self) -> DraftPast:
+        """The draft's state for a sample of one token, of which there is nothing to read yet."""
         return DraftPast(self.cache.prefix(0, 0), self._features[0, :0])
 
     def move(self, source: int, target: int) -> None:
@@ -109,16 +116,20 @@ class Drafter:
         unread = int(self.unread[source])
         for values in (self._features, self._tokens):
             values[target, :unread] = values[source, :unread]
-        for array in (self._read, self._follows, self.unread):
+        for array in (self._read, self._has_state, self.unread):
             array[target] = array[source]
 
-    def follows(self, slot: int) -> bool:
-        """Whether a slot's sample is drafted for."""
-        return bool(self._follows[slot])
+    def has_state(self, slot: int) -> bool:
+        """Whether the draft has a state for a slot's sample; if not, nothing is drafted for it."""
+        return bool(self._has_state[slot])
 
     def past(self, slot: int, with_kv: bool = True) -> DraftPast | None:
-        """What `admit` takes of a slot's sample; None if it is not drafted for. Without KV, that part is empty."""
-        if not self._follows[slot]:
+        """The draft's state for a slot's sample, as `admit` takes it; None if there is none.
+
+        Args:
+            with_kv: if false, the KV in it is empty.
+        """
+        if not self._has_state[slot]:
             return None
         kv = self.cache.prefix(slot, int(self._read[slot]) if with_kv else 0).clone()
         return DraftPast(kv, self._features[slot, : self.unread[slot]].clone())
@@ -126,20 +137,25 @@ class Drafter:
     def accept(
         self, rows: torch.Tensor, columns: torch.Tensor, features: torch.Tensor, tokens: torch.Tensor, counts: Ints
     ) -> None:
-        """Note the target's states and choices of a step: column i of a row is its i-th new token, of counts[row]."""
+        """Queue a step's new tokens for reading: column i of a row is the i-th of its counts[row] new tokens.
+
+        Args:
+            features: [n, TAPS * hidden], the target's hidden states at the position before each new token.
+            tokens: int64 [n], the new tokens.
+        """
         places = torch.from_numpy(self.unread).to(rows.device)[rows] + columns
         self._features[rows, places] = features
         self._tokens[rows, places] = tokens
-        self.unread[: len(counts)] += np.where(self._follows[: len(counts)], counts, 0)
+        self.unread[: len(counts)] += np.where(self._has_state[: len(counts)], counts, 0)
 
-    def settled(self, slot: int) -> int:
-        """Entries of a slot's sample that no longer change; 0 where it is not drafted for."""
+    def committed_positions(self, slot: int) -> int:
+        """Number of committed entries of a slot's sample; 0 if the draft has no state for it."""
         return int(self._read[slot])
 
-    def read_ahead(self, slots: Sequence[int], batch: int) -> None:
-        """Make entries of all but the newest unread token of these slots: features are larger than entries to copy.
+    def catch_up_draft(self, slots: Sequence[int], batch: int) -> None:
+        """Read all but the newest unread token of these slots, because features are larger to copy than entries.
 
-        The newest one is left: a slot without unread tokens could not be drafted for in the next step.
+        The newest one is left unread, since a slot without unread tokens cannot be drafted for in the next step.
         """
         counts = np.zeros(batch, np.int64)
         counts[list(slots)] = np.maximum(self.unread[list(slots)] - 1, 0)
@@ -154,17 +170,17 @@ class Drafter:
     # Drafting
 
     def can_draft(self, batch: Batch) -> Bools:
-        """bool [batch]: samples that the draft follows, and of which more than one token is still to come."""
-        return self._follows[: batch.size] & (self.unread[: batch.size] > 0) & (batch.remaining > 1)
+        """bool [batch]: samples that the draft has a state for and that may still get more than one token."""
+        return self._has_state[: batch.size] & (self.unread[: batch.size] > 0) & (batch.remaining > 1)
 
     def make_room(self, batch: int) -> None:
-        """Read everything when a slot could not hold another step's tokens unread; nothing can be drafted after it."""
+        """Read all tokens if a slot might not have room for those of another step; then nothing can be drafted."""
         if self.unread[:batch].max(initial=0) >= BACKLOG:
             self._read_unread(self.unread[:batch].copy())
 
-    def grow(self, batch: Batch, slots: SlotState, noise: StepNoise, depth: int) -> Grown:
-        """A tree of up to `depth` layers, as deep and as wide as the policy wants it."""
-        grown, able = Grown(self._tokens.device), np.flatnonzero(self.can_draft(batch))
+    def grow(self, batch: Batch, slots: SlotState, noise: StepNoise, depth: int) -> GrownTree:
+        """Grow a tree of up to `depth` layers; the policy chooses the nodes to expand and may stop earlier."""
+        grown, able = GrownTree(self._tokens.device), np.flatnonzero(self.can_draft(batch))
         tree = grown.tree
         if not len(able):
             self.make_room(batch.size)
@@ -174,7 +190,7 @@ class Drafter:
             states = states[torch.from_numpy(able).to(states.device)]
         rows, parents = able, np.full(len(able), ROOT)
         used = np.zeros(batch.size, np.int64)
-        above = np.zeros((len(able), 0), np.bool_)  # by place, the drafted nodes on the way to each of `states`
+        above = np.zeros((len(able), 0), np.bool_)  # for each of `states`, which expanded nodes are its ancestors
         while True:
             width = self._add_layer(grown, slots, noise, rows, parents, states)
             nodes = self.policy.expand(batch, tree)
@@ -193,9 +209,17 @@ class Drafter:
             grown.drafted += len(nodes)
 
     def _add_layer(
-        self, grown: Grown, slots: SlotState, noise: StepNoise, rows: Ints, parents: Ints, states: torch.Tensor
+        self, grown: GrownTree, slots: SlotState, noise: StepNoise, rows: Ints, parents: Ints, states: torch.Tensor
     ) -> int:
-        """Add the best children of nodes `parents` of `rows`, whose entries put out `states`; children of each."""
+        """Add a layer with the best children of each of the nodes `parents`.
+
+        Args:
+            rows, parents: slot and index of each parent node.
+            states: the draft's outputs at the parents.
+
+        Returns:
+            the number of children of each parent.
+        """
         tree, device_rows = grown.tree, torch.from_numpy(rows).to(states.device)
         ids = self.model.target_ids
         most = self.model.shape.vocab_size
@@ -218,9 +242,15 @@ class Drafter:
         return width
 
     def _draft_from(
-        self, grown: Grown, nodes: Ints, columns: Ints, above: Bools, states: torch.Tensor, batch: int
+        self, grown: GrownTree, nodes: Ints, columns: Ints, above: Bools, states: torch.Tensor, batch: int
     ) -> torch.Tensor:
-        """Run the draft on nodes; what their entries put out. `states` are those their parents' entries put out."""
+        """Run the draft on nodes; returns its outputs.
+
+        Args:
+            nodes, columns: indices of the nodes in the tree, and places of their entries behind the committed ones.
+            above: bool, the ancestors of each node by column, itself included.
+            states: the draft's outputs at the nodes' parents.
+        """
         tree, device = grown.tree, states.device
         rows, settled = tree.rows[nodes], self._read[:batch]
         longest = int(settled.max())
@@ -241,9 +271,10 @@ class Drafter:
         return self.model.advance(inputs.tokens, states, inputs.positions, CachedAttention(self.cache, inputs))
 
     def _read_unread(self, counts: Ints) -> torch.Tensor:
-        """Make entries of the first counts[i] unread tokens of slot i; states [batch, hidden] its last entry puts out.
+        """Read the first counts[i] unread tokens of slot i.
 
-        The state of a slot of which nothing was read means nothing.
+        Returns:
+            [batch, hidden], the draft's output at the last token read in each slot; undefined where counts[i] is 0.
         """
         batch, device = len(counts), self._tokens.device
         rows = np.repeat(np.arange(batch), counts)
@@ -270,7 +301,7 @@ class Drafter:
 
 
 def _extended(above: Bools, columns: Ints) -> Bools:
-    """Rows of ancestors with the node's own place added."""
+    """The ancestor masks `above` with each node's own column added."""
     extended = np.zeros((len(columns), max(above.shape[1], int(columns.max()) + 1)), np.bool_)
     extended[:, : above.shape[1]] = above
     extended[np.arange(len(columns)), columns] = True

@@ -35,24 +35,25 @@ from rlhfspec_mega.types import (
 class TorchEngine(UpdatedEngine):
     """Implements `rollout.protocol.RolloutEngine` on one device.
 
-    A step gives free slots to samples whose KV is there, else advances one prefill by up to `prefill_chunk` tokens, and
-    decodes at least one token of each active sample: exactly one without a draft. Weights may change meanwhile: the KV
-    of running samples is kept, as in PipelineRL (Piché et al. 2025, arXiv 2509.19128), and each token records its
-    policy version.
+    A step gives free slots to samples whose prefill is complete; if there are none, it advances one prefill by up to
+    `prefill_chunk` tokens. Then it decodes at least one token of each active sample: exactly one without a draft.
+    Weights may change during a rollout: the KV of running samples is kept, as in PipelineRL (Piché et al. 2025,
+    arXiv 2509.19128), and each token records its policy version.
 
     Args:
         slots: samples decoded at once.
         max_positions: longest prompt + response in tokens; sets the size of the KV cache.
         prefill_chunk: most prompt tokens prefilled per step.
-        draft, policy: of the draft and its use; without them every step is plain. Until the draft's weights come,
-            steps are plain too.
-        draft_vocabulary: int64, the target's token of each of the draft's; None: they are the same.
+        draft, policy: shape of the draft and the policy for its trees; every step is plain without them, and until the
+            draft has weights.
+        draft_vocabulary: int64 [draft vocabulary], the target's token id of each token of the draft; None: the two
+            vocabularies are the same.
 
     Attributes:
-        spans: what the time goes into.
+        spans: records what the engine spends its time on.
     """
 
-    least_copy, turn_seconds = 1 << 16, 0.0
+    min_copy_bytes, migration_interval = 1 << 16, 0.0
 
     def __init__(
         self,
@@ -76,10 +77,10 @@ class TorchEngine(UpdatedEngine):
         self._scheduler = Scheduler(slots)
         self._prefill: Prefill | None = None
         self._finished: list[GenerationResult] = []
-        self._held: dict[str, LiveSample] = {}  # the unfinished ones by id
+        self._held: dict[str, LiveSample] = {}  # unfinished samples by id
         self._counts = dict.fromkeys(("decode_steps", "generated_tokens", "prefill_tokens", "finished_samples"), 0)
         self._seconds = {"decode_seconds": 0.0, "prefill_seconds": 0.0}
-        self.last_decode = 0.0, 0.0  # when the last step began to decode, since the epoch, and its seconds
+        self.last_decode = 0.0, 0.0  # see RolloutEngine
         self.spans = SpanRecorder()
 
     @property
@@ -88,7 +89,7 @@ class TorchEngine(UpdatedEngine):
 
     @property
     def policy(self) -> DraftingPolicy | None:
-        """The drafting policy; another one may take its place, within the old one's width, depth and nodes."""
+        """The drafting policy. It may be replaced by one that does not exceed its width, depth and number of nodes."""
         return self._decoder.drafter.policy if self._decoder.drafter else None
 
     @policy.setter
@@ -98,7 +99,7 @@ class TorchEngine(UpdatedEngine):
 
     @property
     def drafting(self) -> bool:
-        """Whether the draft has weights and is used."""
+        """Whether the draft has weights and is in use."""
         return self._decoder.drafting
 
     @property
@@ -116,9 +117,9 @@ class TorchEngine(UpdatedEngine):
         self._scheduler.enqueue(held[request.sample_id] for request in requests)
 
     def poll(self, seconds: float) -> list[GenerationResult]:
-        """Decode for about `seconds` (one step at least) or until idle; samples finished since the last poll.
+        """Decode for about `seconds` (at least one step) or until idle; returns samples finished since the last poll.
 
-        During an update nothing is decoded. Raises RunError when there are samples but no weights have come yet.
+        Does not decode during a weight update. Raises RunError if there are samples before the first weight update.
         """
         deadline = time.monotonic() + seconds
         while self._scheduler.busy and self._may_decode():
@@ -139,27 +140,27 @@ class TorchEngine(UpdatedEngine):
         known = [sample_id for sample_id in dict.fromkeys(sample_ids) if sample_id in self._held]
         return [self._remove(sample_id).result(FinishReason.ABORTED) for sample_id in known]
 
-    def holds(self, sample_id: str) -> bool:
+    def has_sample(self, sample_id: str) -> bool:
         return sample_id in self._held
 
-    def waits(self, sample_id: str) -> bool:
+    def is_waiting(self, sample_id: str) -> bool:
         return sample_id in self._held and self._scheduler.find(sample_id) is None
 
     def request(self, sample_id: str) -> GenerationRequest:
         return self._held[sample_id].request
 
-    def settled(self, sample_id: str) -> dict[str, int] | None:
+    def committed_positions(self, sample_id: str) -> dict[str, int] | None:
         slot, drafter = self._scheduler.find(sample_id), self._decoder.drafter
         if slot is None:
             return None
         found = {"target": self._scheduler.active[slot].length - 1}
-        return found | {"draft": drafter.settled(slot)} if drafter and drafter.follows(slot) else found
+        return found | {"draft": drafter.committed_positions(slot)} if drafter and drafter.has_state(slot) else found
 
     @torch.inference_mode()
-    def read_ahead(self, sample_ids: Sequence[str]) -> None:
+    def catch_up_draft(self, sample_ids: Sequence[str]) -> None:
         slots = [slot for name in sample_ids if (slot := self._scheduler.find(name)) is not None]
         if slots and self._decoder.drafter and self._decoder.drafting:
-            self._decoder.drafter.read_ahead(slots, len(self._scheduler.active))
+            self._decoder.drafter.catch_up_draft(slots, len(self._scheduler.active))
 
     def kv_layout(self, positions: int) -> Layout:
         caches, drafter = {"target": self._decoder.cache.kv}, self._decoder.drafter
@@ -167,8 +168,8 @@ class TorchEngine(UpdatedEngine):
         parts = {name: (kv.shape[0], 2, kv.shape[3], positions, kv.shape[5]) for name, kv in caches.items()}
         return Layout(str(caches["target"].dtype).removeprefix("torch."), parts)
 
-    def settled_kv(self, sample_id: str, part: str, first: int, last: int) -> torch.Tensor:
-        """A view, as RolloutEngine says. Raises RunError for a sample that is not being decoded."""
+    def committed_kv(self, sample_id: str, part: str, first: int, last: int) -> torch.Tensor:
+        """See RolloutEngine; returns a view. Raises RunError for a sample that is not being decoded."""
         slot, drafter = self._scheduler.find(sample_id), self._decoder.drafter
         if slot is None:
             raise RunError(f"Sample {sample_id} has no KV in this engine: it is not being decoded here.")
@@ -177,7 +178,7 @@ class TorchEngine(UpdatedEngine):
 
     def export_sample(self, sample_id: str, with_kv: bool = True) -> SampleSnapshot:
         if sample_id not in self._held:
-            raise RunError(f"Sample {sample_id} cannot be exported: this engine does not hold it, or it has finished.")
+            raise RunError(f"Sample {sample_id} cannot be exported: this engine does not have it, or it has finished.")
         slot, drafter = self._scheduler.find(sample_id), self._decoder.drafter
         kv = draft = None
         if slot is not None:
@@ -187,11 +188,11 @@ class TorchEngine(UpdatedEngine):
         return self._remove(sample_id).snapshot(kv, draft)
 
     def import_sample(self, snapshot: SampleSnapshot) -> None:
-        """As RolloutEngine says; it goes ahead of the waiting ones."""
+        """See RolloutEngine; the sample is queued ahead of those that wait."""
         check_request(snapshot.request, self.vocab_size, self.max_positions, self._held.keys())
         check_snapshot(snapshot, self._decoder.cache.kv)
         if drafter := self._decoder.drafter:
-            check_draft_past(snapshot, drafter.no_past(), drafter.room)
+            check_draft_past(snapshot, drafter.empty_past(), drafter.max_unread)
         sample = self._held[snapshot.request.sample_id] = LiveSample.of(snapshot)
         kv, draft, device = snapshot.kv, snapshot.draft, self._decoder.cache.kv.device
         if kv is None or (self._decoder.drafting and draft is None):
@@ -201,7 +202,7 @@ class TorchEngine(UpdatedEngine):
             self._scheduler.enqueue_first(sample, kv.to(device), draft)
 
     def load(self) -> EngineLoad:
-        """As RolloutEngine says; the policy version is -1 before the first weights."""
+        """See RolloutEngine; the policy version is -1 before the first weights."""
         return EngineLoad(
             running=len(self._scheduler.active),
             waiting=self._scheduler.waiting,
@@ -213,28 +214,26 @@ class TorchEngine(UpdatedEngine):
         )
 
     def stats(self) -> dict[str, Any]:
-        """Counters since start: steps, tokens, samples, and the seconds spent decoding and prefilling."""
+        """Counters of steps, tokens, samples, and seconds of decoding and prefill since the start or `reset_stats`."""
         return self._counts | self._seconds
 
     def reset_stats(self) -> None:
-        """Start counting anew."""
+        """Set all counters to 0."""
         self._counts, self._seconds = dict.fromkeys(self._counts, 0), dict.fromkeys(self._seconds, 0.0)
 
     # Weights
 
     def _begin(self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget) -> WeightUpdate:
-        """Raises RunError on a name or shape the model does not hold, and when its first update lacks a tensor."""
+        """Raises RunError for a name or shape that the model does not have, and if its first update lacks a tensor."""
         drafter = self._decoder.drafter
         if target is WeightTarget.ACTOR:
             own, first = self._model.hf_tensors(), self._version < 0
         elif drafter is not None:
             own, first = drafter.model.tensors(), not self._decoder.drafting
         else:
-            raise RunError("Weights of a draft came to an engine without one; set drafting.policy.")
+            raise RunError("The engine was sent weights of a draft, but it has no draft; set speculation.policy.")
         if first and (missing := sorted(own.keys() - {info.name for info in tensors})):
-            raise RunError(
-                f"The first update must bring all weights; it lacks {len(missing)}, among them {missing[0]}."
-            )
+            raise RunError(f"The first update must have all tensors; it lacks {len(missing)}, among them {missing[0]}.")
         return WeightUpdate(version, tensors, own)
 
     def _make_live(self, target: WeightTarget) -> None:
@@ -253,7 +252,7 @@ class TorchEngine(UpdatedEngine):
     @torch.inference_mode()
     def _step(self) -> None:
         started, read = time.time(), self._counts["prefill_tokens"]
-        prefilling = not self._admit() and self._advance_prefill()  # one with its KV waits for nobody's prompt
+        prefilling = not self._admit() and self._advance_prefill()  # samples with KV do not wait for another's prefill
         self._admit()
         prefilled, batch = time.time(), len(self._scheduler.active)
         if prefilling:
@@ -271,13 +270,13 @@ class TorchEngine(UpdatedEngine):
                 steps=1,
                 tokens=len(decoded.tokens),
                 draft_tokens=len(decoded.record.chosen) if decoded.record else 0,
-                kv_tokens=cached,  # read by every step: a sum over steps, as all amounts of a span
+                kv_tokens=cached,  # tokens of KV read in this step; in longer spans a sum over steps, like all amounts
             )
         self.last_decode = prefilled, time.time() - prefilled
         self._seconds["decode_seconds"] += self.last_decode[1]
 
     def _advance_prefill(self) -> bool:
-        """Whether there was something to prefill."""
+        """Prefill one chunk; returns whether there was something to prefill."""
         if self._prefill is None:
             groups = self._scheduler.next_prefill(self._prefill_chunk)
             if not groups:
@@ -290,13 +289,13 @@ class TorchEngine(UpdatedEngine):
         return True
 
     def _admit(self) -> bool:
-        """Whether there was a sample for a free slot."""
+        """Give free slots to prefilled samples; returns whether there were any."""
         for admission in (admissions := self._scheduler.admit()):
             self._decoder.admit(admission)
         return bool(admissions)
 
     def _commit(self, decoded: Decoded) -> None:
-        """Append the new tokens and retire samples that have ended."""
+        """Append the new tokens to their samples and free the slots of samples that have ended."""
         samples, ended, first = self._scheduler.active, [], 0
         for slot, (sample, count) in enumerate(zip(samples, decoded.counts.tolist(), strict=True)):
             new, known = slice(first, first + count), len(sample.tokens)
@@ -316,7 +315,7 @@ class TorchEngine(UpdatedEngine):
             self._decoder.move(*move)
 
     def _remove(self, sample_id: str) -> LiveSample:
-        """Take an unfinished sample out, from its slot or from the queue."""
+        """Remove an unfinished sample from its slot or from the queue."""
         sample, slot = self._held.pop(sample_id), self._scheduler.find(sample_id)
         if slot is None:
             self._scheduler.withdraw(sample)

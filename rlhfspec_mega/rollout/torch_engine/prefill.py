@@ -1,4 +1,4 @@
-"""Prefill of waiting groups, some tokens at a time, so that the samples being decoded are not held up."""
+"""Chunked prefill of waiting groups, so that it does not delay the samples being decoded for long."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from rlhfspec_mega.rollout.torch_engine.scheduler import PrefixGroup
 
 
 class Prefill:
-    """One batch of prefixes, padded to the longest, in KV caches of its own that the groups then keep.
+    """Prefill of one batch of prefixes, padded to the longest, in KV caches of their own that the groups then keep.
 
     Args:
-        draft: reads the prefixes too; its entry t takes the token at t + 1, so the last one waits for the first step.
+        draft: the draft, which processes the prefixes too. Its entry t needs the token at t + 1, so that the entry of
+            the last position is computed in the first decode step.
     """
 
     def __init__(self, model: Transformer, draft: DraftModel | None, groups: Sequence[PrefixGroup]):
@@ -31,11 +32,11 @@ class Prefill:
         cache = partial(KVCache, slots=len(groups), places=longest, dtype=weights.dtype, device=weights.device)
         self._cache = cache(model.shape)
         self._draft_cache = cache(draft.shape) if draft else None
-        self._last_features: dict[int, torch.Tensor] = {}  # by group: the target's states at its last position
+        self._last_features: dict[int, torch.Tensor] = {}  # by group: [1, TAPS * hidden] at the prefix's last position
         self._longest, self._done = longest, 0
 
     def advance(self, max_tokens: int) -> bool:
-        """Prefill up to `max_tokens` (at least one) more positions of each prefix; True when the groups are ready."""
+        """Prefill up to `max_tokens` (at least 1) more positions of each prefix; returns whether all are complete."""
         end = min(self._done + max_tokens, self._longest)
         inputs = self._chunk(self._done, end, shift=0)
         features = Features(self._draft.shape.taps) if self._draft else None
@@ -56,7 +57,7 @@ class Prefill:
         return True
 
     def _chunk(self, first: int, end: int, shift: int) -> Inputs:
-        """Positions first .. end - 1 of every group, with the tokens `shift` places later."""
+        """Inputs for positions first .. end - 1 of every group, with the tokens `shift` positions later."""
         groups, device = len(self._groups), self._tokens.device
         columns = torch.arange(end - first, device=device).repeat(groups)
         rows = torch.arange(groups, device=device).repeat_interleave(end - first)

@@ -1,4 +1,4 @@
-"""What decode steps cost on this machine: measured on made-up samples before the first real one."""
+"""Measures the cost of decode steps on this machine, with synthetic samples before the first real one."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from typing import NamedTuple
 import numpy as np
 
 from rlhfspec_mega.planning.cost import StepCost, step_cost
-from rlhfspec_mega.planning.strategy import SETTLING, places
+from rlhfspec_mega.planning.strategy import SETTLING, index_within_row
 from rlhfspec_mega.planning.tree import Batch, DraftTree, Ints, StepRecord
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.types import GenerationRequest
 
-SECONDS, PLAIN_SECONDS = 8.0, 2.0  # of a profile, about
-MOST_TOKENS = 384  # of a step; more take long and are seldom worth it
-REPEATS = 3  # of a step; the median counts
+SECONDS, PLAIN_SECONDS = 8.0, 2.0  # approximate time of a profile
+MOST_TOKENS = 384  # most tokens of a measured step; larger steps are slow and seldom worth it
+REPEATS = 3  # measurements of a step, of which the median is used
 PROMPT_TOKENS = (16, 192)
 
 
 class Shape(NamedTuple):
-    """A step to measure: layers, nodes drafted from per sample and layer, draft tokens verified per sample.
+    """A kind of step to measure.
 
     Attributes:
-        after: plain steps before it, whose tokens the draft has then to read first.
+        depth: layers of the draft tree.
+        drafted: nodes per sample and layer that the draft expands.
+        verified: draft tokens verified per sample.
+        after: plain steps before the measured step, whose tokens the draft then has to process first.
     """
 
     depth: int
@@ -37,7 +40,7 @@ CATCHING_UP = Shape(1, 0, 1, after=7)
 
 
 class ScriptedPolicy:
-    """Implements `DraftingPolicy`: drafts trees of the shape it is told, and notes what they took."""
+    """Implements `DraftingPolicy`: drafts trees of a given shape and records the cost of each step."""
 
     def __init__(self, width: int, max_depth: int, max_nodes: int) -> None:
         self.width, self.max_depth, self.max_nodes = width, max_depth, max_nodes
@@ -50,20 +53,26 @@ class ScriptedPolicy:
 
     def expand(self, batch: Batch, tree: DraftTree) -> Ints:
         nodes = np.arange(tree.size)[tree.last_layer]
-        return nodes[places(tree.rows[nodes]) < self.shape.drafted] if tree.depth < self.shape.depth else nodes[:0]
+        if tree.depth >= self.shape.depth:
+            return nodes[:0]
+        return nodes[index_within_row(tree.rows[nodes]) < self.shape.drafted]
 
     def choose(self, batch: Batch, tree: DraftTree) -> Ints:
-        # The first nodes of a sample are its first layer, and so on: with them come their parents.
-        return np.flatnonzero(places(tree.rows) < min(self.shape.verified, self.max_nodes))
+        # A sample's nodes are ordered by layer, so that the parents of its first nodes are among them.
+        return np.flatnonzero(index_within_row(tree.rows) < min(self.shape.verified, self.max_nodes))
 
     def observe(self, record: StepRecord) -> None:
         self.costs.append(step_cost(record))
 
 
 def profile(engine: TorchEngine, seconds: float = SECONDS) -> list[StepCost]:
-    """Decode made-up samples in batches and trees of many sizes; the engine is idle, has all its weights and a draft.
+    """Decode synthetic samples in batches and trees of many sizes; returns the cost of the measured steps.
 
-    Every batch size has its share of the time, the largest and smallest first; what one leaves is for the others.
+    The engine must be idle and have all weights, including those of its draft. Every batch size gets an equal share of
+    the remaining time, the largest and smallest first.
+
+    Args:
+        seconds: time for all measurements.
     """
     own = engine.policy
     assert own is not None
@@ -85,7 +94,7 @@ def profile(engine: TorchEngine, seconds: float = SECONDS) -> list[StepCost]:
 
 
 def profile_plain(engine: TorchEngine, seconds: float = PLAIN_SECONDS) -> list[StepCost]:
-    """As `profile`, of plain steps alone, of an engine without a draft."""
+    """As `profile`, for plain steps of an engine without a draft."""
     deadline, measured = time.monotonic() + seconds, list[StepCost]()
     try:
         for length in PROMPT_TOKENS:
@@ -107,7 +116,7 @@ def profile_plain(engine: TorchEngine, seconds: float = PLAIN_SECONDS) -> list[S
 
 
 def _forget(engine: TorchEngine) -> None:
-    """Leave no trace of what was made up: no samples, counts or spans."""
+    """Remove all traces of the synthetic samples: the samples, counters and spans."""
     engine.clear()
     engine.reset_stats()
     engine.spans.take()
@@ -131,7 +140,7 @@ def _measure(engine: TorchEngine, script: ScriptedPolicy, size: int, length: int
 def _decode(
     engine: TorchEngine, script: ScriptedPolicy, requests: list[GenerationRequest], steps: int, deadline: float
 ) -> list[StepCost]:
-    """Of at most so many steps those in which all samples were decoded."""
+    """Decode up to `steps` steps; returns the cost of those in which all samples were decoded."""
     script.costs.clear()
     engine.submit(requests)
     while not engine.idle and len(script.costs) < steps and time.monotonic() < deadline:
@@ -141,13 +150,14 @@ def _decode(
 
 
 def _made_up(engine: TorchEngine, size: int, length: int, tokens: int) -> list[GenerationRequest]:
-    """Samples of one prompt of about `length` tokens and responses of about `tokens`."""
+    """`size` samples with the same prompt of about `length` tokens and responses of about `tokens` tokens."""
     prompt = tuple(token % engine.vocab_size for token in range(max(1, min(length, engine.max_positions - tokens))))
     tokens = min(tokens, engine.max_positions - len(prompt))
     return [GenerationRequest(f"profile.{i}", "profile", prompt, seed=i, max_new_tokens=tokens) for i in range(size)]
 
 
 def _outside_in(largest: int) -> list[int]:
+    """Batch sizes up to `largest`: the largest, the smallest, the second largest, and so on; powers of two between."""
     sizes = [2**power for power in range(largest.bit_length()) if 2**power < largest]
     order = [largest]
     while sizes:

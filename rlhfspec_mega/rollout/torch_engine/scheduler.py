@@ -1,8 +1,8 @@
-"""Who waits, who is prefilled next and who holds which slot: bookkeeping only, no tensors computed.
+"""The engine's queue, the order of prefills and the assignment of slots; it does not compute with tensors.
 
-A sample's *prefix* is everything but its last token: prompt and response so far when it comes from elsewhere. The KV of
-the prefix is what it needs to enter a slot; the last token is the first decode step's input. Waiting samples with
-the same prefix (the members of a group) share one prefill.
+A sample's *prefix* is all of its tokens but the last: the prompt, and the response so far if the sample comes from
+another engine. To enter a slot it needs the KV of its prefix; the last token is the input of its first decode step.
+Waiting samples with the same prefix (the members of a group) share one prefill.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from rlhfspec_mega.rollout.protocol import DraftPast, LiveSample
 
 @dataclass
 class PrefixGroup:
-    """Waiting samples that share `prefix`; `kv` [layers, 2, kv_heads, len(prefix), head_dim] once prefilled.
+    """Waiting samples with the same prefix.
 
-    `draft` is the draft's part of it, where an engine drafts.
+    Attributes:
+        kv: [layers, 2, kv_heads, len(prefix), head_dim] once the prefix is prefilled.
+        draft: state of the draft for the prefix, in an engine that drafts.
     """
 
     prefix: tuple[int, ...]
@@ -44,7 +46,7 @@ class Admission(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A slot's content goes to a lower slot; `length` positions of it are cached."""
+    """The content of a slot, with `length` cached positions, is to be moved to a lower slot."""
 
     source: int
     target: int
@@ -52,10 +54,10 @@ class Move(NamedTuple):
 
 
 class Scheduler:
-    """First come, first served, except that migrated samples go ahead.
+    """Serves samples in the order of arrival, except that migrated samples are queued first.
 
     Attributes:
-        active: the decoding samples; the index is the slot.
+        active: the samples being decoded; the index is the slot.
     """
 
     def __init__(self, slots: int):
@@ -83,13 +85,13 @@ class Scheduler:
                 self._waiting.append(groups[prefix])
 
     def enqueue_first(self, sample: LiveSample, kv: torch.Tensor | None, draft: DraftPast | None) -> None:
-        """Queue a sample that has waited elsewhere ahead of all others."""
+        """Queue a sample from another engine ahead of all others."""
         self._waiting.appendleft(PrefixGroup(sample.sequence[:-1], [sample], kv, draft))
 
     def next_prefill(self, max_tokens: int) -> list[PrefixGroup]:
-        """Groups to prefill together: of slots' worth of members, in queue order, at most `max_tokens` once padded.
+        """Groups to prefill together, in queue order: enough to fill the free slots, at most `max_tokens` when padded.
 
-        The first is taken whatever its length; nothing is taken while the prefilled ones fill the free slots.
+        The first group is included whatever its length. Empty while prefilled groups suffice for the free slots.
         """
         room = self.slots - len(self.active) - sum(len(group.members) for group in self._waiting if group.ready)
         chosen: list[PrefixGroup] = []
@@ -119,7 +121,7 @@ class Scheduler:
         return admissions
 
     def retire(self, slots: Sequence[int]) -> list[Move]:
-        """Free these slots; the moves, in order, that keep the active slots in front."""
+        """Free these slots; returns the moves, in order, that keep the active slots in front."""
         moves = []
         for slot in sorted(slots, reverse=True):
             last = self.active.pop()
@@ -129,17 +131,17 @@ class Scheduler:
         return moves
 
     def find(self, sample_id: str) -> int | None:
-        """The slot of a decoding sample."""
+        """The slot of a sample; None if it is not being decoded."""
         return next((i for i, sample in enumerate(self.active) if sample.request.sample_id == sample_id), None)
 
     def withdraw(self, sample: LiveSample) -> None:
-        """Take a waiting sample out of the queue."""
+        """Remove a waiting sample from the queue."""
         for group in self._waiting:
             group.members = [one for one in group.members if one is not sample]
         self._drop_empty()
 
     def forget_prefills(self) -> None:
-        """Drop the KV of waiting groups: the weights that made it are gone."""
+        """Drop the KV of waiting groups, because it was computed with earlier weights."""
         for group in self._waiting:
             group.kv = group.draft = None
 

@@ -1,4 +1,4 @@
-"""What the decode step needs of each slot's sample: tensors on the device, and lengths on the host, in slot order."""
+"""Per-slot state for the decode step: tensors on the device and lengths on the host, in slot order."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from rlhfspec_mega.rollout.protocol import LiveSample
 from rlhfspec_mega.sampling.noise import gumbel_from_states, seed_states
 from rlhfspec_mega.sampling.select import perturbed_scores, scaled_logits
 
-_BLOCK_CELLS = 2**14  # samples x depths x vocabulary of noise that are made at once: fewer would cost as much
+_BLOCK_CELLS = 2**14  # samples x depths x vocabulary of noise computed at once; fewer would take as long
 
 
 class SlotState:
-    """Arrays over slots; like the KV cache, the first rows are live.
+    """Arrays [slots]; as in the KV cache, the samples being decoded have the first rows.
 
     Attributes:
         tokens: int64, the last token of each sample: the next input, whose KV is not cached yet.
         noise: int32, hash state of the sample's seed.
         temperatures: float32.
         stops: bool [slots, vocab], the stop tokens.
-        forced: bool, stop tokens are masked instead of obeyed.
-        lengths, generated, remaining: int64 on the host; tokens of the sample, of its response, and still allowed.
+        forced: bool, whether stop tokens are masked, so that the sample has a forced length.
+        lengths, generated, remaining: int64 on the host; tokens of prompt and response, tokens of the response, and
+            tokens that may still be generated.
         host_temperatures: float64 on the host.
-        numbers: int64 on the host, which sample of the engine it is, counted as they came.
+        numbers: int64 on the host, consecutive number of the sample in this engine.
     """
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device | str):
@@ -37,7 +38,7 @@ class SlotState:
         self.lengths, self.generated, self.remaining = (np.zeros(slots, np.int64) for _ in range(3))
         self.host_temperatures = np.zeros(slots)
         self.numbers = np.zeros(slots, np.int64)
-        self._came = 0
+        self._assigned = 0  # samples so far
         self.any_forced = False
         self._tensors = (self.tokens, self.noise, self.temperatures, self.stops, self.forced)
         self._arrays = (self.lengths, self.generated, self.remaining, self.host_temperatures, self.numbers)
@@ -59,8 +60,8 @@ class SlotState:
         self.generated[rows] = [len(sample.tokens) for sample in samples]
         self.remaining[rows] = [sample.request.max_new_tokens - len(sample.tokens) for sample in samples]
         self.host_temperatures[rows] = [request.temperature for request in requests]
-        self.numbers[rows] = np.arange(self._came, self._came + len(samples))
-        self._came += len(samples)
+        self.numbers[rows] = np.arange(self._assigned, self._assigned + len(samples))
+        self._assigned += len(samples)
 
     def move(self, source: int, target: int) -> None:
         """Copy one row over another."""
@@ -68,7 +69,7 @@ class SlotState:
             values[target] = values[source]
 
     def grow(self, last_tokens: torch.Tensor, counts: np.ndarray) -> None:
-        """The first rows have gained counts[i] tokens, the last of which is last_tokens[i]."""
+        """Add counts[i] tokens, the last of which is last_tokens[i], to the i-th of the first rows."""
         rows = slice(len(counts))
         self.tokens[rows] = last_tokens
         self.lengths[rows] += counts
@@ -81,12 +82,14 @@ class SlotState:
 
 
 class StepNoise:
-    """The noise of one step: of every live sample at its next positions, for draft and target alike.
+    """The noise of one step for all samples at their next positions, shared by draft and target.
 
-    Made when asked for, some depths at a time: a draft may stop early, and a large vocabulary's noise is much to make.
+    It is computed on demand, some depths at a time, because a draft may stop early and noise over a large vocabulary is
+    expensive.
 
     Args:
-        depths: positions, at most; depth 0 is that of the token after the sample's last one.
+        batch: number of slots, from the first on.
+        depths: most positions per sample; depth 0 is the token after the sample's last one.
     """
 
     def __init__(self, slots: SlotState, batch: int, depths: int):
@@ -94,7 +97,7 @@ class StepNoise:
         self._sampled = bool(slots.host_temperatures[:batch].any())
         self._states, self._first = slots.noise[:batch, None], slots.lengths[:batch, None] - 1
         self._vocab_size, self._depths = slots.stops.shape[1], depths
-        self._values: torch.Tensor | None = None  # float64 [batch, depths, vocab], of which the first `_made` are made
+        self._values: torch.Tensor | None = None  # float64 [batch, depths, vocab], valid up to depth `_made`
         self._made, self._at_once = 0, max(1, _BLOCK_CELLS // (batch * self._vocab_size))
         self._banned = slots.stops[:batch] & slots.forced[:batch, None] if slots.any_forced else None
 
@@ -105,10 +108,16 @@ class StepNoise:
         depths: torch.Tensor | int,
         token_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits / T in float32, perturbed scores in float64) of logits [n, V] after nodes of these rows and depths.
+        """Scaled and perturbed scores of logits after the nodes at these rows and depths.
 
         Args:
-            token_ids: int64 [V], the target's tokens that the logits are of, when they are not 0 .. V - 1.
+            logits: float [n, V].
+            rows: int64 [n], slots.
+            depths: int64 [n], or one depth for all.
+            token_ids: int64 [V], the target's token ids of the logits, if they are not 0 .. V - 1.
+
+        Returns:
+            logits / T, float32 [n, V], and the perturbed scores, float64 [n, V].
         """
         temperatures = self._temperatures[rows]
         noise = self._noise(rows, depths) if self._sampled else None
@@ -131,7 +140,7 @@ class StepNoise:
         return self._values[rows, depths]
 
     def _make(self, values: torch.Tensor) -> None:
-        """The next depths."""
+        """Compute the noise of the next depths."""
         places = np.arange(self._made, min(self._made + self._at_once, self._depths))
         positions = torch.from_numpy(self._first + places).to(values.device)
         made = slice(self._made, self._made + len(places))

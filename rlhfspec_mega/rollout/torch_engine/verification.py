@@ -12,16 +12,16 @@ from rlhfspec_mega.rollout.torch_engine.cache import Inputs, number_in_row
 
 
 class Verification(NamedTuple):
-    """Inputs of a verifying forward, each sample's last token first, and how they hang together.
+    """Inputs of a verifying forward pass and the trees that they form. A sample's last token is the root of its tree.
 
     Attributes:
         inputs: the flat inputs; a sample's last token has column 0.
-        depths: int64 [N], 0 for the last tokens.
-        parents: int64 [N], flat index of the parent; a last token is its own.
-        roots: bool [N], the last tokens.
-        depth: the deepest.
+        depths: int64 [N], 0 for roots.
+        parents: int64 [N], flat index of the parent; a root is its own parent.
+        roots: bool [N], the samples' last tokens.
+        depth: depth of the deepest input.
         nodes: int64 [N] on the host, index into the chosen nodes, or ROOT.
-        longest: tokens of the longest sample: draft tokens are cached behind.
+        longest: tokens of the longest sample; the KV of draft tokens is cached behind this position.
     """
 
     inputs: Inputs
@@ -34,7 +34,7 @@ class Verification(NamedTuple):
 
 
 def plain(last_tokens: torch.Tensor, lengths: Ints) -> Verification:
-    """Nothing but the last tokens [B] of samples of these lengths."""
+    """A pass without draft tokens: only the last tokens [B] of samples of these lengths."""
     batch, device = len(lengths), last_tokens.device
     rows = torch.arange(batch, device=device)
     positions = torch.from_numpy(lengths - 1).to(device)
@@ -48,7 +48,12 @@ def plain(last_tokens: torch.Tensor, lengths: Ints) -> Verification:
 def with_drafts(
     last_tokens: torch.Tensor, lengths: Ints, tree: DraftTree, chosen: Ints, tokens: torch.Tensor
 ) -> Verification:
-    """The last tokens [B] and the chosen nodes (ascending, parents included) of a tree whose tokens are [nodes]."""
+    """A pass over the last tokens [B] and the chosen draft tokens.
+
+    Args:
+        chosen: indices of the chosen nodes of `tree`, ascending and with their parents.
+        tokens: int64 [nodes], the tokens of all nodes of `tree`.
+    """
     batch, device = len(lengths), last_tokens.device
     rows = np.concatenate((np.arange(batch), tree.rows[chosen]))
     order = np.argsort(rows, kind="stable")  # by sample, its last token first, then as the nodes were drafted
@@ -74,7 +79,7 @@ def with_drafts(
 
 
 def _paths(parents: Ints, columns: Ints, depth: int) -> Bools:
-    """bool [N, queries]: the columns on the way from each input's root to itself."""
+    """bool [N, queries]: the columns on the path from each input's root to itself."""
     paths = np.zeros((len(parents), int(columns.max()) + 1), np.bool_)
     paths[np.arange(len(parents)), columns] = True
     for _ in range(depth):

@@ -18,13 +18,14 @@ from rlhfspec_mega.errors import RunError
 
 NOTICE = "SGLang runs with plain-torch stand-ins for its kernels: for checking, not for speed."
 PACKAGES = Path(__file__).parent / "packages"
-CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"  # by which SGLang knows in every process that it runs on a CPU
+CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"  # tells SGLang in every process that it runs on a CPU
 
 
 def prepare(tensor_parallel: int = 1) -> bool:
     """Make SGLang importable and startable on a CPU, in this process and those that it starts.
 
-    Whether stand-ins are used: not where SGLang's own kernels are installed. Raises RunError where it comes too late.
+    Returns whether stand-ins are used, which is not so if SGLang's own kernels are installed. Raises RunError if
+    transformers was imported before.
     """
     os.environ[CPU_ENGINE] = "1"
     # A list of cores for each rank, which only SGLang's own kernels bind to; one of another length is refused.
@@ -38,20 +39,20 @@ def prepare(tensor_parallel: int = 1) -> bool:
 
 
 def device() -> str:
-    """What this process runs SGLang on: cpu or cuda."""
+    """The device that SGLang uses in this process: cpu or cuda."""
     return "cpu" if os.environ.get(CPU_ENGINE) == "1" else "cuda"
 
 
 def in_use() -> bool:
-    """Whether the kernels that this process would import are the stand-ins."""
+    """Return whether the kernels that this process would import are the stand-ins."""
     spec = find_spec("sgl_kernel")
     return spec is not None and spec.origin is not None and Path(spec.origin).is_relative_to(PACKAGES)
 
 
 def allow_attention() -> None:
-    """Have SGLang take its attention backend for CPUs with these stand-ins, where it resolves an engine's arguments.
+    """Make SGLang accept its CPU attention backend with these stand-ins when it resolves an engine's arguments.
 
-    A hook would say so everywhere that SGLang asks for AMX, and elsewhere it is right: there is none.
+    A hook would answer yes wherever SGLang asks for AMX instructions, but elsewhere the answer must be no.
     """
     from sglang.srt.arg_groups import overrides
 
@@ -59,9 +60,9 @@ def allow_attention() -> None:
 
 
 def hooks() -> list[tuple[str, Callable[..., Any], str]]:
-    """(target, hook, kind) for SGLang's registry of plug-in hooks; none unless it runs on a CPU.
+    """Return (target, hook, kind) for SGLang's registry of plug-in hooks; empty unless SGLang runs on a CPU.
 
-    What they mend is SGLang's own, whoever's kernels it calls.
+    The hooks correct faults of SGLang itself, whichever kernels it uses.
     """
     if device() == "cuda":
         return []

@@ -41,14 +41,16 @@ def decode_attention_cpu(
     encoder_lengths: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    """One new token per request (decode.cpp, decode_attention_cpu): stores its KV, then attends to all of the request.
+    """Attention of one new token per request (decode.cpp, decode_attention_cpu).
+
+    Stores its KV, then attends to the request.
 
     Args:
         q, out: [B, H, D].
         k_buffer, v_buffer: [slots, KVH, D] of one layer.
-        k, v: of the new tokens, for `new_slots` [B]; None: they are there.
+        k, v: KV of the new tokens, for `new_slots` [B]; None: already stored.
         req_to_token: slots by request and position.
-        requests, lengths: [B] rows of req_to_token, and positions with the new one.
+        requests, lengths: [B] rows of req_to_token, and numbers of positions including the new one.
     """
     _refuse(logit_cap, is_cross, window, sinks)
     if k is not None and v is not None:
@@ -79,21 +81,21 @@ def extend_attention_cpu(
     sinks: Tensor | None,
     tree_mask: Tensor | None,
 ) -> None:
-    """Several new tokens per request, whose KV is in the buffers already (extend.cpp, extend_attention_cpu).
+    """Attention of several new tokens per request, whose KV is already stored (extend.cpp, extend_attention_cpu).
 
     Args:
         q, out: [sum of extends, H, D], request by request.
-        lengths: [B] positions with the new ones.
+        lengths: [B] numbers of positions including the new ones.
         extends, starts: [B] new tokens of each request, and where they begin in `q`.
-        tree_mask: bool, flat, extend x extend of each request: which of its new tokens each of them sees; None: those
-            before it.
+        tree_mask: bool, flat, extend x extend for each request: which of its new tokens each of them sees; None: the
+            earlier ones.
     """
     _refuse(logit_cap, is_cross, window, sinks)
     slots, there = _slots(req_to_token, requests, lengths)
     counts = extends.tolist()
     batch, most, width = len(counts), max(counts), slots.shape[1]
     queries = q.new_zeros(batch, most, *q.shape[1:])
-    # What stands for no query sees something, or its softmax would be of nothing.
+    # Padding queries see one position, since a softmax over nothing is not a number.
     visible = there[:, None].expand(batch, most, width).clone()
     done = 0
     for row, (count, start, length) in enumerate(zip(counts, starts.tolist(), lengths.tolist(), strict=True)):
@@ -110,9 +112,10 @@ def extend_attention_cpu(
 
 
 def _slots(req_to_token: Tensor, requests: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Slots int64 [B, longest] of requests, and which of them are theirs; the others repeat their last one.
+    """Slots int64 [B, longest] of requests, and a mask of the valid ones; padding repeats a request's last slot.
 
-    Another request's slot, or one that nobody has, may hold what is no number, which even a weight of 0 passes on.
+    Another request's slot, or an unused one, may hold values that are not numbers, which even a weight of 0 would pass
+    on.
     """
     places = torch.arange(int(lengths.max()))
     there = places < lengths[:, None]
@@ -128,14 +131,14 @@ def _refuse(logit_cap: float, is_cross: bool, window: int, sinks: Any) -> None:
 
 
 def decode_prepared_lengths(original: Callable[..., Tensor], backend: Any, *given: Any, **named: Any) -> Tensor:
-    """Around IntelAMXAttnBackend.forward_decode, which prepares each draft layer's lengths and reads others."""
+    """Hook around IntelAMXAttnBackend.forward_decode, which prepares each draft layer's lengths but reads others."""
     if backend.draft_decode_metadata is not None:
         given = _with_lengths(backend.draft_decode_metadata[1], *given)
     return original(backend, *given, **named)
 
 
 def extend_prepared_lengths(original: Callable[..., Tensor], backend: Any, *given: Any, **named: Any) -> Tensor:
-    """Around IntelAMXAttnBackend.forward_extend, which does the same in verification."""
+    """Hook around IntelAMXAttnBackend.forward_extend, which has the same fault in verification."""
     return original(backend, *_with_lengths(backend.extend_metadata[0], *given), **named)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 def assign_req_to_token_pool_cpu(
     requests: Tensor, req_to_token: Tensor, starts: Tensor, ends: Tensor, slots: Tensor, width: int
 ) -> None:
-    """Note new slots of requests at positions `starts` to `ends` (kernels/ops/kvcache, assign_req_to_token_pool)."""
+    """Record new slots of requests at positions `starts` to `ends` (kernels/ops/kvcache, assign_req_to_token_pool)."""
     for own, row, first, last in _spans(requests, starts, ends):
         req_to_token[row, first:last] = slots[own].to(req_to_token.dtype)
 
@@ -25,7 +25,7 @@ def assign_extend_cache_locs_cpu(
 
 
 def _spans(requests: Tensor, starts: Tensor, ends: Tensor) -> Iterator[tuple[slice, int, int, int]]:
-    """Of each request its part of what lies one behind the other, its row, and its first position and its end."""
+    """For each request: its slice of a concatenated array, its row, and its first and end position."""
     done = 0
     for row, first, last in zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True):
         yield slice(done, done + last - first), row, first, last
@@ -35,7 +35,7 @@ def _spans(requests: Tensor, starts: Tensor, ends: Tensor) -> Iterator[tuple[sli
 def assign_draft_cache_locs_contiguous_cpu(
     requests: Tensor, req_to_token: Tensor, lengths: Tensor, slots: Tensor, width: int, branches: int, steps: int
 ) -> None:
-    """Fill `slots` with branches x steps behind each request (cache_locs.py, assign_draft_cache_locs_contiguous)."""
+    """Fill `slots` with branches x steps after each request (cache_locs.py, assign_draft_cache_locs_contiguous)."""
     out = slots.view(len(lengths), branches * steps)
     for i, (row, length) in enumerate(zip(requests.tolist(), lengths.tolist(), strict=True)):
         out[i] = req_to_token[row, length : length + branches * steps].to(slots.dtype)
@@ -44,7 +44,11 @@ def assign_draft_cache_locs_contiguous_cpu(
 def build_draft_decode_metadata_cpu(
     req_to_token: Tensor, requests: Tensor, lengths: Tensor, branches: int, steps: int, width: int
 ) -> Tensor:
-    """[B x branches, width] slots of every branch: the request's, then its own (generate_draft_decode_kv_indices)."""
+    """CPU version of SGLang's generate_draft_decode_kv_indices.
+
+    Returns the KV slots that each draft branch attends to, [B x branches, width]: first those of the request, then
+    those of the branch's own draft tokens.
+    """
     found = req_to_token.new_zeros(len(lengths) * branches, width)
     for i, (row, length) in enumerate(zip(requests.tolist(), lengths.tolist(), strict=True)):
         for branch in range(branches):
@@ -56,9 +60,9 @@ def build_draft_decode_metadata_cpu(
 
 
 def copy_all_layer_kv_cache_cpu(addresses: Tensor, row_bytes: Tensor, into: Tensor, out_of: Tensor) -> None:
-    """Copy rows between slots of buffers at these addresses (cache_move.py, copy_all_layer_kv_cache_tiled).
+    """Copy rows between slots of the buffers at these addresses (cache_move.py, copy_all_layer_kv_cache_tiled).
 
-    All are read before any is written: accepted nodes of a tree move to slots that others of them leave.
+    All rows are read before any is written, since accepted tree nodes move to slots that other nodes leave.
     """
     for address, size in zip(addresses.tolist(), row_bytes.tolist(), strict=True):
         rows = [ctypes.string_at(address + slot * size, size) for slot in out_of.tolist()]

@@ -1,4 +1,4 @@
-"""Draft trees and what of them is accepted, in place of SGLang's csrc/speculative kernels."""
+"""Draft trees and their verification, in place of SGLang's csrc/speculative kernels."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ def build_tree_kernel_efficient_cpu(
 
 
 def _parents(groups: list[int], chosen: list[int], branches: int) -> list[int]:
-    """The parent of each node of a tree, by place among those chosen; 0 is the root, -1 one that was not chosen."""
+    """The parent of each node of a tree, by place among the chosen ones.
+
+    0 is the root, -1 a node that was not chosen.
+    """
     place = {number: at + 1 for at, number in reversed(list(enumerate(chosen)))}
     found = [-1]
     for number in chosen:
@@ -119,5 +122,5 @@ def fill_accept_out_cache_loc_cpu(accepted: Tensor, slots: Tensor, out: Tensor) 
 
 
 def rotate_input_ids_cpu(*given: object) -> None:
-    """Of drafts with several layers, which this project has not."""
+    """For drafts with several layers, which this project does not have."""
     raise NotImplementedError("These stand-ins have nothing for drafts of several layers.")

@@ -1,6 +1,6 @@
-"""Stands for SGLang's kernel package on a CPU; see rlhfspec_mega.rollout.sglang_engine.cpu_kernels.
+"""Replaces SGLang's kernel package on a CPU; see rlhfspec_mega.rollout.sglang_engine.cpu_kernels.
 
-`torch.ops.sgl_kernel.convert_weight_packed` is not here: without it SGLang keeps to its native torch code elsewhere.
+`torch.ops.sgl_kernel.convert_weight_packed` is missing on purpose: without it SGLang uses its native torch code.
 """
 
 import torch

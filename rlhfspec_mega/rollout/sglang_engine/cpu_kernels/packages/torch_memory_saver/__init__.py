@@ -1,6 +1,6 @@
-"""Stands for torch_memory_saver, which exists for CUDA only: what is given back is filled with what is no number.
+"""Replaces torch_memory_saver, which exists for CUDA only: released memory is filled with not-a-number values.
 
-So whoever reads memory that was given back, or relies on its content, is found out. No memory is saved.
+So any use of released memory shows up in results. No memory is saved.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ POISON = 0xFF  # a byte of not-a-number in every floating-point type
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes the storages of all tensors made under it."""
+    """Records the storages of all tensors created inside it."""
 
     def __init__(self, found: WeakValueDictionary[int, Any]) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _MemorySaver:
-    """Regions of memory by tag."""
+    """Memory regions by tag."""
 
     enabled = True
 
@@ -57,7 +57,7 @@ class _MemorySaver:
         yield
 
     def pause(self, tag: str) -> None:
-        """Give back what has this tag."""
+        """Release the regions with this tag."""
         for (own, backed_up), storages in self._regions.items():
             for place, storage in storages.items() if own == tag else ():
                 content = _bytes(storage)
@@ -66,7 +66,7 @@ class _MemorySaver:
                 content.fill_(POISON)
 
     def resume(self, tag: str) -> None:
-        """Take it back: what has a backup as it was."""
+        """Take the regions with this tag back; those with a backup get their contents back."""
         for (own, _), storages in self._regions.items():
             for place, storage in storages.items() if own == tag else ():
                 if (backup := self._backups.pop((tag, place), None)) is not None:
@@ -74,7 +74,7 @@ class _MemorySaver:
 
 
 def _storages(values: Any) -> list[Any]:
-    """Of the tensors in host memory among these."""
+    """Storages of those of these tensors that are in host memory."""
     return [one.untyped_storage() for one in values if isinstance(one, torch.Tensor) and one.device.type == "cpu"]
 
 
@@ -87,5 +87,5 @@ torch_memory_saver = _MemorySaver()
 
 @contextmanager
 def configure_subprocess() -> Iterator[None]:
-    """The real one has the processes begun here preload its allocator."""
+    """Nothing to do; the real package makes child processes preload its allocator."""
     yield

@@ -1,6 +1,6 @@
-"""Stands for torchvision, whose builds fail beside torch's build for CPUs: SGLang and transformers name it on import.
+"""Replaces torchvision, which does not build with torch for CPUs; SGLang and transformers import it by name.
 
-Models of text use nothing of it.
+Text models do not use it.
 """
 
 __version__ = "0.28.0"

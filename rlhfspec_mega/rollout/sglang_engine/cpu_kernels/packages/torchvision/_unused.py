@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def unused(name: str) -> type:
-    """As a module's __getattr__: a class that refuses to be used, and whose attributes may be named as defaults."""
+    """A module's __getattr__: returns a class that cannot be used but whose attributes may serve as default values."""
     if name.startswith("__"):
         raise AttributeError(name)
 

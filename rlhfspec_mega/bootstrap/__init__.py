@@ -1,0 +1,1 @@
+"""Models, tokenizers and drafts that are built on first use and cached."""

@@ -1,0 +1,129 @@
+"""What to type where conf/presets.yaml has no line for a model and its hardware: the smallest sizes that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from itertools import product
+from operator import attrgetter
+from typing import Any
+
+from rlhfspec_mega.config.compose import NoPresetError, load_config, options_read
+from rlhfspec_mega.config.hardware import device_type
+from rlhfspec_mega.config.machine import check_memory
+from rlhfspec_mega.config.model_shape import model_shape
+from rlhfspec_mega.config.names import as_written, group_options
+from rlhfspec_mega.config.presets import presets
+from rlhfspec_mega.config.schema.run import RunConfig
+from rlhfspec_mega.config.shape_checks import check_lengths, check_parallel, check_shape
+from rlhfspec_mega.config.sizes import derive_sizes
+from rlhfspec_mega.errors import UserError
+
+LR, SHARE = 1e-6, 0.3  # as the table has them for large models
+
+
+def with_advice(error: NoPresetError) -> UserError:
+    """The refusal with the values to type.
+
+    For this hardware, or for the smallest cluster in conf/ on which the model fits.
+    """
+    sentence = str(error).rsplit(": set ", 1)[0]
+    found = _fitting(error.config, error.unset)
+    if found is not None:
+        return UserError(f"{sentence}: add {' '.join(found)}.")
+    for cluster, config in _larger(error.config):
+        for search in (_as_the_table_says, _fitting):
+            found = search(config, error.unset)
+            if found is not None:
+                words = " ".join([*cluster, *found])
+                return UserError(f"{sentence}, and no parallel sizes make it fit: use {words}.")
+    return UserError(f"{sentence}, and no parallel sizes make it fit: choose a smaller model.")
+
+
+def _larger(config: RunConfig) -> Iterator[tuple[list[str], RunConfig]]:
+    """The run on each of conf/'s clusters of GPUs, smallest first, with the words to type for it.
+
+    The run's kind of GPU and its options of the cluster are kept, as they are if one adds a word to the command.
+    """
+    given = config.cluster
+    clusters = {name: load_config([f"cluster={name}"]).cluster for name in group_options()["cluster"]}
+    as_named = any(
+        (one.nodes, one.devices_per_node) == (given.nodes, given.devices_per_node) for one in clusters.values()
+    )
+    for name, cluster in sorted(clusters.items(), key=lambda one: one[1].nodes * one[1].devices_per_node):
+        if cluster.device != "cuda":
+            continue
+        other = deepcopy(config)
+        other.cluster = cluster
+        if given.device == "cuda":
+            cluster.gpu = given.gpu
+        sizes = [f"cluster.nodes={cluster.nodes}", f"cluster.devices_per_node={cluster.devices_per_node}"]
+        yield [f"cluster={name}", *([] if as_named else sizes)], other
+
+
+def _as_the_table_says(config: RunConfig, unset: Sequence[str]) -> list[str] | None:
+    """Words to type besides the cluster if conf/presets.yaml sets everything else.
+
+    None if the model does not fit then.
+    """
+    found = presets(model_shape(config.model).parameters, config.cluster)
+    if not set(unset) <= set(found):
+        return None
+    values = {key: found[key][0] for key in unset}
+    return next((words for engine, words in _engines(config) if _fits(config, engine, values)), None)
+
+
+def _fitting(config: RunConfig, unset: Sequence[str]) -> list[str] | None:
+    """The unset options as one types them, with the smallest parallel sizes that fit; None if none do."""
+    cluster = config.cluster
+    sizes = [n for n in range(1, cluster.devices_per_node + 1) if cluster.devices_per_node % n == 0]
+    stages = [n for n in range(1, cluster.nodes + 1) if cluster.nodes % n == 0]
+    layouts = sorted(((t, p) for t in sizes for p in stages), key=lambda one: (one[0] * one[1], one[1]))
+    config = deepcopy(config)
+    for (engine, words), (tensor, pipeline) in product(_engines(config), layouts):
+        values = {key: value for key, value in _values(config, tensor, pipeline).items() if key in unset}
+        if _fits(config, engine, values):
+            config.rollout.engine = engine
+            return [*words, *(as_written(key, values[key]) for key in options_read(config, unset))]
+    return None
+
+
+def _engines(config: RunConfig) -> list[tuple[str, list[str]]]:
+    """Engines to try, each with the words to type for it: SGLang's may span several GPUs, the embedded ones may not."""
+    given = (config.rollout.engine, list[str]())
+    if device_type(config.cluster) == "cpu" or config.rollout.engine == "sglang":
+        return [given]
+    return [given, ("sglang", ["rollout=sglang"])]
+
+
+def _values(config: RunConfig, tensor: int, pipeline: int) -> dict[str, Any]:
+    """Values by option; engines and the reference get the actor's tensor-parallel size."""
+    return {
+        "actor.tensor_parallel": tensor,
+        "actor.pipeline_parallel": pipeline,
+        "actor.sequence_parallel": tensor > 1,
+        "actor.recompute": True,
+        "actor.dtype": "float32" if device_type(config.cluster) == "cpu" else "bfloat16",
+        "actor.optimizer.lr": LR,
+        "rollout.sglang.tensor_parallel": tensor,
+        "rollout.sglang.mem_fraction_static": SHARE,
+        "placement.reference_tensor_parallel": tensor,
+    }
+
+
+def _fits(config: RunConfig, engine: str, values: dict[str, Any]) -> bool:
+    """Whether the run with this engine and these values has sizes that divide and fits into memory."""
+    tried = deepcopy(config)
+    tried.rollout.engine = engine
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        setattr(attrgetter(section)(tried), name, value)
+    try:
+        shape = model_shape(tried.model)
+        check_shape(tried, shape)
+        check_parallel(tried, shape)
+        check_lengths(tried, shape)
+        check_memory(tried, shape, derive_sizes(tried, shape))
+    except UserError:
+        return False
+    return True

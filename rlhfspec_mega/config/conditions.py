@@ -1,0 +1,89 @@
+"""Conditions under which an option is read; an option that is set without them is refused.
+
+A condition is "option=value", "option=value|value", "option>number", several joined by " or ", or one of FACTS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import yaml
+
+from rlhfspec_mega.config.hardware import device_type
+from rlhfspec_mega.config.model_shape import model_shape
+from rlhfspec_mega.config.names import as_written, known, options
+from rlhfspec_mega.config.presets import presets
+from rlhfspec_mega.config.reference import reference_home
+from rlhfspec_mega.config.schema.run import RunConfig
+from rlhfspec_mega.config.speculation import drafts
+from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.planning.placement import GENERATION
+
+
+def _start_drafting(config: RunConfig) -> str:
+    return "speculation=adaptive" if config.speculation.policy == "off" else "speculation.draft_model_path=DIR"
+
+
+def _move_reference(config: RunConfig) -> str:
+    return "placement.reference=generation" if config.algorithm.kl_coef > 0 else "algorithm.kl_coef=0.01"
+
+
+# Conditions on several options at once: whether one holds, and what to add if it does not.
+FACTS: dict[str, tuple[Callable[[RunConfig], bool], Callable[[RunConfig], str]]] = {
+    "a draft": (drafts, _start_drafting),
+    "a GPU": (lambda config: device_type(config.cluster) == "cuda", lambda config: "cluster=1n1g"),
+    "a reference on generation devices": (lambda config: reference_home(config) == GENERATION, _move_reference),
+}
+
+
+def check_read(config: RunConfig) -> None:
+    """Refuse options that are set but not read in this run, so that nobody believes they have an effect.
+
+    Raises:
+        UserError: for the first one, with what to add or to leave out.
+    """
+    given = presets(model_shape(config.model).parameters, config.cluster)
+    for one in options():
+        value = attrgetter(one.key)(config)
+        if value == one.default or (one.key in given and value == given[one.key][0]):
+            continue  # not set
+        for condition in one.option.only_with:
+            if remedy := missing(condition, config):
+                raise UserError(
+                    f"{as_written(one.key, value)} has no effect here: add {remedy}, or set "
+                    f"{as_written(one.key, one.default)}."
+                )
+
+
+def missing(condition: str, config: RunConfig) -> str | None:
+    """What to add so that the condition holds; None if it holds."""
+    if condition in FACTS:
+        holds, remedy = FACTS[condition]
+        return None if holds(config) else remedy(config)
+    alternatives = condition.split(" or ")
+    return None if any(_holds(one, config) for one in alternatives) else _remedy(alternatives[0])
+
+
+def _holds(comparison: str, config: RunConfig) -> bool:
+    if ">" in comparison:
+        key, bound = comparison.split(">")
+        return bool(attrgetter(key)(config) > float(bound))
+    key, values = comparison.split("=")
+    return attrgetter(key)(config) in [_value(text) for text in values.split("|")]
+
+
+def _remedy(comparison: str) -> str:
+    if ">" in comparison:
+        key, bound = comparison.split(">")
+        default = known()[key].default
+        above = default if isinstance(default, (int, float)) and default > float(bound) else int(bound) + 1
+        return as_written(key, above)
+    key, values = comparison.split("=")
+    return as_written(key, _value(values.split("|")[0]))
+
+
+def _value(text: str) -> Any:
+    """The value as YAML reads it, except that "off" stays a word."""
+    return text if text == "off" else yaml.safe_load(text)

@@ -1,0 +1,205 @@
+"""Options of prompts, engines, speculative decoding, reallocation, and rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlhfspec_mega.config.option import option, section
+from rlhfspec_mega.config.schema.training import DTYPES
+
+# Conditions that several options share.
+DRAFTS, OF_TREES = "a draft", "rollout.sglang.trees=true or rollout.engine=torch"
+REFRESHES = (DRAFTS, "speculation.refresh_every>0")
+BUILT_IN, FILES = "data.kind=chain_sums", "data.kind=files"
+
+
+@dataclass
+class DataConfig:
+    kind: str = option("chain_sums", "the built-in task, or files of yours", choices=("chain_sums", "files"))
+    train: list[str] = option([], "JSONL or Parquet files", common=True, only_with=FILES)
+    eval: list[str] = option([], "JSONL or Parquet files of held-out prompts", only_with=FILES)
+    prompt_column: str = option("question", "column of the prompt", only_with=FILES)
+    answer_column: str = option("answer", "column of the reference answer", only_with=FILES)
+    chat_template: bool = option(False, "put the prompt into the tokenizer's chat template", only_with=FILES)
+    shuffle: bool = option(True, "read prompts in random order")
+    max_terms: int = option(60, "terms of the longest sum", least=2, only_with=BUILT_IN)
+    median_terms: float = option(5.0, "terms of half of all sums, at most", above=0, only_with=BUILT_IN)
+    sigma_terms: float = option(0.8, "spread of their lognormal distribution", least=0, only_with=BUILT_IN)
+    max_operand: int = option(9, "largest term", least=1, only_with=BUILT_IN)
+    max_sum: int = option(20, "partial sums stay between 0 and this", least=1, only_with=BUILT_IN)
+
+
+@dataclass
+class SGLangConfig:
+    tensor_parallel: int = option(1, "GPUs of an engine", least=1, only_with="rollout.engine=sglang")
+    mem_fraction_static: float | None = option(
+        None,
+        "share of a GPU's memory for weights and KV; null: half where the actor or the reference shares it, else "
+        "SGLang's choice",
+        above=0,
+        below=1,
+        only_with=("rollout.engine=sglang", "a GPU"),
+        was=("rollout.sglang.memory",),
+    )
+    enable_memory_saver: bool = option(
+        True,
+        "give GPU memory back while the actor on the same device trains",
+        only_with=("rollout.engine=sglang", "placement.mode=colocated"),
+        was=("rollout.sglang.sleep",),
+    )
+    trees: bool = option(
+        False,
+        "draft trees of speculation.topk branches rather than chains",
+        only_with=("rollout.engine=sglang", DRAFTS),
+    )
+    engine_kwargs: dict[str, Any] = option(
+        {},
+        "further arguments of sglang.Engine; they win",
+        only_with="rollout.engine=sglang",
+        was=("rollout.sglang.options",),
+    )
+
+
+@dataclass
+class RolloutConfig:
+    engine: str = option("torch", "which engine decodes", choices=("torch", "sglang"))
+    engines: int | None = option(None, "engines; null: as many as the devices hold", least=1)
+    temperature: float = option(1.0, "of sampling", least=0, common=True)
+    max_prompt_tokens: int = option(256, "longest prompt; longer ones are left out", unit="tokens", least=1)
+    max_new_tokens: int = option(320, "longest response", unit="tokens", least=1, common=True)
+    max_running_requests: int = option(
+        64, "samples decoded at once on an engine", least=1, common=True, was=("rollout.slots",)
+    )
+    chunked_prefill_size: int = option(
+        512, "prompt tokens of one engine step", unit="tokens", least=1, was=("rollout.prefill_chunk",)
+    )
+    dtype: str | None = option(None, "of the engines' weights; null: the actor's", choices=DTYPES)
+    # Bounded: when the actor restarts, an engine that answers later would be considered stuck.
+    poll_interval: float = option(
+        0.05,
+        "longest time an engine decodes before it answers",
+        unit="seconds",
+        above=0,
+        most=5,
+        was=("rollout.poll_seconds",),
+    )
+    sglang: SGLangConfig = section(SGLangConfig, "SGLang's own options")
+
+
+@dataclass
+class SpeculationConfig:
+    policy: str = option(
+        "adaptive", "how the number of draft tokens is chosen", choices=("off", "adaptive", "uniform", "fixed")
+    )
+    draft_model_path: str | None = option(
+        None,
+        "directory of a draft, made by python -m tools.train_draft; null: made along with a model made here",
+        common=True,
+        only_with="speculation.policy=adaptive|uniform|fixed",
+        was=("drafting.path",),
+    )
+    max_num_steps: int = option(
+        8,
+        "most layers of a draft tree, with SGLang the longest chain",
+        least=1,
+        only_with=("speculation.policy=adaptive", DRAFTS),
+        was=("drafting.max_depth",),
+    )
+    max_num_draft_tokens: int = option(
+        32,
+        "most draft tokens of a sample; the target's own token is not counted",
+        least=1,
+        only_with=("speculation.policy=adaptive|uniform", DRAFTS, OF_TREES),
+        was=("drafting.max_tokens",),
+    )
+    topk: int = option(
+        4,
+        "children of a node; uniform and fixed: also nodes of a layer that are drafted from",
+        least=1,
+        only_with=("speculation.policy=adaptive|uniform|fixed", DRAFTS, OF_TREES),
+        was=("drafting.width",),
+    )
+    tail_weight: float = option(
+        0.0,
+        "a sample weighs (response tokens + 1) to this power; above 0 favours long ones",
+        least=0,
+        only_with=("speculation.policy=adaptive", DRAFTS, "rollout.engine=torch"),
+        was=("drafting.tail_weight",),
+    )
+    num_steps: int = option(
+        6,
+        "layers of a draft tree, with SGLang the length of a chain",
+        least=1,
+        only_with=("speculation.policy=fixed|uniform", DRAFTS),
+        was=("drafting.depth",),
+    )
+    num_draft_tokens: int = option(
+        8,
+        "draft tokens of a sample; the target's own token is not counted",
+        least=1,
+        only_with=("speculation.policy=fixed", DRAFTS, OF_TREES),
+        was=("drafting.tokens",),
+    )
+    refresh_every: int = option(
+        4, "steps between refreshes of the draft; 0: never", unit="steps", least=0, common=True, only_with=DRAFTS
+    )
+    refresh_seconds: float = option(
+        2.0, "time of a refresh", unit="seconds", above=0, only_with=(*REFRESHES, "trainer.deterministic=false")
+    )
+    refresh_steps: int = option(
+        20, "optimizer steps of a refresh", least=1, only_with=(*REFRESHES, "trainer.deterministic=true")
+    )
+    buffer_tokens: int = option(
+        65536,
+        "newest tokens kept to refresh from, with their hidden states",
+        unit="tokens",
+        least=1,
+        only_with=REFRESHES,
+    )
+    refresh_lr: float = option(
+        5e-4, "learning rate of a refresh", above=0, only_with=REFRESHES, was=("drafting.learning_rate",)
+    )
+    collapse_ratio: float = option(
+        0.5,
+        "drafting stops where the draft's best first token is accepted less often than this share of what was usual; "
+        "each weight update tries it again",
+        least=0,
+        most=1,
+        only_with=DRAFTS,
+    )
+
+
+@dataclass
+class ReallocationConfig:
+    policy: str = option(
+        "adaptive",
+        "what is done about engines that end at different times: nothing, a queue of samples, or samples that move",
+        choices=("off", "queue", "adaptive"),
+    )
+    least_gain: float = option(
+        0.1,
+        "share of the time left that moves must save",
+        least=0,
+        only_with=("reallocation.policy=adaptive", "trainer.deterministic=false"),
+    )
+    cool_down: float = option(
+        1.0,
+        "time in which a sample is not moved again",
+        unit="seconds",
+        least=0,
+        only_with=("reallocation.policy=adaptive", "trainer.deterministic=false"),
+    )
+    tolerance: float = option(
+        0.03,
+        "share of the time left by which packing the tail may delay its end",
+        least=0,
+        only_with=("reallocation.policy=adaptive", "trainer.deterministic=false", "a reference on generation devices"),
+    )
+
+
+@dataclass
+class RewardConfig:
+    function: str = option("rlhfspec_mega.reward.chain_sums.reward", "package.module.function of the reward")
+    time_limit: float = option(5.0, "longest time of one sample's reward", unit="seconds", above=0)
+    arguments: dict[str, Any] = option({}, "keyword arguments of the function: +reward.arguments.NAME=VALUE")

@@ -1,0 +1,83 @@
+"""Checks of speculative decoding: a draft that fits the model, and a refresh that learns and ends in time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhfspec_mega.config.schema.run import RunConfig
+from rlhfspec_mega.draft.shape import DraftShape, draft_shape
+from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.models.shape import ModelShape
+
+
+def drafts(config: RunConfig) -> bool:
+    """Return whether engines decode speculatively.
+
+    This takes a drafting policy other than "off", and a draft: the configured one, or that built with the initial
+    model.
+    """
+    made_here = config.model.path is None and config.model.hub_name is None
+    return config.speculation.policy != "off" and (config.speculation.draft_model_path is not None or made_here)
+
+
+def speculation_note(config: RunConfig) -> str | None:
+    """The note at the start of a run that has a drafting policy but no draft."""
+    if config.speculation.policy == "off" or drafts(config):
+        return None
+    return (
+        f"The model in {config.model.path} has no draft: this run decodes plainly. For speculative decoding make one, "
+        f"python -m tools.train_draft --model {config.model.path} --out DIR, and add speculation.draft_model_path=DIR."
+    )
+
+
+def shape_of_draft(config: RunConfig, shape: ModelShape) -> DraftShape | None:
+    """The shape of the draft of a run with a model of this shape; None for plain decoding.
+
+    Raises UserError for a directory without a draft of this model.
+    """
+    if not drafts(config):
+        return None
+    if config.speculation.draft_model_path is None:
+        return draft_shape(shape)
+    from rlhfspec_mega.draft.directory import read_draft_shape  # here: it brings torch, and refusals are quick
+
+    return read_draft_shape(config.speculation.draft_model_path, shape)
+
+
+def check_speculation(config: RunConfig, shape: ModelShape) -> None:
+    """Refuse a drafting policy that cannot run with a model of this shape.
+
+    Raises:
+        UserError: no draft of this model in the directory given, or refreshes that learn nothing or outlast the longest
+            wait.
+    """
+    speculation = config.speculation
+    if speculation.policy == "off":
+        return
+    if speculation.draft_model_path is not None and not (Path(speculation.draft_model_path) / "config.json").is_file():
+        raise UserError(
+            f"speculation.draft_model_path={speculation.draft_model_path} holds no config.json: give the directory "
+            "of a draft."
+        )
+    if speculation.draft_model_path is not None:
+        from rlhfspec_mega.draft.directory import check_draft
+
+        check_draft(speculation.draft_model_path, shape)
+    if drafts(config) and speculation.refresh_every:
+        _check_refresh(config)
+
+
+def _check_refresh(config: RunConfig) -> None:
+    speculation, rollout, launcher = config.speculation, config.rollout, config.launcher
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    if speculation.buffer_tokens < longest:
+        raise UserError(
+            f"speculation.buffer_tokens={speculation.buffer_tokens} cannot hold the longest sample, {longest} tokens "
+            f"of prompt and answer, to learn from: raise it to {16 * longest}, or use speculation.refresh_every=0."
+        )
+    if not config.trainer.deterministic and speculation.refresh_seconds >= launcher.call_timeout:
+        raise UserError(
+            f"speculation.refresh_seconds={speculation.refresh_seconds:g} is not below "
+            f"launcher.call_timeout={launcher.call_timeout:g}, after which a worker counts as silent: lower the "
+            "first or raise the second."
+        )
