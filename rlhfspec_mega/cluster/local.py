@@ -1,4 +1,4 @@
-"""launcher=local: workers are child processes on this machine, without a daemon or a port."""
+"""launcher=local: workers are processes on this machine; neither a daemon nor a port is needed."""
 
 from __future__ import annotations
 
