@@ -150,7 +150,7 @@ def measure(pairs: int, overrides: Sequence[str]) -> dict[str, Any]:
 
 def _cpu_seconds() -> float:
     """Of this process and its workers so far."""
-    times = [process.cpu_times() for process in (psutil.Process(), *psutil.Process().children())]
+    times = [process.cpu_times() for process in (psutil.Process(), *psutil.Process().children(recursive=True))]
     return sum(time.user + time.system for time in times)
 
 

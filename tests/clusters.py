@@ -1,9 +1,11 @@
-"""A local cluster with the limits that tests want."""
+"""A local cluster with the limits that tests want, and its processes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from rlhfspec_mega.cluster.local import LocalCluster
 
@@ -13,3 +15,9 @@ LIMITS = {"call_timeout": 60.0, "start_timeout": 120.0, "heartbeat_timeout": 60.
 def local_cluster(directory: Path, *, use_gpus: bool = False, **limits: Any) -> LocalCluster:
     """Logs go to `directory`/logs; the caller closes it."""
     return LocalCluster(directory / "logs", threads=1, use_gpus=use_gpus, **(LIMITS | limits))
+
+
+def worker_process(name: str, driver: int | None = None) -> psutil.Process | None:
+    """The newest process of a worker, such as "actor-0", of this driver, or of the current process."""
+    found = [one for server in psutil.Process(driver).children() for one in server.children() if one.name() == name]
+    return found[-1] if found else None

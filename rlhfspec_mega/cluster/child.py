@@ -1,4 +1,4 @@
-"""Main module of a local worker process: builds one object and executes calls on it until the driver disconnects."""
+"""What a local worker process does: build one object and execute calls on it until the driver disconnects."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import os
 import signal
 import socket
 import sys
+from typing import NoReturn
 
 from rlhfspec_mega.cluster.board import start_beating
 from rlhfspec_mega.cluster.channel import Channel
 from rlhfspec_mega.cluster.execute import Executor
 from rlhfspec_mega.cluster.message import pack, unpack
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
-def _die_with_parent(parent: int) -> None:
-    """Ask Linux for SIGKILL when the driver dies, so that no worker outlives it even inside a collective."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent: int) -> None:
+    """Ask Linux for SIGKILL when the parent dies, so that this process does not outlive it even in a collective."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(1)
 
@@ -37,12 +37,16 @@ def serve(channel: Channel) -> None:
         channel.send(pack(executor.execute(unpack(message))))
 
 
-def main() -> None:
-    descriptor, parent, board = (int(argument) for argument in sys.argv[1:])
-    _die_with_parent(parent)
-    # Ctrl-C and a batch system's SIGTERM may reach every process: the driver decides, and ends its workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def run(name: str, descriptor: int, parent: int, board: int) -> NoReturn:
+    """Be a worker until the driver disconnects, then end the process.
+
+    Args:
+        name: of the process, for `ps` and `top`.
+        descriptor, board: of the socket that is connected to the driver, and of a Board.
+        parent: the process whose death ends this one.
+    """
+    die_with_parent(parent)
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15])
     faulthandler.register(signal.SIGUSR1, file=board, all_threads=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # handles one that arrived earlier, too
     start_beating(board)
@@ -51,7 +55,3 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

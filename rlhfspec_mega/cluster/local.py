@@ -1,23 +1,21 @@
-"""launcher=local: workers are child processes on this machine, without a daemon or a port."""
+"""launcher=local: workers are processes on this machine; neither a daemon nor a port is needed."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhfspec_mega.cluster.board import Board
 from rlhfspec_mega.cluster.channel import Channel
 from rlhfspec_mega.cluster.environment import worker_environment
+from rlhfspec_mega.cluster.fork_server import ForkServer, fork_server
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.message import pack, unpack
 from rlhfspec_mega.cluster.process import WorkerProcess
@@ -39,20 +37,27 @@ def visible_devices(devices: Sequence[int], environment: Mapping[str, str]) -> s
 class _LocalProcess(WorkerProcess):
     """One worker process and the driver's end of its socket."""
 
-    def __init__(self, role: str, rank: int, spec: WorkerSpec, log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        role: str,
+        rank: int,
+        spec: WorkerSpec,
+        log: Path,
+        server: ForkServer,
+        environment: Mapping[str, str],
+        module: str | None,
+    ) -> None:
         super().__init__(role, rank, spec, log)
         self._board = Board()
         ours, theirs = socket.socketpair()
-        passed = [theirs.fileno(), self._board.descriptor]
-        with log.open("ab") as output, theirs, _blocked(signal.SIGUSR1):
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "rlhfspec_mega.cluster.child", str(passed[0]), str(os.getpid()), str(passed[1])],
-                pass_fds=passed,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
+        with log.open("ab") as output, theirs:
+            self._process = server.start(
+                f"{role}-{rank}",
+                module,
+                os.environ | environment,
+                theirs.fileno(),
+                self._board.descriptor,
+                output.fileno(),
             )
         ours.setblocking(False)
         self.channel = Channel(ours)
@@ -70,8 +75,7 @@ class _LocalProcess(WorkerProcess):
             message = self.channel.receive()
         except EOFError:
             self.channel.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_EXIT_SECONDS)
+            self._process.wait(_EXIT_SECONDS)
             self.answered(("dead", self.exit_reason()))
             return True
         if message is None:
@@ -93,7 +97,7 @@ class _LocalProcess(WorkerProcess):
             return
         self._board.expect_stacks()
         for number in (signal.SIGUSR1, signal.SIGCONT):
-            self._process.send_signal(number)  # Popen sends no signal to a process that it has reaped
+            self._process.signal(number)
 
     def stacks(self) -> str:
         return self._board.stacks()
@@ -105,33 +109,20 @@ class _LocalProcess(WorkerProcess):
         self._killed = time.monotonic()
         self.channel.close()
         self._board.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.signal(signal.SIGKILL, group=True)
 
     def kill(self) -> None:
         self.strike()
         assert self._killed is not None
-        try:
-            self._process.wait(max(0.0, self._killed + _KILL_SECONDS - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        if self._process.wait(max(0.0, self._killed + _KILL_SECONDS - time.monotonic())) is None:
             logger.warning(
                 "%s rank %d (process %d) was killed but has not ended after %g s: it is stuck in the kernel, "
                 "and keeps its devices.",
                 self.role,
                 self.rank,
-                self._process.pid,
+                self._process.pid(),
                 _KILL_SECONDS,
             )
-
-
-@contextlib.contextmanager
-def _blocked(number: signal.Signals) -> Iterator[None]:
-    """Processes started in this context begin with the signal blocked, until they have a handler for it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class LocalCluster(SupervisedCluster):
@@ -153,7 +144,10 @@ class LocalCluster(SupervisedCluster):
             "GLOO_SOCKET_IFNAME": "lo",
             "CUDA_VISIBLE_DEVICES": devices,
         }
-        return _LocalProcess(role, rank, spec, log, os.environ | environment)
+        # A library that is imported may look for a GPU, and no process can use one that was forked after that.
+        module = None if self._use_gpus else spec.import_path.rpartition(".")[0]
+        server = fork_server(self._threads, environment)
+        return _LocalProcess(role, rank, spec, log, server, environment, module)
 
     def receive(self, processes: Sequence[WorkerProcess], seconds: float) -> None:
         end = time.monotonic() + seconds

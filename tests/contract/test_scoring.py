@@ -55,7 +55,7 @@ class Beside:
         self.scorers.close()
 
     def kill(self, rank: int) -> None:
-        os.kill(self.cluster.process("reference", rank)._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        os.kill(self.cluster.process("reference", rank)._process.pid(), signal.SIGKILL)  # type: ignore[attr-defined]
 
     def scoring_of(self, given: Sequence[Given]) -> Scoring:
         """Of samples that have finished, none of which has been added."""

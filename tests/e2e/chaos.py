@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import signal
 import subprocess
@@ -28,6 +27,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
+from tests.clusters import worker_process
 from tests.e2e.conftest import make_model, marked, small_run, start
 
 PAIRED = ("speculation/paired_seconds", "speculation/paired_plain_seconds")
@@ -73,16 +73,10 @@ def differences(expected: Path, found: Path) -> list[str]:
 
 
 def process_of(driver: int, victim: str) -> psutil.Process | None:
-    """The driver, or the worker that writes this log."""
+    """The driver, or this worker of it."""
     if victim == "driver":
         return psutil.Process(driver)
-    for child in psutil.Process(driver).children():
-        try:
-            if os.readlink(f"/proc/{child.pid}/fd/1").endswith(f"logs/{victim}.log"):
-                return child
-        except OSError:
-            continue
-    return None
+    return worker_process(victim, driver)
 
 
 def steps_done(directory: Path) -> int:

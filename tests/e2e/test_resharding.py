@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -29,7 +28,7 @@ from rlhfspec_mega.resharding.controller import Resharder
 from rlhfspec_mega.types import EngineLoad
 from rlhfspec_mega.workers.model_group import ModelGroup
 from rlhfspec_mega.workers.torch_engine import TorchEngineWorker
-from tests.clusters import local_cluster
+from tests.clusters import local_cluster, worker_process
 from tests.contract.test_megatron_parity import make_models
 from tests.megatron_probe import described, worker_specs
 
@@ -221,7 +220,9 @@ def test_an_actors_death_ends_the_waits_of_an_export_and_of_an_update(
     stream.update(engines, [0, 1], 0)
     exported = stream.stream()
     next(exported)
-    os.kill(next(p.pid for p in psutil.Process().children() if is_rank(p, "actor-0")), signal.SIGKILL)
+    rank = worker_process("actor-0")
+    assert rank is not None
+    rank.kill()
     with pytest.raises(WorkerDied, match="phase 'export', actor rank 0 died"):
         list(exported)
     receives = [engines.start(rank, "receive_weights", 1, [], stream.buckets) for rank in (0, 1)]
@@ -230,7 +231,3 @@ def test_an_actors_death_ends_the_waits_of_an_export_and_of_an_update(
     cluster.settle("engine", 30.0)
     assert engines.ranks(WorkerState.SERVING) == [0, 1], "none was given up"
     assert all("the transport was closed" in str(call.error) for call in receives)
-
-
-def is_rank(process: psutil.Process, name: str) -> bool:
-    return os.readlink(f"/proc/{process.pid}/fd/1").endswith(f"{name}.log")

@@ -28,7 +28,7 @@ from rlhfspec_mega.rollout.reallocation import Reallocation
 from rlhfspec_mega.rollout.sglang_engine import engine, profile
 from rlhfspec_mega.types import EngineReport
 from rlhfspec_mega.workers.sglang_engine import SGLangEngineWorker
-from tests.clusters import local_cluster
+from tests.clusters import local_cluster, worker_process
 from tests.e2e.test_migration import MortalEngine
 from tests.engine_pool import opened
 from tests.near_tie import assert_same
@@ -147,8 +147,9 @@ def dies_with_its_scheduler(cluster: LocalCluster, engines: Group) -> None:
     """An engine that is asked for nothing is given up, too, when the processes that decode have ended."""
     assert [engines.launches(rank) for rank in range(2)] == [1, 1]
     # Other tests' engines may live in this process: the death of their schedulers would end it.
-    workers = [one for one in psutil.Process().children() if "rlhfspec_mega.cluster.child" in one.cmdline()]
-    processes = [process for one in workers for process in one.children(recursive=True)]
+    worker = worker_process("engine-0")
+    assert worker is not None
+    processes = worker.children(recursive=True)
     schedulers = [process for process in processes if "sglang::scheduler" in " ".join(process.cmdline())]
     schedulers[0].kill()
     end = time.monotonic() + 30.0

@@ -23,7 +23,7 @@ from rlhfspec_mega.cluster.local import LocalCluster, visible_devices
 from rlhfspec_mega.cluster.stacks import write_report
 from rlhfspec_mega.cluster.supervised import Group
 from rlhfspec_mega.errors import RunError, UserError, WorkerDied
-from tests.clusters import local_cluster
+from tests.clusters import local_cluster, worker_process
 
 
 class Echo:
@@ -162,9 +162,10 @@ def test_deadline_names_the_silent_and_collects_stacks(cluster: LocalCluster, gr
     assert "== driver" in report and "test_deadline_names_the_silent" in report
 
 
-def pid(number: int) -> int:
-    """Of the worker that was started as this one, counted from 0."""
-    return psutil.Process().children()[number].pid
+def pid(rank: int, role: str = "echo") -> int:
+    worker = worker_process(f"{role}-{rank}")
+    assert worker is not None
+    return worker.pid
 
 
 def test_a_stopped_worker_ends_the_wait_with_its_stacks(tmp_path: Path) -> None:
@@ -186,7 +187,7 @@ def test_a_stopped_worker_ends_the_wait_with_its_stacks(tmp_path: Path) -> None:
         assert report.count("in sleep") == 2
     finally:
         cluster.close()
-    assert not [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    assert worker_process("echo-0") is None and worker_process("echo-1") is None
 
 
 def test_a_dead_worker_that_cannot_be_replaced_ends_any_wait(cluster: LocalCluster) -> None:
@@ -194,7 +195,7 @@ def test_a_dead_worker_that_cannot_be_replaced_ends_any_wait(cluster: LocalClust
     other = cluster.launch("other", [spec("b")], replaceable=True)
     cluster.wait_started()
     call = other.start(0, "sleep", 30)
-    os.kill(pid(0), signal.SIGKILL)
+    os.kill(pid(0, "vital"), signal.SIGKILL)
     with pytest.raises(WorkerDied, match="phase 'generate', vital rank 0 died with exit status -9"):
         cluster.wait([call], "generate", check=False)
     cluster.end("vital")
@@ -269,8 +270,7 @@ def test_threads_and_devices(cluster: LocalCluster, group: Group) -> None:
 
 
 def test_close_leaves_no_process(cluster: LocalCluster, group: Group) -> None:
-    children = psutil.Process().children(recursive=True)
-    assert len(children) >= 2
+    children = [psutil.Process(pid(rank)) for rank in (0, 1)]
     group.start(0, "sleep", 60)
     cluster.close()
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
@@ -421,3 +421,31 @@ def test_a_worker_can_be_told_how_often_it_was_started(cluster: LocalCluster) ->
     cluster.wait([group.start(0, "die")], "test", check=False)
     cluster.wait_started()
     assert group.call("which", phase="test") == [2]
+
+
+def test_all_workers_of_a_dead_fork_server_die_and_are_started_by_a_new_one(cluster: LocalCluster) -> None:
+    group = cluster.launch("echo", [spec("a"), spec("b")], replaceable=True)
+    cluster.wait_started()
+    server = psutil.Process(pid(0)).parent()
+    assert server is not None
+    server.kill()
+    calls = [group.start(rank, "sleep", 30) for rank in (0, 1)]
+    cluster.wait(calls, "generate", check=False)
+    assert [call.dead for call in calls] == [True, True]
+    cluster.wait_started()
+    assert group.call("greet", "you", phase="test") == ["a greets you", "b greets you"]
+    assert [group.launches(rank) for rank in (0, 1)] == [2, 2] and psutil.Process(pid(0)).ppid() != server.pid
+
+
+def test_a_workers_code_is_imported_once_and_what_that_prints_is_in_its_log(
+    cluster: LocalCluster, group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "printing.py").write_text(
+        "import os, sys\nprint('imported by', os.getpid(), file=sys.stderr)\nfrom tests.unit.test_local_cluster import Echo\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    cluster.launch("printing", [WorkerSpec("printing.Echo", {"name": "a"}), WorkerSpec("printing.Echo", {"name": "b"})])
+    cluster.wait_started()
+    server = psutil.Process(pid(0, "printing")).ppid()
+    texts = [(tmp_path / "logs" / f"printing-{rank}.log").read_text() for rank in (0, 1)]
+    assert texts == [f"imported by {server}\n", ""]
