@@ -441,7 +441,7 @@ def test_a_workers_code_is_imported_once_and_what_that_prints_is_in_its_log(
     cluster: LocalCluster, group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "printing.py").write_text(
-        "import os, sys\nprint('imported by', os.getpid(), file=sys.stderr)\nfrom tests.unit.test_local_cluster import Echo\n"
+        "import os, sys\nfrom tests.unit.test_local_cluster import Echo\nprint('imported by', os.getpid(), file=sys.stderr)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     cluster.launch("printing", [WorkerSpec("printing.Echo", {"name": "a"}), WorkerSpec("printing.Echo", {"name": "b"})])
