@@ -440,9 +440,8 @@ def test_all_workers_of_a_dead_fork_server_die_and_are_started_by_a_new_one(clus
 def test_a_workers_code_is_imported_once_and_what_that_prints_is_in_its_log(
     cluster: LocalCluster, group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "printing.py").write_text(
-        "import os, sys\nfrom tests.unit.test_local_cluster import Echo\nprint('imported by', os.getpid(), file=sys.stderr)\n"
-    )
+    code = "import os, sys\nprint('imported by', os.getpid(), file=sys.stderr)\n"
+    (tmp_path / "printing.py").write_text(code + "from tests.unit.test_local_cluster import Echo\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     cluster.launch("printing", [WorkerSpec("printing.Echo", {"name": "a"}), WorkerSpec("printing.Echo", {"name": "b"})])
     cluster.wait_started()
