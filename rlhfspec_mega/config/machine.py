@@ -66,7 +66,7 @@ def check_memory(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
     actor, engine, draft = sizes.actor_memory, sizes.engine_memory, sizes.draft_memory
     parts = (
         f"per actor rank {actor.weights / GIB:,.1f} weights, {actor.gradients / GIB:,.1f} gradients, "
-        f"{actor.optimizer / GIB:,.1f} optimizer, {(actor.activations + actor.logits) / GIB:,.1f} activations; "
+        f"{actor.optimizer / GIB:,.1f} optimizer, {actor.activations / GIB:,.1f} activations; "
         f"per engine {(engine.weights + engine.packed) / GIB:,.1f} weights, {engine.kv / GIB:,.1f} KV, "
         f"{engine.scores / GIB:,.1f} scores"
     )
@@ -90,7 +90,7 @@ def check_memory(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
         beside = of_actor  # an engine
         if uses_sglang(config):
             of_engine = int((memory_share(config, placement) or 0.0) * device_memory(config.cluster))
-            beside -= (actor.activations + actor.logits) if engines_sleep(config, placement) else 0
+            beside -= actor.activations if engines_sleep(config, placement) else 0
         generating = {ACTOR: beside, ENGINE: of_engine, REFERENCE: sizes.reference_memory}
         need = max(placement.max_bytes_per_device({ACTOR: of_actor}), placement.max_bytes_per_device(generating))
         have = int(0.9 * device_memory(config.cluster))

@@ -14,6 +14,7 @@ from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
+from rlhfspec_mega.planning.megatron_tensors import ParallelLayout, parameters_per_rank
 from rlhfspec_mega.planning.memory import (
     GIB,
     ActorMemory,
@@ -26,7 +27,6 @@ from rlhfspec_mega.planning.memory import (
     draft_memory,
     engine_memory,
     reference_memory,
-    weights_per_rank,
 )
 from rlhfspec_mega.planning.placement import (
     ACTOR,
@@ -108,8 +108,8 @@ def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
         total_updates=trainer.steps * (samples // update),
         max_sequence=max_sequence,
         parameters=shape.parameters,
-        weights_per_rank=weights_per_rank(shape, actor.tensor_parallel, actor.pipeline_parallel),
-        actor_memory=actor_memory(shape, _actor_plan(config, data_parallel)),
+        weights_per_rank=max(parameters_per_rank(shape, actor_layout(config, data_parallel))),
+        actor_memory=actor_memory(shape, actor_plan(config, data_parallel)),
         engine_memory=engine_memory(
             shape, rollout.max_running_requests, max_sequence, rollout.dtype or actor.dtype, device_type(config.cluster)
         ),
@@ -149,16 +149,22 @@ def _check_divides(update: int, samples: int) -> None:
         )
 
 
-def _actor_plan(config: RunConfig, data_parallel: int) -> ActorPlan:
+def actor_layout(config: RunConfig, data_parallel: int) -> ParallelLayout:
+    """How the actor is spread over its ranks."""
     actor = config.actor
+    return ParallelLayout(actor.tensor_parallel, actor.pipeline_parallel, data_parallel, actor.virtual_pipeline)
+
+
+def actor_plan(config: RunConfig, data_parallel: int) -> ActorPlan:
+    """What determines the memory of an actor rank."""
+    actor, rollout = config.actor, config.rollout
     return ActorPlan(
-        tensor_parallel=actor.tensor_parallel,
-        pipeline_parallel=actor.pipeline_parallel,
-        data_parallel=data_parallel,
+        layout=actor_layout(config, data_parallel),
         dtype=actor.dtype,
         sequence_parallel=actor.sequence_parallel,
         recompute=actor.recompute,
         microbatch_tokens=config.trainer.max_tokens_per_microbatch,
+        max_sequence=rollout.max_prompt_tokens + rollout.max_new_tokens,
         logprob_chunk=actor.logprob_chunk,
     )
 
