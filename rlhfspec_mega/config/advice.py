@@ -13,7 +13,7 @@ from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.machine import check_memory
 from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.config.names import as_written, group_options
-from rlhfspec_mega.config.presets import presets
+from rlhfspec_mega.config.presets import from_presets, presets
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.shape_checks import check_lengths, check_parallel, check_shape
 from rlhfspec_mega.config.sizes import derive_sizes
@@ -38,6 +38,21 @@ def with_advice(error: NoPresetError) -> UserError:
                 words = " ".join([*cluster, *found])
                 return UserError(f"{sentence}, and no parallel sizes make it fit: use {words}.")
     return UserError(f"{sentence}, and no parallel sizes make it fit: choose a smaller model.")
+
+
+def nearest_fit(config: RunConfig) -> list[str] | None:
+    """Options to add to a run that does not fit: parallel sizes and recomputation, else also a larger cluster.
+
+    None if nothing was found.
+    """
+    keys = [key for key in from_presets() if not key.endswith("lr") and key != "actor.dtype"]
+    tried = [([], config), *_larger(config)]
+    for cluster, one in tried:
+        found = _fitting(one, keys)
+        if found is not None:
+            unchanged = [as_written(key, attrgetter(key)(config)) for key in options_read(config, keys)]
+            return [*cluster, *(word for word in found if word not in unchanged)]
+    return None
 
 
 def _larger(config: RunConfig) -> Iterator[tuple[list[str], RunConfig]]:
