@@ -17,20 +17,20 @@ from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.planning.megatron_tensors import ParallelLayout, parameters_per_rank
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LARGE = ["rollout=sglang", "launcher=ray"]
 
 
 @pytest.mark.parametrize(
     ("run", "layout"),
     [
         (["model=70b", "cluster=8n8g"], (8, 4)),
+        (["model=70b", "cluster=4n8g"], (8, 4)),
         (["model=70b", "cluster=4n8g", "cluster/gpu=h200"], (8, 4)),
         (["model=32b", "cluster=8n8g"], (8, 2)),
         (["model=8b", "cluster=1n8g"], (4, 1)),
     ],
 )
 def test_large_runs_are_planned_without_their_hardware(run: list[str], layout: tuple[int, int]) -> None:
-    config = load_config([*run, *LARGE])
+    config = load_config([*run])
     plan = plan_of(config)
     assert plan["fits"] and not plan["suggestion"]
     stages = parameters_per_rank(model_shape(config.model), ParallelLayout(*layout))
@@ -42,11 +42,13 @@ def test_large_runs_are_planned_without_their_hardware(run: list[str], layout: t
     most = max(sum(loads.values()) for one in plan["devices"] for loads in one["bytes"].values())
     assert plan["bound_by"]["bytes"] == most < 0.9 * plan["devices"][0]["capacity"]
     assert sorted(one["ranks"]["actor"] for one in plan["devices"]) == list(range(count))
+    assert config.rollout.engine == "sglang"
+    assert config.launcher.kind == ("ray" if config.cluster.nodes > 1 else "local")
     assert plan["resharding"]["transport"] == ("collective" if config.cluster.nodes > 1 else "shared_memory")
 
 
 def test_the_map_has_a_line_for_nodes_that_are_alike() -> None:
-    text, fits = dry_run(load_config(["model=70b", "cluster=8n8g", "cluster.nodes=64", *LARGE, "dry_run=true"]))
+    text, fits = dry_run(load_config(["model=70b", "cluster=8n8g", "cluster.nodes=64", "dry_run=true"]))
     assert fits and text.endswith("It fits.")
     assert [line.strip().split(":")[0] for line in text.splitlines() if line.startswith("  node ")] == [
         "node 0-15",
@@ -66,11 +68,11 @@ def test_the_map_has_a_line_for_nodes_that_are_alike() -> None:
     ],
 )
 def test_what_does_not_fit_is_answered_with_what_does(run: list[str]) -> None:
-    refused = plan_of(load_config([*run, *LARGE]))
+    refused = plan_of(load_config([*run]))
     assert not refused["fits"] and refused["suggestion"]
     given = {word.split("=")[0] for word in refused["suggestion"]}
     rest = [word for word in run if word.split("=")[0] not in given]
-    assert plan_of(load_config([*rest, *LARGE, *refused["suggestion"]]))["fits"]
+    assert plan_of(load_config([*rest, *refused["suggestion"]]))["fits"]
 
 
 def test_a_run_on_a_cpu_has_a_plan_too() -> None:
@@ -81,7 +83,7 @@ def test_a_run_on_a_cpu_has_a_plan_too() -> None:
 
 def test_bad_options_are_refused_as_in_a_run() -> None:
     with pytest.raises(UserError, match="layers"):
-        plan_of(load_config(["model=70b", "cluster=8n8g", *LARGE, "actor.pipeline_parallel=3"]))
+        plan_of(load_config(["model=70b", "cluster=8n8g", "actor.pipeline_parallel=3"]))
 
 
 def test_the_command_starts_nothing(tmp_path: Path) -> None:
@@ -89,8 +91,8 @@ def test_the_command_starts_nothing(tmp_path: Path) -> None:
         command = [sys.executable, "train.py", *words, f"output_dir={tmp_path / 'out'}"]
         return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
 
-    done = run("model=8b", "cluster=1n8g", *LARGE, "dry_run=json")
+    done = run("model=8b", "cluster=1n8g", "dry_run=json")
     assert done.returncode == 0 and json.loads(done.stdout)["fits"]
-    done = run("model=8b", "cluster=1n8g", *LARGE, "rollout.sglang.mem_fraction_static=0.8", "dry_run=true")
+    done = run("model=8b", "cluster=1n8g", "rollout.sglang.mem_fraction_static=0.8", "dry_run=true")
     assert done.returncode == 2 and "It does not fit" in done.stdout and not done.stderr
     assert not (tmp_path / "out").exists()
