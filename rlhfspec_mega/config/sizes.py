@@ -9,22 +9,18 @@ from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.config.reference import reference_home
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sglang import engine_gpus
-from rlhfspec_mega.config.speculation import shape_of_draft
+from rlhfspec_mega.config.speculation import memory_of_draft
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
-from rlhfspec_mega.planning.acceptance import AcceptanceModel
-from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.megatron_tensors import ParallelLayout, parameters_per_rank
 from rlhfspec_mega.planning.memory import (
     GIB,
     ActorMemory,
     ActorPlan,
     DraftMemory,
-    DraftPlan,
     EngineMemory,
     ReferencePlan,
     actor_memory,
-    draft_memory,
     engine_memory,
     reference_memory,
 )
@@ -37,8 +33,6 @@ from rlhfspec_mega.planning.placement import (
     Placement,
     PlacementRequest,
 )
-from rlhfspec_mega.planning.strategy import make_policy
-from rlhfspec_mega.planning.tree import most_drafted
 
 
 @dataclass(frozen=True)
@@ -113,7 +107,7 @@ def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
         engine_memory=engine_memory(
             shape, rollout.max_running_requests, max_sequence, rollout.dtype or actor.dtype, device_type(config.cluster)
         ),
-        draft_memory=_draft_memory(config, shape, max_sequence),
+        draft_memory=memory_of_draft(config, shape, max_sequence),
         reference_memory=_reference_memory(config, shape),
     )
 
@@ -167,25 +161,6 @@ def actor_plan(config: RunConfig, data_parallel: int) -> ActorPlan:
         max_sequence=rollout.max_prompt_tokens + rollout.max_new_tokens,
         logprob_chunk=actor.logprob_chunk,
     )
-
-
-def _draft_memory(config: RunConfig, shape: ModelShape, max_sequence: int) -> DraftMemory:
-    draft, speculation, rollout = shape_of_draft(config, shape), config.speculation, config.rollout
-    policy = make_policy(speculation, AcceptanceModel(), CostModel())
-    if draft is None or policy is None:
-        return DraftMemory(0, 0)
-    plan = DraftPlan(
-        buffer_tokens=speculation.buffer_tokens if speculation.refresh_every else 0,
-        actor_dtype=config.actor.dtype,
-        slots=rollout.max_running_requests,
-        positions=max_sequence,
-        nodes=policy.max_nodes,
-        drafted=most_drafted(policy),
-        depth=policy.max_depth,
-        engine_dtype=rollout.dtype or config.actor.dtype,
-        device=device_type(config.cluster),
-    )
-    return draft_memory(draft, plan)
 
 
 def _reference_memory(config: RunConfig, shape: ModelShape) -> int:
