@@ -1,4 +1,4 @@
-"""Speculative decoding: a draft that fits the model, what it takes of memory, and a refresh that learns and ends in time."""
+"""Speculative decoding: a draft that fits the model, its memory, and a refresh that learns and ends in time."""
 
 from __future__ import annotations
 

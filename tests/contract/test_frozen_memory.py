@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.memory_plan import PeakBytes
 from rlhfspec_mega.config.schema.training import ActorConfig
 from rlhfspec_mega.megatron.description import ParallelSizes, describe
 from rlhfspec_mega.models.hf_directory import write_directory
@@ -19,7 +20,6 @@ from rlhfspec_mega.rl.packing import micro_batches
 from rlhfspec_mega.workers.megatron import MegatronWorker
 from tests.clusters import local_cluster
 from tests.megatron_probe import worker_specs
-from tests.peak_bytes import PeakBytes
 
 LARGE_HEAD = ModelShape("llama", 64, 2, 4, 2, 16, 96, 2048, 256, 1e4, 1e-5, True)
 LARGE_LAYERS = ModelShape("qwen3", 64, 3, 4, 2, 16, 512, 50, 256, 1e4, 1e-5, False)
