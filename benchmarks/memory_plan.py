@@ -156,9 +156,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/memory_plan_cpu.json"))
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    print(
-        "layout       precision  recompute  rank  weights, gradients, optimizer   activations: counted MiB  planned / counted"
-    )
+    print("layout       precision  recompute  rank  what stays is  activations counted, MiB  planned / counted")
     for (name, (tensor, stages, ranks)), dtype, recompute in itertools.product(
         LAYOUTS.items(), ("float32", "bfloat16"), (False, True)
     ):
