@@ -56,11 +56,26 @@ def answer_or_check() -> str | None:
         config = load_config(overrides)
         if flags.cfg == "job":
             return explained(config)
+        if config.dry_run != "false":
+            if flags.multirun:
+                raise UserError("dry_run plans one run: leave out --multirun, or dry_run.")
+            return planned(config)
         if flags.multirun:
             config.name = numbered(config.name, number)
         if not flags.cfg and not flags.info:
             check_config(config)
     return None
+
+
+def planned(config: RunConfig) -> str:
+    """The plan of a run. Ends with status 2, after printing it, if the run does not fit."""
+    from rlhfspec_mega.config.dry_run import dry_run
+
+    text, fits = dry_run(config)
+    if not fits:
+        print(text)
+        sys.exit(2)
+    return text
 
 
 def job(composed: DictConfig) -> None:

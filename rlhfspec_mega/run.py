@@ -13,6 +13,7 @@ from rlhfspec_mega.data.prompts import PromptStream
 from rlhfspec_mega.generation import SampleGenerator
 from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.observe.console import Console
+from rlhfspec_mega.observe.progress import write_progress
 from rlhfspec_mega.observe.spans import PhaseTimer
 from rlhfspec_mega.observe.timeline import Timeline
 from rlhfspec_mega.reward.runner import RewardRunner
@@ -47,6 +48,10 @@ class Run:
     beginning: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.phases = PhaseTimer(entered=self.console.phase, charged=self.timeline.phase)
+        self.phases = PhaseTimer(entered=self._enter, charged=self.timeline.phase)
         self.ledger = self.generator.ledger
         self.beginning = {"prompts": self.prompts.state_dict(), "ledger": self.ledger.state_dict()}
+
+    def _enter(self, phase: str) -> None:
+        self.console.phase(phase)
+        write_progress(self.directory, phase)

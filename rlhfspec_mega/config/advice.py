@@ -13,12 +13,13 @@ from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.machine import check_memory
 from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.config.names import as_written, group_options
-from rlhfspec_mega.config.presets import presets
+from rlhfspec_mega.config.presets import LISTS, presets
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.shape_checks import check_lengths, check_parallel, check_shape
 from rlhfspec_mega.config.sizes import derive_sizes
 from rlhfspec_mega.errors import UserError
 
+PARALLEL = LISTS["parallel"]
 LR, SHARE = 1e-6, 0.3  # as the table has them for large models
 
 
@@ -38,6 +39,21 @@ def with_advice(error: NoPresetError) -> UserError:
                 words = " ".join([*cluster, *found])
                 return UserError(f"{sentence}, and no parallel sizes make it fit: use {words}.")
     return UserError(f"{sentence}, and no parallel sizes make it fit: choose a smaller model.")
+
+
+def nearest_fit(config: RunConfig) -> list[str] | None:
+    """Options to add to a run that does not fit: parallel sizes and recomputation, else also a larger cluster.
+
+    None if nothing was found.
+    """
+    keys = [key for key in PARALLEL if key not in ("actor.optimizer.lr", "actor.dtype")]
+    tried = [([], config), *_larger(config)]
+    for cluster, one in tried:
+        found = _fitting(one, keys)
+        if found is not None:
+            unchanged = [as_written(key, attrgetter(key)(config)) for key in options_read(config, keys)]
+            return [*cluster, *(word for word in found if word not in unchanged)]
+    return None
 
 
 def _larger(config: RunConfig) -> Iterator[tuple[list[str], RunConfig]]:
@@ -70,6 +86,8 @@ def _as_the_table_says(config: RunConfig, unset: Sequence[str]) -> list[str] | N
     if not set(unset) <= set(found):
         return None
     values = {key: found[key][0] for key in unset}
+    if config.placement.reference == "auto":
+        values["placement.reference"] = found["placement.reference"][0]
     return next((words for engine, words in _engines(config) if _fits(config, engine, values)), None)
 
 
@@ -80,11 +98,12 @@ def _fitting(config: RunConfig, unset: Sequence[str]) -> list[str] | None:
     stages = [n for n in range(1, cluster.nodes + 1) if cluster.nodes % n == 0]
     layouts = sorted(((t, p) for t in sizes for p in stages), key=lambda one: (one[0] * one[1], one[1]))
     config = deepcopy(config)
-    for (engine, words), (tensor, pipeline) in product(_engines(config), layouts):
-        values = {key: value for key, value in _values(config, tensor, pipeline).items() if key in unset}
+    references: list[dict[str, Any]] = [{}, {"placement.reference": "actor"}]
+    for reference, (engine, words), (tensor, pipeline) in product(references, _engines(config), layouts):
+        values = {key: value for key, value in _values(config, tensor, pipeline).items() if key in unset} | reference
         if _fits(config, engine, values):
             config.rollout.engine = engine
-            return [*words, *(as_written(key, values[key]) for key in options_read(config, unset))]
+            return [*words, *(as_written(key, values[key]) for key in options_read(config, list(values)))]
     return None
 
 

@@ -13,12 +13,13 @@ from rlhfspec_mega.config.names import unknown_choice
 from rlhfspec_mega.config.output_dir import check_output_dir
 from rlhfspec_mega.config.ranges import check_ranges
 from rlhfspec_mega.config.schema.run import RunConfig
-from rlhfspec_mega.config.sglang import check_sglang
+from rlhfspec_mega.config.sglang import check_sglang, check_sglang_installed
 from rlhfspec_mega.config.shape_checks import check_lengths, check_parallel, check_shape
 from rlhfspec_mega.config.sizes import Sizes, derive_sizes
 from rlhfspec_mega.config.speculation import check_speculation
 from rlhfspec_mega.data.chain_sums import ChainSums
 from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.models.shape import ModelShape
 
 ADVANTAGES = ("grpo", "rloo")
 
@@ -29,24 +30,35 @@ def check_config(config: RunConfig) -> Sizes:
     Raises:
         UserError: for the first fault found.
     """
+    shape, sizes = check_composition(config)
+    _check_available(config)
+    _check_files(config)
+    check_output_dir(config)
+    check_devices(config)
+    check_memory(config, shape, sizes)
+    check_weights(config.model)
+    return sizes
+
+
+def check_composition(config: RunConfig) -> tuple[ModelShape, Sizes]:
+    """Refuse what cannot run on any machine; what this one has, and whether the run fits, is not looked at.
+
+    Raises:
+        UserError: for the first fault found.
+    """
     check_ranges(config)
     _check_name(config)
-    _check_available(config)
+    check_sglang(config)
     check_read(config)
     _check_deterministic(config)
     _check_algorithm(config)
     _check_data(config)
-    check_output_dir(config)
     shape = model_shape(config.model)
     check_speculation(config, shape)
     check_shape(config, shape)
     check_parallel(config, shape)
     check_lengths(config, shape)
-    sizes = derive_sizes(config, shape)
-    check_devices(config)
-    check_memory(config, shape, sizes)
-    check_weights(config.model)
-    return sizes
+    return shape, derive_sizes(config, shape)
 
 
 def _check_name(config: RunConfig) -> None:
@@ -55,8 +67,8 @@ def _check_name(config: RunConfig) -> None:
 
 
 def _check_available(config: RunConfig) -> None:
-    """Options whose other half (a package, a launcher, an engine) must be installed."""
-    check_sglang(config)
+    """Check that the packages, the launcher and the engine that the options name are installed."""
+    check_sglang_installed(config)
     check_launcher(config)
     if config.logger.wandb and importlib.util.find_spec("wandb") is None:
         raise UserError("logger.wandb=true needs the package wandb: pip install wandb, or use logger=default.")
@@ -117,6 +129,12 @@ def _check_data(config: RunConfig) -> None:
         raise UserError("data=files needs files to train on: add data.train=[FILE.jsonl].")
     if config.trainer.eval_every and not data.eval:
         raise UserError("data.eval is empty: add data.eval=[FILE.jsonl], or trainer.eval_every=0 for no evaluation.")
+
+
+def _check_files(config: RunConfig) -> None:
+    data = config.data
+    if data.kind != "files":
+        return
     for key, files in (("data.train", data.train), ("data.eval", data.eval)):
         for file in files:
             if not Path(file).is_file():

@@ -93,6 +93,7 @@ def to_run_config(composed: DictConfig) -> RunConfig:
         config = OmegaConf.to_object(composed)
         assert isinstance(config, RunConfig)
         # OmegaConf returns tuples as lists.
+        config.dry_run = config.dry_run.lower()  # dry_run=true is a truth value to Hydra
         betas = tuple(config.actor.optimizer.betas)
         if len(betas) != 2:
             raise UserError(f"actor.optimizer.betas={list(betas)} is not valid: it must be two numbers: [0.9,0.95].")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 
+from rlhfspec_mega.config.device_plan import USABLE, device_plans, fullest_device
 from rlhfspec_mega.config.hardware import device_memory, device_type, gpu_memory, host_memory
 from rlhfspec_mega.config.reach import ray_address
 from rlhfspec_mega.config.schema.run import RunConfig
-from rlhfspec_mega.config.sglang import ENGINE_BYTES, engines_sleep, memory_share, uses_sglang
+from rlhfspec_mega.config.sglang import ENGINE_BYTES, uses_sglang
 from rlhfspec_mega.config.sizes import Sizes
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.memory import GIB
-from rlhfspec_mega.planning.placement import ACTOR, ENGINE, REFERENCE
+from rlhfspec_mega.planning.placement import REFERENCE
 
 PROCESS_BYTES = int(0.4 * GIB)  # an idle worker with torch and Megatron loaded: 0.35 GiB were measured
 
@@ -58,15 +59,14 @@ def check_devices(config: RunConfig) -> None:
 
 
 def check_memory(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
-    """Compare the estimate of planning.memory with what the machine has.
+    """Compare the plan with what the machine has: on a CPU, whose memory all workers share; on GPUs, on each of them.
 
-    On a CPU all workers share the machine's memory. On GPUs the device that holds most decides, while samples are
-    generated or while the actor learns; a tenth is left to communication buffers and fragmentation.
+    Raises UserError if the run does not fit.
     """
     actor, engine, draft = sizes.actor_memory, sizes.engine_memory, sizes.draft_memory
     parts = (
         f"per actor rank {actor.weights / GIB:,.1f} weights, {actor.gradients / GIB:,.1f} gradients, "
-        f"{actor.optimizer / GIB:,.1f} optimizer, {(actor.activations + actor.logits) / GIB:,.1f} activations; "
+        f"{actor.optimizer / GIB:,.1f} optimizer, {actor.activations / GIB:,.1f} activations; "
         f"per engine {(engine.weights + engine.packed) / GIB:,.1f} weights, {engine.kv / GIB:,.1f} KV, "
         f"{engine.scores / GIB:,.1f} scores"
     )
@@ -75,8 +75,8 @@ def check_memory(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
         parts += f"; for the draft {of_draft}"
     if sizes.reference_memory:
         parts += f"; for each rank of the reference {sizes.reference_memory / GIB:,.1f}"
-    placement, of_engine = sizes.placement, engine.total + draft.engine
     if device_type(config.cluster) == "cpu":
+        placement, of_engine = sizes.placement, engine.total + draft.engine
         workers = sum(map(len, placement.processes().values()))
         need = sizes.actor_ranks * (actor.total + actor.weights) + sizes.engines * of_engine
         need += len(placement.devices(REFERENCE)) * sizes.reference_memory
@@ -86,14 +86,8 @@ def check_memory(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
     elif not device_memory(config.cluster):
         return  # the GPUs' memory is unknown
     else:
-        of_actor = actor.total + draft.actor
-        beside = of_actor  # an engine
-        if uses_sglang(config):
-            of_engine = int((memory_share(config, placement) or 0.0) * device_memory(config.cluster))
-            beside -= (actor.activations + actor.logits) if engines_sleep(config, placement) else 0
-        generating = {ACTOR: beside, ENGINE: of_engine, REFERENCE: sizes.reference_memory}
-        need = max(placement.max_bytes_per_device({ACTOR: of_actor}), placement.max_bytes_per_device(generating))
-        have = int(0.9 * device_memory(config.cluster))
+        fullest = fullest_device(device_plans(config, shape, sizes))
+        need, have = fullest.most, int(USABLE * fullest.capacity)
         where = "each GPU"
         hint = "raise actor.tensor_parallel or pipeline_parallel, set actor.recompute=true, or lower "
         hint += "rollout.max_running_requests"

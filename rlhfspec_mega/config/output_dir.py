@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,6 +81,19 @@ def claimed_output_dir(config: RunConfig, overrides: Sequence[str] = ()) -> Iter
             _remove_unused(directory)
 
 
+def holder(directory: Path) -> str | None:
+    """Who uses the directory of a run, e.g. "process 17 on node3"; None if nobody does."""
+    try:
+        with (directory / LOCK_FILE).open("r", encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return lock.read() or "another process"
+    except OSError:  # no lock file, or no locks
+        return None
+    return None
+
+
 @contextmanager
 def _writing(directory: Path) -> Iterator[None]:
     try:
@@ -101,7 +115,7 @@ def _lock(directory: Path) -> TextIO:
     """
     lock = (directory / LOCK_FILE).open("a+", encoding="utf-8")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _take(lock)
     except BlockingIOError:
         with lock:
             raise _in_use(lock, directory) from None
@@ -119,6 +133,17 @@ def _lock(directory: Path) -> TextIO:
     lock.write(f"process {os.getpid()} on {socket.gethostname()}")
     lock.flush()
     return lock
+
+
+def _take(lock: TextIO) -> None:
+    """Lock the file; tries again for half a second, because `holder` has it for an instant."""
+    for _ in range(5):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(0.1)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _in_use(lock: TextIO, directory: Path) -> UserError:

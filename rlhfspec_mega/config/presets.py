@@ -29,6 +29,18 @@ LISTS = {
         "rollout.sglang.mem_fraction_static": "engine_memory",
         "placement.reference_tensor_parallel": "reference_tp",
     },
+    "workload": {
+        "rollout.engine": "engine",
+        "rollout.max_prompt_tokens": "prompt",
+        "rollout.max_new_tokens": "response",
+        "rollout.max_running_requests": "requests",
+        "rollout.chunked_prefill_size": "prefill",
+        "trainer.prompts_per_step": "prompts",
+        "trainer.samples_per_prompt": "samples",
+        "trainer.max_tokens_per_microbatch": "microbatch",
+    },
+    "placement": {"placement.reference": "reference"},
+    "launcher": {"launcher.kind": "kind"},
     "sft_warmup": {"sft_warmup.lr": "lr"},
 }
 

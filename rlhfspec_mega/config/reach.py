@@ -20,5 +20,5 @@ def weight_transport(config: RunConfig) -> str:
     """The transport that is set, else "shared_memory" if all workers are on this machine, else "collective"."""
     if config.resharding.transport != "auto":
         return config.resharding.transport
-    one_machine = config.launcher.kind == "local" or ray_address(config.launcher) is None
+    one_machine = config.cluster.nodes == 1 and (config.launcher.kind == "local" or not ray_address(config.launcher))
     return "shared_memory" if one_machine else "collective"

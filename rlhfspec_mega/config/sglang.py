@@ -39,14 +39,13 @@ def memory_share(config: RunConfig, placement: Placement) -> float | None:
 
 
 def check_sglang(config: RunConfig) -> None:
-    """Refuse rollout=sglang if SGLang is not installed, and options that it cannot follow.
+    """Refuse options that SGLang cannot follow.
 
     Raises:
         UserError: see above.
     """
     if not uses_sglang(config):
         return
-    _check_there(config)
     policy, tensor, cluster = config.speculation.policy, config.rollout.sglang.tensor_parallel, config.cluster
     if drafts(config) and policy not in POLICIES:
         raise UserError(
@@ -71,8 +70,13 @@ def check_positions(config: RunConfig, longest: int, positions: int) -> None:
         )
 
 
-def _check_there(config: RunConfig) -> None:
-    if ray_address(config.launcher):
-        return  # GPUs and packages are on other machines: the workers check
+def check_sglang_installed(config: RunConfig) -> None:
+    """Refuse rollout=sglang if SGLang is not installed here.
+
+    Raises:
+        UserError: see above.
+    """
+    if not uses_sglang(config) or ray_address(config.launcher):
+        return  # with Ray GPUs and packages are on other machines: the workers check
     if missing := pins.missing(device_type(config.cluster)):
         raise UserError(f"rollout=sglang cannot be used: {missing}; or {INSTEAD}.")

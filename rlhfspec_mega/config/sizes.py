@@ -9,24 +9,20 @@ from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.config.reference import reference_home
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sglang import engine_gpus
-from rlhfspec_mega.config.speculation import shape_of_draft
+from rlhfspec_mega.config.speculation import memory_of_draft
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
-from rlhfspec_mega.planning.acceptance import AcceptanceModel
-from rlhfspec_mega.planning.cost import CostModel
+from rlhfspec_mega.planning.megatron_tensors import ParallelLayout, parameters_per_rank
 from rlhfspec_mega.planning.memory import (
     GIB,
     ActorMemory,
     ActorPlan,
     DraftMemory,
-    DraftPlan,
     EngineMemory,
     ReferencePlan,
     actor_memory,
-    draft_memory,
     engine_memory,
     reference_memory,
-    weights_per_rank,
 )
 from rlhfspec_mega.planning.placement import (
     ACTOR,
@@ -37,8 +33,6 @@ from rlhfspec_mega.planning.placement import (
     Placement,
     PlacementRequest,
 )
-from rlhfspec_mega.planning.strategy import make_policy
-from rlhfspec_mega.planning.tree import most_drafted
 
 
 @dataclass(frozen=True)
@@ -108,12 +102,12 @@ def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
         total_updates=trainer.steps * (samples // update),
         max_sequence=max_sequence,
         parameters=shape.parameters,
-        weights_per_rank=weights_per_rank(shape, actor.tensor_parallel, actor.pipeline_parallel),
-        actor_memory=actor_memory(shape, _actor_plan(config, data_parallel)),
+        weights_per_rank=max(parameters_per_rank(shape, actor_layout(config, data_parallel))),
+        actor_memory=actor_memory(shape, actor_plan(config, data_parallel)),
         engine_memory=engine_memory(
             shape, rollout.max_running_requests, max_sequence, rollout.dtype or actor.dtype, device_type(config.cluster)
         ),
-        draft_memory=_draft_memory(config, shape, max_sequence),
+        draft_memory=memory_of_draft(config, shape, max_sequence),
         reference_memory=_reference_memory(config, shape),
     )
 
@@ -149,37 +143,24 @@ def _check_divides(update: int, samples: int) -> None:
         )
 
 
-def _actor_plan(config: RunConfig, data_parallel: int) -> ActorPlan:
+def actor_layout(config: RunConfig, data_parallel: int) -> ParallelLayout:
+    """How the actor is spread over its ranks."""
     actor = config.actor
+    return ParallelLayout(actor.tensor_parallel, actor.pipeline_parallel, data_parallel, actor.virtual_pipeline)
+
+
+def actor_plan(config: RunConfig, data_parallel: int) -> ActorPlan:
+    """What determines the memory of an actor rank."""
+    actor, rollout = config.actor, config.rollout
     return ActorPlan(
-        tensor_parallel=actor.tensor_parallel,
-        pipeline_parallel=actor.pipeline_parallel,
-        data_parallel=data_parallel,
+        layout=actor_layout(config, data_parallel),
         dtype=actor.dtype,
         sequence_parallel=actor.sequence_parallel,
         recompute=actor.recompute,
         microbatch_tokens=config.trainer.max_tokens_per_microbatch,
+        max_sequence=rollout.max_prompt_tokens + rollout.max_new_tokens,
         logprob_chunk=actor.logprob_chunk,
     )
-
-
-def _draft_memory(config: RunConfig, shape: ModelShape, max_sequence: int) -> DraftMemory:
-    draft, speculation, rollout = shape_of_draft(config, shape), config.speculation, config.rollout
-    policy = make_policy(speculation, AcceptanceModel(), CostModel())
-    if draft is None or policy is None:
-        return DraftMemory(0, 0)
-    plan = DraftPlan(
-        buffer_tokens=speculation.buffer_tokens if speculation.refresh_every else 0,
-        actor_dtype=config.actor.dtype,
-        slots=rollout.max_running_requests,
-        positions=max_sequence,
-        nodes=policy.max_nodes,
-        drafted=most_drafted(policy),
-        depth=policy.max_depth,
-        engine_dtype=rollout.dtype or config.actor.dtype,
-        device=device_type(config.cluster),
-    )
-    return draft_memory(draft, plan)
 
 
 def _reference_memory(config: RunConfig, shape: ModelShape) -> int:

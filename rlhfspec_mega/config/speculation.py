@@ -1,13 +1,19 @@
-"""Checks of speculative decoding: a draft that fits the model, and a refresh that learns and ends in time."""
+"""Speculative decoding: a draft that fits the model, its memory, and a refresh that learns and ends in time."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.draft.shape import DraftShape, draft_shape
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.planning.acceptance import AcceptanceModel
+from rlhfspec_mega.planning.cost import CostModel
+from rlhfspec_mega.planning.memory import DraftMemory, DraftPlan, draft_memory
+from rlhfspec_mega.planning.strategy import make_policy
+from rlhfspec_mega.planning.tree import most_drafted
 
 
 def drafts(config: RunConfig) -> bool:
@@ -81,3 +87,23 @@ def _check_refresh(config: RunConfig) -> None:
             f"launcher.call_timeout={launcher.call_timeout:g}, after which a worker counts as silent: lower the "
             "first or raise the second."
         )
+
+
+def memory_of_draft(config: RunConfig, shape: ModelShape, max_sequence: int) -> DraftMemory:
+    """Bytes of the run's draft in training and in an engine; 0 without one."""
+    draft, speculation, rollout = shape_of_draft(config, shape), config.speculation, config.rollout
+    policy = make_policy(speculation, AcceptanceModel(), CostModel())
+    if draft is None or policy is None:
+        return DraftMemory(0, 0)
+    plan = DraftPlan(
+        buffer_tokens=speculation.buffer_tokens if speculation.refresh_every else 0,
+        actor_dtype=config.actor.dtype,
+        slots=rollout.max_running_requests,
+        positions=max_sequence,
+        nodes=policy.max_nodes,
+        drafted=most_drafted(policy),
+        depth=policy.max_depth,
+        engine_dtype=rollout.dtype or config.actor.dtype,
+        device=device_type(config.cluster),
+    )
+    return draft_memory(draft, plan)

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from rlhfspec_mega.megatron.description import ModelDescription
 from rlhfspec_mega.megatron.groups import ensure_memory_buffer
 from rlhfspec_mega.megatron.layers import layer_spec
-from rlhfspec_mega.models.mapping.layouts import padded_vocab_size
+from rlhfspec_mega.models.shape import padded_vocab_size
 
 _FUSIONS = (
     "bias_activation_fusion",
@@ -78,7 +78,7 @@ def transformer_config(description: ModelDescription) -> TransformerConfig:
     )
 
 
-def _build_chunk(
+def build_model_chunk(
     description: ModelDescription, config: TransformerConfig, groups: ProcessGroupCollection, chunk: int | None
 ) -> GPTModel:
     shape, chunks = description.shape, config.virtual_pipeline_model_parallel_size
@@ -113,7 +113,7 @@ def build_chunks(description: ModelDescription, groups: ProcessGroupCollection, 
         ensure_memory_buffer()
     chunks: list[Any] = []
     for index in range(count):
-        chunk: Any = _build_chunk(description, config, groups, index if count > 1 else None).to(device)
+        chunk: Any = build_model_chunk(description, config, groups, index if count > 1 else None).to(device)
         chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)
     if description.learning is None:
         return [chunk.requires_grad_(False) for chunk in chunks]

@@ -32,7 +32,7 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
+            return func(*args).replace("torch.", "torch.cuda.", 1).replace("cuda.cuda.", "cuda.")  # if entered twice
         if kwargs and _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):

@@ -30,6 +30,15 @@ ARCHITECTURES = {
 }
 
 
+VOCABULARY_MULTIPLE = 128  # of rows of the embedding on a rank, Megatron's default
+
+
+def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
+    """Rows of the embedding in Megatron: the vocabulary rounded up to a multiple of 128 per tensor-parallel rank."""
+    multiple = VOCABULARY_MULTIPLE * tp_size
+    return -(-vocab_size // multiple) * multiple
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of a decoder-only transformer (RMSNorm, RoPE, SwiGLU, grouped-query attention).

@@ -18,10 +18,8 @@ class SpanRecorder:
     """Records spans; a span that continues the previous one is merged with it.
 
     A span continues the previous one if nothing lies between them and the name, the words and `batch` among the
-    arguments
-    are equal: a hundred decode steps of 8 samples are one span, whose other numbers are sums. With more than `limit`
-        spans,
-    neighbours are merged in pairs, so that a long time without `take` costs detail, not memory.
+    arguments are equal: a hundred decode steps of 8 samples are one span, whose other numbers are sums. With more than
+    `limit` spans, neighbours are merged in pairs, so that a long time without `take` costs detail, not memory.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from rlhfspec_mega.draft.shape import TAPS, DraftShape
 from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.planning.activations import Pass, peak_bytes
+from rlhfspec_mega.planning.megatron_tensors import ParallelLayout, buffers, parameters_per_rank
 from rlhfspec_mega.planning.tree import BACKLOG
 
 GIB = 2**30
@@ -20,17 +22,16 @@ _CHUNK_COPIES = 4  # fp32 copies of a chunk's logits: over the temperature, thei
 
 @dataclass(frozen=True)
 class ActorMemory:
-    """Bytes on the actor rank with the largest total."""
+    """Bytes on one actor rank."""
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
-    logits: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+        return self.weights + self.gradients + self.optimizer + self.activations
 
 
 @dataclass(frozen=True)
@@ -61,16 +62,16 @@ class ActorPlan:
 
     Attributes:
         microbatch_tokens: most tokens in one forward and backward pass.
+        max_sequence: tokens of the longest sequence.
         logprob_chunk: tokens whose fp32 logits exist at the same time.
     """
 
-    tensor_parallel: int
-    pipeline_parallel: int
-    data_parallel: int
+    layout: ParallelLayout
     dtype: str
     sequence_parallel: bool
     recompute: bool
     microbatch_tokens: int
+    max_sequence: int
     logprob_chunk: int
 
 
@@ -114,51 +115,54 @@ class ReferencePlan:
     logit_chunk: int
 
 
-def weights_per_rank(shape: ModelShape, tensor_parallel: int, pipeline_parallel: int) -> int:
-    """Number of weights on a rank of the largest pipeline stage: those of the stage over the tensor-parallel size.
+def stage_memory(shape: ModelShape, plan: ActorPlan, stage: int) -> ActorMemory:
+    """Bytes of the fullest actor rank of a pipeline stage.
 
-    A stage has layers / PP layers. The first stage also has the input embedding, and the last one the output layer and
-    the final norm. Tied embeddings are on both, since each stage computes with its own copy. Tensor parallelism does
-    not split norm weights; they are counted as if it did, an error below 0.1% of a layer.
+    Weights, gradients and optimizer are exact; E is the length of Megatron's buffers and O the largest number of
+    parameters that one data-parallel rank owns (planning.megatron_tensors), b are bytes per weight:
+        weights      E b
+        gradients    4 E: Megatron reduces in fp32
+        optimizer    8 O in fp32 (Adam's two moments), 12 O in bf16 (with fp32 main weights): the distributed optimizer
+                     splits them (ZeRO stage 1, arXiv 1910.02054)
+        activations  planning.activations, within 6% of what was counted on a CPU
     """
-    embedding = shape.vocab_size * shape.hidden_size
-    outside_layers = shape.hidden_size + embedding * (1 if shape.tie_embeddings else 2)
-    layer = (shape.parameters - outside_layers) // shape.num_layers
-    stage = layer * (shape.num_layers // pipeline_parallel)
-    stage += outside_layers if pipeline_parallel == 1 else embedding + shape.hidden_size
-    return -(-stage // tensor_parallel)
+    layout, size = plan.layout, DTYPE_BYTES[plan.dtype]
+    held = buffers(shape, layout, stage)
+    elements, owned = sum(one.elements for one in held), max(map(sum, zip(*(one.owned for one in held), strict=True)))
+    tokens = plan.microbatch_tokens
+    largest = Pass(
+        tokens=tokens,
+        rows=max(1, tokens // plan.max_sequence),
+        tensor_parallel=layout.tensor,
+        sequence_parallel=plan.sequence_parallel,
+        recompute=plan.recompute,
+        chunk=plan.logprob_chunk,
+        size=size,
+        layers=shape.num_layers // (layout.pipeline * layout.chunks),
+        first=stage == 0,
+        last=stage == layout.pipeline - 1,
+        kept=_micro_batches_kept(layout, stage),
+    )
+    return ActorMemory(
+        weights=elements * size,
+        gradients=4 * elements,
+        optimizer=(8 if plan.dtype == "float32" else 12) * owned,
+        activations=peak_bytes(shape, largest),
+    )
 
 
 def actor_memory(shape: ModelShape, plan: ActorPlan) -> ActorMemory:
-    """Bytes of the actor rank that needs most.
+    """Bytes of the actor rank that needs most."""
+    stages = (stage_memory(shape, plan, stage) for stage in range(plan.layout.pipeline))
+    return max(stages, key=lambda one: one.total)
 
-    With P = weights_per_rank and b = bytes per weight:
-        weights      P b
-        gradients    4 P: Megatron reduces in fp32
-        optimizer    8 P / DP in fp32 (Adam's two moments), 12 P / DP in bf16 (with fp32 main weights): the distributed
-                     optimizer splits them (ZeRO stage 1, arXiv 1910.02054)
-        activations  an approximation after arXiv 2205.05198, for SwiGLU and attention that stores no scores. For the
-                     backward pass a layer keeps 6 hidden + 2 head_dim (heads + KV heads) + 4 ffn numbers per token. TP
-                     splits all of them but 4 hidden of the residual stream, which only sequence parallelism splits.
-                     1F1B keeps PP micro-batches of layers / PP layers on the first stage, so all layers count. With
-                     recompute, each layer keeps only its input (hidden), and one layer counts in full.
-        logits       3 b per token and vocabulary entry of the rank: the logits, a transposed copy, and their gradient;
-                     and 4 _CHUNK_COPIES bytes per token of a chunk and vocabulary entry of the rank
-    """
-    weights = weights_per_rank(shape, plan.tensor_parallel, plan.pipeline_parallel)
-    size, tp = DTYPE_BYTES[plan.dtype], plan.tensor_parallel
-    stream_split = tp if plan.sequence_parallel else 1
-    split = 2 * shape.hidden_size + 2 * shape.head_dim * (shape.num_heads + shape.num_kv_heads) + 4 * shape.ffn_size
-    layer = 4 * shape.hidden_size // stream_split + split // tp
-    kept = shape.num_layers * shape.hidden_size // stream_split + layer if plan.recompute else shape.num_layers * layer
-    chunk = min(plan.logprob_chunk, plan.microbatch_tokens)
-    return ActorMemory(
-        weights=weights * size,
-        gradients=4 * weights,
-        optimizer=(8 if plan.dtype == "float32" else 12) * weights // plan.data_parallel,
-        activations=plan.microbatch_tokens * kept * size,
-        logits=(3 * size * plan.microbatch_tokens + 4 * _CHUNK_COPIES * chunk) * shape.vocab_size // tp,
-    )
+
+def _micro_batches_kept(layout: ParallelLayout, stage: int) -> int:
+    """Passes of a model chunk whose activations a stage keeps at most (Megatron's 1F1B and interleaved schedules)."""
+    later = layout.pipeline - stage - 1
+    if layout.chunks == 1:
+        return later + 1
+    return 2 * later + (layout.chunks - 1) * layout.pipeline + 1
 
 
 def engine_memory(shape: ModelShape, slots: int, positions: int, dtype: str, device: str) -> EngineMemory:
@@ -208,7 +212,7 @@ def draft_memory(draft: DraftShape, plan: DraftPlan) -> DraftMemory:
 def reference_memory(shape: ModelShape, plan: ReferencePlan) -> int:
     """Bytes of the rank of a frozen model that needs most while it scores.
 
-    With P = weights_per_rank and b bytes per weight, P b for the weights, and the larger of two peaks in the forward
+    With P = parameters_per_rank and b bytes per weight, P b for the weights, and the larger of two peaks in the forward
     pass, of which TP divides all but the residual stream:
         in a layer    per token, 6 hidden (residual stream, norms and sums), 4 ffn (gate, up, and the parts of their
                       product), and twice q, k, v and the result of attention
@@ -222,7 +226,8 @@ def reference_memory(shape: ModelShape, plan: ReferencePlan) -> int:
     logits = tokens * shape.vocab_size // tp * size
     chunk = min(plan.logit_chunk, tokens) * shape.vocab_size // tp * 4 * _CHUNK_COPIES
     head = tokens * 3 * shape.hidden_size * size + logits + max(logits, chunk)
-    return weights_per_rank(shape, tp, plan.pipeline_parallel) * size + max(layer, head)
+    layout = ParallelLayout(tp, plan.pipeline_parallel)
+    return max(parameters_per_rank(shape, layout)) * size + max(layer, head)
 
 
 def _matrices(shape: ModelShape | DraftShape, inputs: int) -> int:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from benchmarks.memory_plan import PeakBytes
 from rlhfspec_mega.config.schema.training import ActorConfig
 from rlhfspec_mega.megatron.description import ParallelSizes, describe
 from rlhfspec_mega.models.hf_directory import write_directory
@@ -29,31 +24,6 @@ from tests.megatron_probe import worker_specs
 LARGE_HEAD = ModelShape("llama", 64, 2, 4, 2, 16, 96, 2048, 256, 1e4, 1e-5, True)
 LARGE_LAYERS = ModelShape("qwen3", 64, 3, 4, 2, 16, 512, 50, 256, 1e4, 1e-5, False)
 TOKENS, CHUNK = 512, 128
-
-
-class PeakBytes(TorchDispatchMode):
-    """The most bytes that tensors made inside have taken at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = self._now = 0
-        self._sizes: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        owned = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if torch.is_tensor(tensor)}
-        for tensor in tree_leaves(result):
-            storage = tensor.untyped_storage() if torch.is_tensor(tensor) else None
-            if storage is None or storage._cdata in self._sizes or storage._cdata in owned:
-                continue
-            self._sizes[storage._cdata] = storage.nbytes()
-            self._now += storage.nbytes()
-            weakref.finalize(storage, self._drop, storage._cdata)
-        self.peak = max(self.peak, self._now)
-        return result
-
-    def _drop(self, key: int) -> None:
-        self._now -= self._sizes.pop(key)
 
 
 class Measured(MegatronWorker):

@@ -28,7 +28,7 @@ def refused(*options: str) -> str:
         (["actor.tensor_paralel=1"], ["actor.tensor_parallel"]),
         (["model=huge"], ["huge", "tiny"]),
         (["actor.tensor_parallel=3"], ["tensor_parallel=3", "1 or 2"]),
-        (["model=70b"], ["70.6 billion", "cluster=8n8g"]),
+        (["model=70b"], ["70.6 billion", "cluster=4n8g"]),
         (["rollout=sglang"], ["rollout=torch"]),
         (["data=files"], ["data.train"]),
         (["data=files", "data.train=[nowhere.jsonl]", "trainer.eval_every=0"], ["nowhere.jsonl", "does not exist"]),

@@ -16,6 +16,7 @@ import pytest
 
 from tests.e2e.chaos import differences, process_of, steps_done
 from tests.e2e.conftest import marked, small_run, start, train
+from tools.status import status
 
 STEPS = 6
 DETERMINISTIC = (f"trainer.steps={STEPS}", "trainer.checkpoint_every=2", "trainer.deterministic=true")
@@ -165,6 +166,11 @@ def test_what_a_batch_system_sends_to_every_process_leaves_the_workers_alive(dis
     while steps_done(run.directory) < before + 2 and run.process.poll() is None:
         time.sleep(0.05)
     assert run.process.poll() is None
+    going = status(run.directory, time.time())
+    assert going.state == "runs" and going.step >= before + 2 and going.steps == 1000
+    assert going.phase in {*going.phases, "checkpoint"} and going.seconds_left
     run.process.send_signal(signal.SIGUSR1)
     assert "Stopped by SIGUSR1" in run.end()
     assert run.process.returncode == 75
+    stopped = status(run.directory, time.time())
+    assert stopped.state == "stopped" and stopped.checkpoint == steps_done(run.directory)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from rlhfspec_mega.observe.metrics import known
 from tests.e2e.conftest import marked, small_run, start, train
+from tools.status import status
 
 
 def rows(directory: Path) -> list[dict]:
@@ -30,6 +31,7 @@ def test_summary_and_files(finished: Path) -> None:
         summary["phase_seconds"]
     )
     assert 0 < summary["logprob_difference_mean"] < 1e-4
+    assert status(finished, time.time()).state == "finished"
     assert (finished / "config.yaml").is_file() and (finished / "curves.png").stat().st_size > 1000
 
 

@@ -184,8 +184,9 @@ def test_bad_names_and_types(override: str, words: str) -> None:
         ("reward.function=len", "no import path"),
         ("rollout=sglang", "run make sglang-cpu"),
         ("cluster=8n8g launcher=ray", "cluster.nodes=8 needs a running Ray cluster: `ray start --head`"),
-        ("cluster=8n8g", "launcher=local starts processes on one machine: add launcher=ray"),
-        ("cluster.nodes=2", "cluster.nodes=2, but launcher=local starts processes on one machine"),
+        ("cluster=8n8g", "cluster.nodes=8 needs a running Ray cluster: `ray start --head`"),
+        ("cluster=8n8g launcher=local", "launcher=local starts processes on one machine: add launcher=ray"),
+        ("cluster.nodes=2 launcher=local", "cluster.nodes=2, but launcher=local starts processes on one machine"),
         ("launcher.kind=slurm", "launcher.kind=slurm does not exist"),
         ("launcher.address=auto", "launcher.address=auto has no effect here: add launcher=ray"),
         (
@@ -236,8 +237,12 @@ BY_HAND = (
         (0, "cluster=1n8g", "torch finds no NVIDIA GPU on this machine: use cluster=local"),
         (1, "cluster=local cluster.device=auto", "this machine has 1 GPU: set cluster.devices_per_node=1"),
         (4, "cluster=1n8g", "this machine has 4 GPUs"),
-        (8, "cluster=1n8g model=8b", "names a shape only: download meta-llama/Llama-3.1-8B-Instruct"),
-        (8, f"cluster=1n8g model=32b {BY_HAND}", "GiB on each GPU and 72 GiB can be used"),
+        (
+            8,
+            "cluster=1n8g model=8b rollout=torch rollout.max_running_requests=16",
+            "names a shape only: download meta-llama/Llama-3.1-8B-Instruct",
+        ),
+        (8, f"cluster=1n8g model=32b rollout=torch {BY_HAND}", "GiB on each GPU and 72 GiB can be used"),
     ],
 )
 def test_machines_with_gpus(count: int, overrides: str, words: str, out: str, gpus: Callable[[int], None]) -> None:

@@ -33,6 +33,12 @@ class RunConfig:
 
     name: str = option("tiny", "the run writes to output_dir/name; --multirun appends the job's number", common=True)
     output_dir: str = option("outputs", "where runs write")
+    dry_run: str = option(
+        "false",
+        "print the plan of the run, on any machine, and start nothing: true for a person, json for a program",
+        choices=("false", "true", "json"),
+        common=True,
+    )
     seed: int = option(0, "of initialization, prompts and sampling noise", least=0, common=True)
     model: ModelConfig = section(ModelConfig, "shape and place of the model")
     actor: ActorConfig = section(ActorConfig, "Megatron-core: parallel sizes, precision, optimizer")

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.models.shape import ModelShape
-
-VOCABULARY_MULTIPLE = 128
+from rlhfspec_mega.models.shape import ModelShape, padded_vocab_size
 
 
 class Sliceable(Protocol):
@@ -22,12 +20,6 @@ class Sliceable(Protocol):
     def shape(self) -> Sequence[int]: ...
 
     def __getitem__(self, index: Any, /) -> Tensor: ...
-
-
-def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Rows of the embedding in Megatron: the vocabulary rounded up to a multiple of 128 per tensor-parallel rank."""
-    multiple = VOCABULARY_MULTIPLE * tp_size
-    return -(-vocab_size // multiple) * multiple
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,118 @@
+"""What every device of a run holds: ranks of which models, and their bytes in each phase of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlhfspec_mega.config.hardware import device_memory
+from rlhfspec_mega.config.schema.run import RunConfig
+from rlhfspec_mega.config.sglang import engines_sleep, memory_share, uses_sglang
+from rlhfspec_mega.config.sizes import Sizes, actor_plan
+from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.planning.memory import ActorMemory, stage_memory
+from rlhfspec_mega.planning.placement import ACTOR, ENGINE, REFERENCE
+
+GENERATE, SCORE, TRAIN = "generate", "score", "train"  # generation; the reference on the actor's ranks; updates
+PHASES = (GENERATE, SCORE, TRAIN)
+DRAFT = "draft"  # learns on one actor rank; what engines need for it counts as theirs
+USABLE = 0.9  # of a GPU's memory; the rest is for communication buffers and fragmentation
+SGLANG_SHARE = 0.88  # of a GPU's memory that SGLang takes where nothing else limits it
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """One device.
+
+    Attributes:
+        node, index: the node, and the device's number within it.
+        ranks: rank by model.
+        bytes: by phase and model.
+        capacity: bytes of its memory; 0 if unknown.
+    """
+
+    node: int
+    index: int
+    ranks: Mapping[str, int]
+    bytes: Mapping[str, Mapping[str, int]]
+    capacity: int
+
+    def total(self, phase: str) -> int:
+        return sum(self.bytes[phase].values())
+
+    @property
+    def fullest_phase(self) -> str:
+        return max(self.bytes, key=self.total)
+
+    @property
+    def most(self) -> int:
+        """Bytes in the phase that needs most."""
+        return self.total(self.fullest_phase)
+
+    @property
+    def fits(self) -> bool:
+        return self.most <= USABLE * self.capacity
+
+
+def device_plans(config: RunConfig, shape: ModelShape, sizes: Sizes) -> list[DevicePlan]:
+    """All devices of the cluster, node by node.
+
+    The actor's weights, gradients and optimizer stay on its devices; its activations are there while it trains. An
+    SGLang engine has a fixed share of the memory, and none while the actor trains if it sleeps then; the embedded
+    engine keeps what it has. The reference's weights rest in host memory and come for the time of a call.
+    """
+    each = config.cluster.devices_per_node
+    ranks: list[dict[str, int]] = [{} for _ in range(sizes.devices)]
+    for model, place in sizes.placement.places.items():
+        for rank, devices in enumerate(place.devices):
+            for device in devices:
+                ranks[device][model] = rank
+    capacity = device_memory(config.cluster)
+    stages = actor_stages(config, shape, sizes)
+    per_stage = sizes.actor_ranks // len(stages)
+    plans = []
+    for device, held in enumerate(ranks):
+        stage = stages[held[ACTOR] // per_stage] if ACTOR in held else None
+        loads = {phase: _loads(config, sizes, held, stage, phase, capacity) for phase in PHASES}
+        plans.append(DevicePlan(device // each, device % each, held, loads, capacity))
+    return plans
+
+
+def actor_stages(config: RunConfig, shape: ModelShape, sizes: Sizes) -> list[ActorMemory]:
+    """Bytes of an actor rank of each pipeline stage."""
+    plan = actor_plan(config, sizes.data_parallel)
+    return [stage_memory(shape, plan, stage) for stage in range(plan.layout.pipeline)]
+
+
+def fullest_device(plans: list[DevicePlan]) -> DevicePlan:
+    """The device that needs the most memory in any phase."""
+    return max(plans, key=lambda plan: plan.most)
+
+
+def _loads(
+    config: RunConfig, sizes: Sizes, held: Mapping[str, int], stage: ActorMemory | None, phase: str, capacity: int
+) -> dict[str, int]:
+    """Bytes by model of a device that holds these ranks."""
+    loads = {}
+    if stage is not None:
+        loads[ACTOR] = stage.total - (0 if phase == TRAIN else stage.activations)
+    if sizes.draft_memory.actor and held.get(ACTOR) == _draft_rank(config, sizes):
+        loads[DRAFT] = sizes.draft_memory.actor
+    if ENGINE in held and (phase == GENERATE or not engines_sleep(config, sizes.placement)):
+        loads[ENGINE] = _engine_bytes(config, sizes, capacity)
+    if REFERENCE in held:
+        within = sizes.placement.places[REFERENCE].within
+        if phase == (SCORE if within else GENERATE):
+            loads[REFERENCE] = sizes.reference_memory
+    return loads
+
+
+def _engine_bytes(config: RunConfig, sizes: Sizes, capacity: int) -> int:
+    if uses_sglang(config) and capacity:
+        return int((memory_share(config, sizes.placement) or SGLANG_SHARE) * capacity)
+    return sizes.engine_memory.total + sizes.draft_memory.engine
+
+
+def _draft_rank(config: RunConfig, sizes: Sizes) -> int:
+    """The rank that holds the draft: the first of the last pipeline stage."""
+    return sizes.actor_ranks // config.actor.pipeline_parallel * (config.actor.pipeline_parallel - 1)
