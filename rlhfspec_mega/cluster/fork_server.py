@@ -6,7 +6,6 @@ child and does not let a daemon have children. `ForkServer` and `ForkedProcess` 
 
 from __future__ import annotations
 
-import functools
 import gc
 import importlib
 import json
@@ -121,16 +120,14 @@ class ForkServer:
             socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors)
 
 
-@functools.cache
-def _servers() -> dict[int, ForkServer]:
-    return {}
+_servers: dict[int, ForkServer] = {}  # of this process, by threads
 
 
 def fork_server(threads: int, environment: Mapping[str, str]) -> ForkServer:
     """The server of this process whose libraries are loaded for so many threads; clusters share it."""
-    server = _servers().get(threads)
+    server = _servers.get(threads)
     if server is None or not server.alive:
-        server = _servers()[threads] = ForkServer(environment)
+        server = _servers[threads] = ForkServer(environment)
     return server
 
 

@@ -17,7 +17,7 @@ GENERATE, SCORE, TRAIN = "generate", "score", "train"  # generation; the referen
 PHASES = (GENERATE, SCORE, TRAIN)
 DRAFT = "draft"  # learns on one actor rank; what engines need for it counts as theirs
 USABLE = 0.9  # of a GPU's memory; the rest is for communication buffers and fragmentation
-SGLANG_SHARE = 0.88  # of a GPU's memory that SGLang takes where nothing else limits it
+SGLANG_SHARE = 0.88  # assumed for an engine alone on its GPU, where SGLang itself chooses
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,6 @@ class DevicePlan:
     def most(self) -> int:
         """Bytes in the phase that needs most."""
         return self.total(self.fullest_phase)
-
-    @property
-    def fits(self) -> bool:
-        return self.most <= USABLE * self.capacity
 
 
 def device_plans(config: RunConfig, shape: ModelShape, sizes: Sizes) -> list[DevicePlan]:

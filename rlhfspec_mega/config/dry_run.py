@@ -19,9 +19,11 @@ from rlhfspec_mega.config.device_plan import (
     fullest_device,
 )
 from rlhfspec_mega.config.hardware import device_type, host_memory
+from rlhfspec_mega.config.machine import check_memory
 from rlhfspec_mega.config.reach import weight_transport
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sizes import Sizes, actor_layout, size_rows
+from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.megatron_tensors import parameters_per_rank
 from rlhfspec_mega.planning.memory import DTYPE_BYTES, GIB
@@ -40,7 +42,7 @@ def plan_of(config: RunConfig) -> dict[str, Any]:
     shape, sizes = check_composition(config)
     plans = _with_capacity(config, device_plans(config, shape, sizes))
     fullest = fullest_device(plans)
-    fits = all(plan.fits for plan in plans)
+    fits = _fits(config, shape, sizes)
     sent = shape.parameters * DTYPE_BYTES[config.rollout.dtype or config.actor.dtype]
     return {
         "fits": fits,
@@ -68,6 +70,15 @@ def dry_run(config: RunConfig) -> tuple[str, bool]:
     if config.dry_run == "json":
         return json.dumps(plan), plan["fits"]
     return "\n".join(_lines(config, plan)), plan["fits"]
+
+
+def _fits(config: RunConfig, shape: ModelShape, sizes: Sizes) -> bool:
+    """As a real run decides it, also on a CPU, whose processes take memory of their own."""
+    try:
+        check_memory(config, shape, sizes)
+    except UserError:
+        return False
+    return True
 
 
 def _with_capacity(config: RunConfig, plans: list[DevicePlan]) -> list[DevicePlan]:

@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 import pytest
 
-from rlhfspec_mega.cluster.channel import Channel
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.liveness import WorkerState
 from rlhfspec_mega.cluster.local import LocalCluster, visible_devices
@@ -300,29 +299,6 @@ def test_long_messages_arrive_whole_both_ways(group: Group, tmp_path: Path) -> N
     assert group.call("repeat", data, 3, phase="test") == [data * 3] * 2
 
 
-@pytest.mark.parametrize("sizes", [(0, 1, 7, 70_000), (3_000_000, 0, 1)])
-def test_messages_survive_every_way_of_being_cut(sizes: tuple[int, ...]) -> None:
-    """Sent and received piece by piece on sockets that never wait, the small buffers cut them at many places."""
-    left, right = socket.socketpair()
-    for end in (left, right):
-        end.setblocking(False)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 5000)
-    sender, receiver = Channel(left), Channel(right)
-    messages = [[os.urandom(size) for size in sizes[:parts]] for parts in range(len(sizes) + 1)]
-    for message in messages:
-        sender.send([memoryview(part) for part in message])
-    came: list[list[bytearray]] = []
-    while len(came) < len(messages):
-        sender.flush()
-        if (whole := receiver.receive()) is not None:
-            came.append(whole)
-    assert came == messages and not sender.sending and receiver.receive() is None
-    sender.close()
-    with pytest.raises(EOFError):
-        receiver.receive()
-    receiver.close()
-
-
 def test_a_long_message_to_a_stopped_worker_does_not_stop_the_driver(cluster: LocalCluster, group: Group) -> None:
     os.kill(pid(0), signal.SIGSTOP)
     call = group.start(0, "size", b"x" * LONG, "/dev/null")
@@ -421,30 +397,3 @@ def test_a_worker_can_be_told_how_often_it_was_started(cluster: LocalCluster) ->
     cluster.wait([group.start(0, "die")], "test", check=False)
     cluster.wait_started()
     assert group.call("which", phase="test") == [2]
-
-
-def test_all_workers_of_a_dead_fork_server_die_and_are_started_by_a_new_one(cluster: LocalCluster) -> None:
-    group = cluster.launch("echo", [spec("a"), spec("b")], replaceable=True)
-    cluster.wait_started()
-    server = psutil.Process(pid(0)).parent()
-    assert server is not None
-    server.kill()
-    calls = [group.start(rank, "sleep", 30) for rank in (0, 1)]
-    cluster.wait(calls, "generate", check=False)
-    assert [call.dead for call in calls] == [True, True]
-    cluster.wait_started()
-    assert group.call("greet", "you", phase="test") == ["a greets you", "b greets you"]
-    assert [group.launches(rank) for rank in (0, 1)] == [2, 2] and psutil.Process(pid(0)).ppid() != server.pid
-
-
-def test_a_workers_code_is_imported_once_and_what_that_prints_is_in_its_log(
-    cluster: LocalCluster, group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = "import os, sys\nprint('imported by', os.getpid(), file=sys.stderr)\n"
-    (tmp_path / "printing.py").write_text(code + "from tests.unit.test_local_cluster import Echo\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    cluster.launch("printing", [WorkerSpec("printing.Echo", {"name": "a"}), WorkerSpec("printing.Echo", {"name": "b"})])
-    cluster.wait_started()
-    server = psutil.Process(pid(0, "printing")).ppid()
-    texts = [(tmp_path / "logs" / f"printing-{rank}.log").read_text() for rank in (0, 1)]
-    assert texts == [f"imported by {server}\n", ""]
