@@ -17,7 +17,8 @@ from rlhfspec_mega.draft.directory import write_draft
 from rlhfspec_mega.draft.distillation import STEPS, Learner, Target, accepted_by_depth, initial_draft
 from rlhfspec_mega.draft.examples import collect_examples
 from rlhfspec_mega.draft.shape import DraftShape, draft_shape
-from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
+from rlhfspec_mega.models.hf_config import read_shape
+from rlhfspec_mega.models.hf_directory import HfWeights
 from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.observe.console import Console
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rlhfspec_mega.bootstrap.cache import cache_root, cached, made_once
+from rlhfspec_mega.bootstrap.converted import hf_directory_of
 from rlhfspec_mega.bootstrap.first_draft import DraftRecipe, make_draft
 from rlhfspec_mega.bootstrap.warmup import WarmUp
 from rlhfspec_mega.config.schema.run import RunConfig
@@ -17,9 +17,8 @@ from rlhfspec_mega.data.prompts import make_prompts
 from rlhfspec_mega.data.tokenizer import load_tokenizer, make_byte_tokenizer
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.generation import stop_tokens
-from rlhfspec_mega.models.hf_directory import write_directory
-from rlhfspec_mega.models.initialize import initial_tensors
-from rlhfspec_mega.models.mapping import mapping_for
+from rlhfspec_mega.models.hf_directory import copy_tokenizer
+from rlhfspec_mega.models.initialize import write_initial
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.observe.console import Console
 
@@ -33,8 +32,10 @@ def start_tokenizer(config: RunConfig) -> Any:
 
 
 def start_model(config: RunConfig, shape: ModelShape, run_dir: Path, console: Console) -> Path:
-    """The directory of the model to start from, built if none was given."""
-    return Path(config.model.path or warm_model(config, shape, run_dir, console))
+    """The Hugging Face directory of the model to start from: the one given, or converted or built here."""
+    if config.model.path is None:
+        return warm_model(config, shape, run_dir, console)
+    return hf_directory_of(config, Path(config.model.path), shape, console)
 
 
 def start_draft(config: RunConfig, model: Path, console: Console) -> Path | None:
@@ -65,20 +66,13 @@ def warm_model(config: RunConfig, shape: ModelShape, run_dir: Path, console: Con
     def make(directory: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="rlhfspec_mega.") as temporary:
             start = Path(temporary) / "initial"
-            _write_initial(start, shape, tokenizer_directory(config))
+            write_initial(start, shape)
+            copy_tokenizer(tokenizer_directory(config), start)
             WarmUp(config, shape, start, run_dir, console).run(directory)
 
     name = config.model.name
     recipe = (_MODEL_VERSION, asdict(shape), asdict(config.sft_warmup), asdict(RunConfig().data))
     return cached(config, name, recipe, make, console.note, f"Model {name}")
-
-
-def _write_initial(directory: Path, shape: ModelShape, tokenizer: Path) -> None:
-    """Write random weights and the tokenizer as an ordinary Hugging Face model directory."""
-    tensors = mapping_for(shape.architecture).hf_tensors(shape)
-    write_directory(directory, shape, initial_tensors(tensors, shape.num_layers, seed=0))
-    for file in tokenizer.iterdir():
-        shutil.copy(file, directory / file.name)
 
 
 def first_draft(config: RunConfig, model: Path, console: Console) -> Path:

@@ -43,11 +43,16 @@ def check_weights(model: ModelConfig) -> None:
     """
     if model.path is not None:
         # Here: they bring torch, and refusals are quick.
+        from rlhfspec_mega.conversion.from_megatron import MegatronWeights
         from rlhfspec_mega.models.hf_directory import HfWeights
         from rlhfspec_mega.models.mapping import mapping_for
+        from rlhfspec_mega.models.model_directory import find_model
 
-        shape = model_shape(model)
-        HfWeights(Path(model.path)).check(mapping_for(shape.architecture).hf_tensors(shape))
+        found, shape = find_model(Path(model.path)), model_shape(model)
+        if found.checkpoint is not None:
+            MegatronWeights(found.checkpoint, shape)
+        else:
+            HfWeights(found.hf_files).check(mapping_for(shape.architecture).hf_tensors(shape))
     elif model.hub_name is not None:  # models made here are tiny and small
         raise UserError(
             f"model={model.name} names a shape only: download {model.hub_name} (hf download {model.hub_name} "
@@ -58,6 +63,7 @@ def check_weights(model: ModelConfig) -> None:
 def _shape_of_directory(path: Path) -> ModelShape:
     if not path.is_dir():
         raise UserError(f"model.path={path} does not exist: give a directory with config.json and *.safetensors.")
-    from rlhfspec_mega.models.hf_directory import read_shape  # here: it brings torch, and refusals are quick
+    from rlhfspec_mega.models.hf_config import read_shape
+    from rlhfspec_mega.models.model_directory import find_model
 
-    return read_shape(path)
+    return read_shape(find_model(path).hf_files)

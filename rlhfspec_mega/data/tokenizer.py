@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.models.model_directory import find_model
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 CHAT_TEMPLATE = (
@@ -52,7 +53,7 @@ def make_byte_tokenizer(directory: str | Path) -> None:
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer of a local Hugging Face directory (transformers' AutoTokenizer); nothing is downloaded.
+    """The tokenizer of a model's directory (transformers' AutoTokenizer); nothing is downloaded.
 
     Raises:
         UserError: no such directory, no tokenizer files in it, files that cannot be read, or no end-of-text token.
@@ -60,6 +61,7 @@ def load_tokenizer(path: str | Path) -> Any:
     directory = Path(path)
     if not directory.is_dir():
         raise UserError(f"There is no tokenizer directory {directory}; set model.path to a Hugging Face directory.")
+    directory = find_model(directory).hf_files
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(
             f"{directory} holds no tokenizer (looked for {', '.join(TOKENIZER_FILES)}); "

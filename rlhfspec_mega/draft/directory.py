@@ -16,11 +16,8 @@ from torch import Tensor
 
 from rlhfspec_mega.draft.shape import TAPS, DraftShape, draft_tensors
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.models.hf_directory import (
+from rlhfspec_mega.models.hf_config import (
     CONFIG,
-    WEIGHTS,
-    HfWeights,
-    appearing,
     positive,
     read_json,
     read_rope,
@@ -28,6 +25,7 @@ from rlhfspec_mega.models.hf_directory import (
     rope_config,
     write_json,
 )
+from rlhfspec_mega.models.hf_directory import WEIGHTS, HfWeights, appearing
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.types import TensorInfo
 

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 
+from rlhfspec_mega.models.hf_directory import write_directory
+from rlhfspec_mega.models.mapping import mapping_for
+from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.types import TensorInfo
 
 _STD = 0.06  # narrow models learn from this; with the usual 0.02 the tiny one stays on a plateau for minutes
+
+
+def write_initial(directory: Path, shape: ModelShape) -> None:
+    """Write random weights as an ordinary Hugging Face directory, without a tokenizer."""
+    tensors = mapping_for(shape.architecture).hf_tensors(shape)
+    write_directory(directory, shape, initial_tensors(tensors, shape.num_layers, seed=0))
 
 
 def initial_tensors(tensors: Sequence[TensorInfo], num_layers: int, seed: int) -> Iterator[tuple[str, torch.Tensor]]:

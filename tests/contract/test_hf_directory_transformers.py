@@ -6,7 +6,8 @@ import pytest
 import torch
 import transformers
 
-from rlhfspec_mega.models.hf_directory import HfWeights, read_shape, write_directory
+from rlhfspec_mega.models.hf_config import read_shape
+from rlhfspec_mega.models.hf_directory import HfWeights, write_directory
 from rlhfspec_mega.models.mapping import mapping_for
 
 LLAMA3 = {

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.models.hf_directory import HfWeights, read_shape, write_directory
+from rlhfspec_mega.models.hf_config import read_shape
+from rlhfspec_mega.models.hf_directory import HfWeights, write_directory
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.mapping.layouts import Partition
 from rlhfspec_mega.models.shape import ModelShape

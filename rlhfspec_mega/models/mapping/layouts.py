@@ -53,8 +53,20 @@ class Partition:
         return rank * part, (rank + 1) * part
 
 
+@dataclass(frozen=True)
+class Block:
+    """A rectangle of a tensor: where it begins and how long it is, by dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
 class Layout(Protocol):
-    """`split` and `merge` are inverse to each other, bit by bit."""
+    """`split` and `merge` are inverse to each other, bit by bit.
+
+    Megatron's distributed checkpoints know no ranks: they hold each parameter as one global tensor, which is the merged
+    one, except that the query groups of attention stay together. `blocks` says what a rank's shard is of it.
+    """
 
     def split(self, tensors: Sequence[Sliceable], partition: Partition, rank: int) -> Tensor:
         """Megatron shard of tensor-parallel `rank`; reads only the parts it needs; may be a view of its input."""
@@ -62,6 +74,10 @@ class Layout(Protocol):
 
     def merge(self, shards: Sequence[Tensor], partition: Partition) -> list[Tensor]:
         """Full Hugging Face tensors from the shards of all ranks, in rank order; may be views of the shards."""
+        ...
+
+    def blocks(self, full: tuple[int, ...], partition: Partition, rank: int) -> list[Block]:
+        """The blocks of the global tensor (of sizes `full`) that the shard of a rank consists of, along dim 0."""
         ...
 
 
@@ -74,6 +90,9 @@ class Replicated:
     def merge(self, shards: Sequence[Tensor], partition: Partition) -> list[Tensor]:
         return [shards[0]]
 
+    def blocks(self, full: tuple[int, ...], partition: Partition, rank: int) -> list[Block]:
+        return [Block((0,) * len(full), full)]
+
 
 class Row:
     """Cut along dim 1, the input dimension of a row-parallel linear layer."""
@@ -84,6 +103,10 @@ class Row:
 
     def merge(self, shards: Sequence[Tensor], partition: Partition) -> list[Tensor]:
         return [torch.cat(list(shards), dim=1)]
+
+    def blocks(self, full: tuple[int, ...], partition: Partition, rank: int) -> list[Block]:
+        first, last = partition.span(full[1], rank)
+        return [Block((0, first), (full[0], last - first))]
 
 
 class Gated:
@@ -96,6 +119,11 @@ class Gated:
     def merge(self, shards: Sequence[Tensor], partition: Partition) -> list[Tensor]:
         halves = [shard.chunk(2) for shard in shards]
         return [torch.cat([half[0] for half in halves]), torch.cat([half[1] for half in halves])]
+
+    def blocks(self, full: tuple[int, ...], partition: Partition, rank: int) -> list[Block]:
+        half = full[0] // 2
+        first, last = partition.span(half, rank)
+        return [Block((start, 0), (last - first, full[1])) for start in (first, half + first)]
 
 
 class QKV:
@@ -126,6 +154,9 @@ class QKV:
         """Rows of the queries and of the one key (or value) of a query group."""
         return shape.num_heads // shape.num_kv_heads * shape.head_dim, shape.head_dim
 
+    def blocks(self, full: tuple[int, ...], partition: Partition, rank: int) -> list[Block]:
+        return _rows(full, partition, rank)
+
 
 class Vocabulary:
     """Cut along dim 0 after padding with zero rows; the padding is dropped again on merge."""
@@ -145,3 +176,11 @@ class Vocabulary:
                 f"{partition.shape.vocab_size}: a tensor-parallel shard is missing."
             )
         return [full[: partition.shape.vocab_size]]
+
+    def blocks(self, full: tuple[int, ...], partition: Partition, rank: int) -> list[Block]:
+        return _rows(full, partition, rank)
+
+
+def _rows(full: tuple[int, ...], partition: Partition, rank: int) -> list[Block]:
+    first, last = partition.span(full[0], rank)
+    return [Block((first,) + (0,) * (len(full) - 1), (last - first, *full[1:]))]

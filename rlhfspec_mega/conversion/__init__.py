@@ -1,0 +1,1 @@
+"""Conversion between Hugging Face directories and Megatron's distributed checkpoints, tensor by tensor."""

@@ -1,0 +1,278 @@
+"""Conversion between Hugging Face and Megatron: bitwise there and back, nothing half-written, bad input refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.models.hf_directory import HfWeights, write_directory
+from rlhfspec_mega.models.mapping import mapping_for
+from rlhfspec_mega.models.shape import ModelShape
+from tools import hf_to_megatron, megatron_to_hf
+from tools.command import exit_status
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = ModelShape("llama", 16, 4, 4, 2, 4, 24, 50, 64, 1e4, 1e-5, False)
+
+
+def model(path: Path, shape: ModelShape = SHAPE, dtype: torch.dtype = torch.float32, shard: int = 1 << 30) -> Path:
+    """A random model with a file of a tokenizer."""
+    generator = torch.Generator().manual_seed(5)
+    tensors = mapping_for(shape.architecture).hf_tensors(shape)
+    stream = ((info.name, torch.randn(info.shape, generator=generator).to(dtype)) for info in tensors)
+    write_directory(path, shape, stream, max_shard_bytes=shard)
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def run(tool, *words: object) -> None:
+    """Run a tool in this process; raises what it raises."""
+    tool.convert(tool.parser().parse_args([str(word) for word in words]))
+
+
+def same(one: Path, other: Path) -> bool:
+    a, b = HfWeights(one), HfWeights(other)
+    return set(a.names()) == set(b.names()) and all(torch.equal(a.get(name), b.get(name)) for name in a.names())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("shard", [3000, 1 << 30])
+def test_there_and_back_is_bitwise(tmp_path: Path, architecture: str, tied: bool, shard: int) -> None:
+    shape = ModelShape(architecture, 16, 4, 4, 2, 4, 24, 50, 64, 1e4, 1e-5, tied)
+    source = model(tmp_path / "hf", shape, torch.bfloat16, shard)
+    run(hf_to_megatron, source, tmp_path / "m", "--tensor-parallel", 2, "--pipeline-parallel", 2)
+    run(megatron_to_hf, tmp_path / "m", tmp_path / "back", "--max-shard-gib", shard / 2**30)
+    assert same(source, tmp_path / "back")
+    assert HfWeights(tmp_path / "back").info("model.norm.weight").dtype == "bfloat16"
+    assert len(list((tmp_path / "m").glob("*.distcp"))) == 4
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) == len(list(source.glob("*.safetensors")))
+    assert (tmp_path / "back" / "tokenizer.json").exists() and (tmp_path / "m" / "tokenizer.json").exists()
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_any_sizes_come_back(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    tensor, pipeline = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([1, 2, 3]))
+    groups = tensor * data.draw(st.integers(1, 2))
+    shape = ModelShape(
+        data.draw(st.sampled_from(["llama", "qwen2", "qwen3"])),
+        hidden_size=8 * data.draw(st.integers(1, 3)),
+        num_layers=pipeline * data.draw(st.integers(1, 2)),
+        num_heads=groups * data.draw(st.integers(1, 3)),
+        num_kv_heads=groups,
+        head_dim=2 * data.draw(st.integers(1, 3)),
+        ffn_size=tensor * data.draw(st.integers(1, 9)),
+        vocab_size=data.draw(st.integers(1, 700)),
+        max_positions=64,
+        rope_theta=1e4,
+        norm_eps=1e-5,
+        tie_embeddings=data.draw(st.booleans()),
+    )
+    root = tmp_path_factory.mktemp("sizes")
+    source = model(root / "hf", shape)
+    run(hf_to_megatron, source, root / "m", "--tensor-parallel", tensor, "--pipeline-parallel", pipeline)
+    run(megatron_to_hf, root / "m", root / "back")
+    assert same(source, root / "back")
+
+
+def test_dtypes_are_converted(tmp_path: Path) -> None:
+    source = model(tmp_path / "hf")
+    run(hf_to_megatron, source, tmp_path / "m", "--dtype", "bfloat16")
+    run(megatron_to_hf, tmp_path / "m", tmp_path / "back", "--dtype", "float32")
+    a, b = HfWeights(source), HfWeights(tmp_path / "back")
+    assert all(torch.equal(a.get(name).bfloat16().float(), b.get(name)) for name in a.names())
+    assert b.info("lm_head.weight").dtype == "float32"
+
+
+def test_a_large_embedding_is_cut_into_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhfspec_mega.conversion.to_megatron._PIECE", 1000)
+    source = model(tmp_path / "hf")
+    run(hf_to_megatron, source, tmp_path / "m", "--tensor-parallel", 2)
+    with (tmp_path / "m" / ".metadata").open("rb") as file:
+        chunks = pickle.load(file).state_dict_metadata["output_layer.weight"].chunks
+    assert len(chunks) > 2 and max(chunk.sizes.numel() * 4 for chunk in chunks) <= 1024
+    run(megatron_to_hf, tmp_path / "m", tmp_path / "back")
+    assert same(source, tmp_path / "back")
+
+
+def edit_config(path: Path, **changes: object) -> None:
+    content = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(content | changes))
+
+
+def edit_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def edit_metadata(path: Path, change: Callable[[dict], object]) -> None:
+    with (path / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    change(metadata.state_dict_metadata)
+    with (path / ".metadata").open("wb") as file:
+        pickle.dump(metadata, file)
+
+
+BAD_HF: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no directory": (shutil.rmtree, "cannot be read"),
+    "no config": (lambda p: (p / "config.json").unlink(), "config.json cannot be read"),
+    "config is no JSON": (lambda p: (p / "config.json").write_text("{"), "is not valid JSON"),
+    "another architecture": (lambda p: edit_config(p, model_type="gpt2"), "model of type 'gpt2'"),
+    "experts": (lambda p: edit_config(p, num_experts=8), "asks for mixture of experts"),
+    "no weights": (lambda p: (p / "model.safetensors").unlink(), "has no file model.safetensors"),
+    "truncated weights": (lambda p: cut(p / "model.safetensors"), "damaged or truncated"),
+    "a tensor is missing": (lambda p: edit_tensors(p, lambda t: t.pop("lm_head.weight")), "lacks lm_head.weight"),
+    "a layer too many": (lambda p: edit_config(p, num_hidden_layers=3), "holds model.layers.3.input_layernorm.weight"),
+    "a layer too few": (lambda p: edit_config(p, num_hidden_layers=5), "lacks model.layers.4."),
+    "another width": (lambda p: edit_config(p, intermediate_size=32), r"gate_proj.weight is \[24, 16\] float32"),
+    "another vocabulary": (lambda p: edit_config(p, vocab_size=51), r"embed_tokens.weight is \[50, 16\]"),
+    "tied, but another head": (lambda p: edit_config(p, tie_word_embeddings=True), "lm_head.weight differs from"),
+    "an unknown bias": (
+        lambda p: edit_tensors(p, lambda t: t.update({"model.layers.0.self_attn.o_proj.bias": torch.zeros(16)})),
+        "o_proj.bias, which a llama model",
+    ),
+    "several dtypes": (
+        lambda p: edit_tensors(p, lambda t: t.update({"model.norm.weight": torch.ones(16).bfloat16()})),
+        "are bfloat16, float32: choose one",
+    ),
+    "whole numbers": (
+        lambda p: edit_tensors(p, lambda t: t.update({"model.norm.weight": torch.ones(16).int()})),
+        "model.norm.weight is",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_HF)
+def test_a_bad_hugging_face_directory_is_refused(tmp_path: Path, fault: str) -> None:
+    spoil, sentence = BAD_HF[fault]
+    spoil(model(tmp_path / "hf"))
+    with pytest.raises(UserError, match=sentence) as found:
+        run(hf_to_megatron, tmp_path / "hf", tmp_path / "m")
+    assert "\n" not in str(found.value) and str(found.value).endswith(".")
+    assert not [path for path in tmp_path.iterdir() if path.name != "hf"]
+
+
+BAD_MEGATRON: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no directory": (shutil.rmtree, "does not exist"),
+    "not finished": (lambda p: (p / "metadata.json").unlink(), "incomplete Megatron checkpoint"),
+    "another format": (lambda p: (p / "metadata.json").write_text('{"sharded_backend": "zarr"}'), "of format zarr"),
+    "damaged format": (lambda p: (p / "metadata.json").write_text("{"), "the checkpoint is damaged"),
+    "no metadata": (lambda p: (p / ".metadata").unlink(), r"has no \.metadata"),
+    "damaged metadata": (lambda p: cut(p / ".metadata"), r"\.metadata is damaged"),
+    "a file is missing": (lambda p: (p / "__0_0.distcp").unlink(), "lacks the file __0_0.distcp"),
+    "a file is truncated": (lambda p: cut(p / "__0_0.distcp"), "is truncated"),
+    "a tensor is missing": (
+        lambda p: edit_metadata(p, lambda m: m.pop("decoder.layers.mlp.linear_fc2.weight")),
+        "lacks decoder.layers.mlp.linear_fc2.weight of layer 0",
+    ),
+    "a block is missing": (
+        lambda p: edit_metadata(p, lambda m: m["output_layer.weight"].chunks.pop()),
+        "does not hold all of output_layer.weight",
+    ),
+    "no config": (lambda p: (p / "config.json").unlink(), "has no config.json with it"),
+    "layers of another model": (lambda p: edit_config(p, num_hidden_layers=2), "does not fit its config.json"),
+    "a bias too few": (lambda p: edit_config(p, model_type="qwen2"), "lacks decoder.layers.self_attention.linear_qkv"),
+    "tied in config.json": (lambda p: edit_config(p, tie_word_embeddings=True), "holds output_layer.weight"),
+    "another vocabulary": (lambda p: edit_config(p, vocab_size=500), "an embedding of 128 rows"),
+    "old format": (
+        lambda p: [shutil.rmtree(p), (p / "mp_rank_00").mkdir(parents=True)],
+        "in Megatron's old format",
+    ),
+    "no checkpoint at all": (lambda p: [shutil.rmtree(p), p.mkdir()], "is no Megatron distributed checkpoint"),
+}
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("converted")
+    run(hf_to_megatron, model(root / "hf"), root / "m")
+    return root / "m"
+
+
+@pytest.mark.parametrize("fault", BAD_MEGATRON)
+def test_a_bad_megatron_checkpoint_is_refused(tmp_path: Path, converted: Path, fault: str) -> None:
+    spoil, sentence = BAD_MEGATRON[fault]
+    spoil(Path(shutil.copytree(converted, tmp_path / "m")))
+    with pytest.raises(UserError, match=sentence) as found:
+        run(megatron_to_hf, tmp_path / "m", tmp_path / "hf")
+    assert "\n" not in str(found.value) and str(found.value).endswith(".")
+    assert {path.name for path in tmp_path.iterdir()} <= {"m"}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--tensor-parallel", "3"], "A tensor-parallel size of 3 does not divide the model's 4 attention heads"),
+        (["--pipeline-parallel", "3"], "A pipeline-parallel size of 3 does not divide the model's 4 layers"),
+        (["--tensor-parallel", "0"], "A tensor-parallel size of 0"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(tmp_path: Path, words: list[str], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        run(hf_to_megatron, model(tmp_path / "hf"), tmp_path / "m", *words)
+
+
+def test_what_exists_is_never_replaced(tmp_path: Path, converted: Path) -> None:
+    source = model(tmp_path / "hf")
+    with pytest.raises(UserError, match="exists already"):
+        run(hf_to_megatron, source, source)
+    with pytest.raises(UserError, match="exists already"):
+        run(megatron_to_hf, converted, source)
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    assert exit_status(lambda: run(megatron_to_hf, converted, tmp_path / "hf")) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("tool", ["hf_to_megatron", "megatron_to_hf"])
+def test_a_killed_conversion_leaves_no_directory_that_loads(tmp_path: Path, tool: str) -> None:
+    shape = ModelShape("llama", 256, 8, 4, 2, 64, 1024, 2000, 64, 1e4, 1e-5, False)
+    source = hf = model(tmp_path / "hf", shape)
+    if tool == "megatron_to_hf":
+        source = tmp_path / "m"
+        run(hf_to_megatron, hf, source)
+    finished = 0
+    for moment in range(3):
+        out = tmp_path / f"out{moment}"
+        command = [sys.executable, "-m", f"tools.{tool}", source, out]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and not list(tmp_path.glob(f".{out.name}.partial*/*")):
+            time.sleep(0.001)
+        time.sleep(0.004 * moment)
+        process.kill()
+        process.wait()
+        finished += out.exists()
+        for left in tmp_path.glob(f".{out.name}.partial*"):
+            assert (not (left / "metadata.json").exists() and not (left / "config.json").exists()) or out.exists()
+        if not out.exists():
+            run({"hf_to_megatron": hf_to_megatron, "megatron_to_hf": megatron_to_hf}[tool], source, out)
+            assert not list(tmp_path.glob(f".{out.name}.partial*"))
+        if tool == "hf_to_megatron":
+            run(megatron_to_hf, out, tmp_path / f"back{moment}")
+            out = tmp_path / f"back{moment}"
+        assert same(hf, out)
+    assert finished < 3, "no kill came in time"
