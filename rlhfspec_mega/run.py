@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec_mega.algorithms.policy_gradient import PolicyGradient
+from rlhfspec_mega.checkpoints.saving import Saver
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.data.prompts import PromptStream
 from rlhfspec_mega.generation import SampleGenerator
@@ -45,11 +46,14 @@ class Run:
     started: float = field(default_factory=time.monotonic)
     phases: PhaseTimer = field(init=False)
     ledger: Ledger = field(init=False)
+    saver: Saver = field(init=False)
     beginning: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
         self.phases = PhaseTimer(entered=self._enter, charged=self.timeline.phase)
         self.ledger = self.generator.ledger
+        trainer = self.config.trainer
+        self.saver = Saver(self.directory, trainer.keep_checkpoints, trainer.async_save)
         self.beginning = {"prompts": self.prompts.state_dict(), "ledger": self.ledger.state_dict()}
 
     def _enter(self, phase: str) -> None:

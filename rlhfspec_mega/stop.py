@@ -1,14 +1,17 @@
-"""Signals: the first one asks the run to finish its step, save and exit; the same signal again ends it at once."""
+"""When a run stops early: at a signal (the same one again ends it at once), or ahead of the end of its job."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 
 # SIGUSR1 is what `sbatch --signal=USR1@300` sends ahead of the time limit.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+JOB_END = "SLURM_JOB_END_TIME"  # seconds since 1970, in every Slurm job
 RESUME_STATUS = 75  # EX_TEMPFAIL: the same command with trainer.resume=true goes on
 
 
@@ -55,3 +58,24 @@ class StopSignals:
             self.received = name
             at_once = "" if number == signal.SIGUSR1 else f" A second {name} stops it at once."
             self._note(f"{name}: the run finishes this step, saves and stops.{at_once}")
+
+
+class JobEnd:
+    """Tells when a run must save and stop, because its job ends before the next step would.
+
+    Args:
+        seconds: how long before the end the checkpoint must begin; 0: never stop.
+        time_limit: seconds from now to the end, where Slurm does not give it.
+    """
+
+    def __init__(self, seconds: float, time_limit: float) -> None:
+        self._last = time.time()
+        self._longest = 0.0
+        end = float(os.environ[JOB_END]) if JOB_END in os.environ else self._last + time_limit
+        self._latest = end - seconds if seconds > 0 else float("inf")
+
+    def reached(self) -> bool:
+        """Call after each step: whether the next one, if it is as long as the longest, would end too late."""
+        now = time.time()
+        self._longest, self._last = max(self._longest, now - self._last), now
+        return now + self._longest > self._latest

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from numpy.typing import NDArray
 
-from rlhfspec_mega import checkpoints
 from rlhfspec_mega.checkpoints.recovery import driver_state, recover, resume
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.draft.refresh import RefreshReport
@@ -16,8 +15,8 @@ from rlhfspec_mega.observe.metrics import VAL
 from rlhfspec_mega.observe.reporter import Reporter, sample_metrics
 from rlhfspec_mega.run import Run
 from rlhfspec_mega.startup import started
-from rlhfspec_mega.stop import StopSignals
-from rlhfspec_mega.system.export import export_draft, export_model
+from rlhfspec_mega.stop import JobEnd, StopSignals
+from rlhfspec_mega.system.export import export_draft, export_model, keep_hf_files
 from rlhfspec_mega.types import Sample, SampleState
 
 
@@ -31,6 +30,7 @@ def run(config: RunConfig) -> None:
     """
     with started(config) as run, StopSignals(run.console.note) as signals:
         step = resume(run) if config.trainer.resume else 0
+        keep_hf_files(run.directory, run.model)
         with Reporter(run.directory, config, run.console, run.phases, run.timeline, first_step=step) as reporter:
             while True:
                 try:
@@ -46,6 +46,7 @@ def train(run: Run, reporter: Reporter, first: int, signals: StopSignals) -> Non
     trainer = run.config.trainer
     with run.phases.measure("reshard"):
         run.system.reshard(first)
+    job_end = JobEnd(trainer.save_before_end, trainer.time_limit)
     for step in range(first, trainer.steps):
         metrics = evaluate(run, step) if is_due(step, trainer.eval_every) else {}
         samples, learnt = train_step(run, step)
@@ -53,9 +54,14 @@ def train(run: Run, reporter: Reporter, first: int, signals: StopSignals) -> Non
         run.system.step_done(step + 1)
         if step + 1 == trainer.steps:
             return
-        if signals.received:
+        settle_save(run)
+        stopped_by = signals.received or ("the end of the job" if job_end.reached() else None)
+        if stopped_by:
             save(run, step + 1)
-            raise Stopped(step + 1, signals.received)
+            wait_for_save(run)
+            raise Stopped(step + 1, stopped_by)
+        if is_due(step + 1, trainer.export_every):
+            export(run, step + 1)
         if is_due(step + 1, trainer.checkpoint_every):
             try:
                 save(run, step + 1)
@@ -165,6 +171,7 @@ def finish(run: Run, reporter: Reporter) -> None:
     """Save the last checkpoint, evaluate, export, and write the summary."""
     trainer = run.config.trainer
     save(run, trainer.steps)
+    wait_for_save(run)
     metrics = evaluate(run, trainer.steps) if trainer.eval_every else {}
     if trainer.export:
         with run.phases.measure("export"):
@@ -172,6 +179,16 @@ def finish(run: Run, reporter: Reporter) -> None:
             if run.system.training.draft is not None:
                 export_draft(run.system.training, run.directory / "draft")
     reporter.finish(trainer.steps, metrics, run.started, str(run.model))
+
+
+def export(run: Run, step: int) -> None:
+    """Write the weights after so many steps as a Hugging Face directory; if that fails, the run goes on."""
+    path = run.directory / "exports" / f"step_{step}"
+    with run.phases.measure("export"):
+        try:
+            export_model(run.system.training, path, run.model)
+        except OSError as error:
+            run.console.note(f"{path} was not written ({error.strerror}); the run goes on.")
 
 
 def shuffle_generator(config: RunConfig, step: int) -> torch.Generator:
@@ -182,14 +199,36 @@ def shuffle_generator(config: RunConfig, step: int) -> torch.Generator:
 def save(run: Run, step: int) -> None:
     """Save a checkpoint from which the run resumes exactly. Raises CheckpointError."""
     with run.phases.measure("checkpoint"):
-        keep = run.config.trainer.keep_checkpoints
-        checkpoints.save(run.directory, step, run.system.actor, driver_state(run), keep)
+        settle_save(run, run.config.launcher.call_timeout)
+        run.saver.start(step, run.system.actor, driver_state(run))
         try:
             run.system.save_learnt()
         except OSError as error:
             run.console.note(
                 f"What was learnt of drafting and lengths could not be written: {error}; a resumed run learns it anew."
             )
+
+
+def wait_for_save(run: Run) -> None:
+    """Wait for the checkpoint that is being written in the background, if there is one. Raises CheckpointError."""
+    with run.phases.measure("checkpoint"):
+        run.saver.wait(run.system.actor, run.config.launcher.call_timeout)
+
+
+def settle_save(run: Run, deadline: float = 0.0) -> None:
+    """Commit the checkpoint that is being written, once all ranks are done; if it failed, the run goes on.
+
+    Args:
+        deadline: longest wait in seconds; 0: do not wait.
+    """
+    with run.phases.measure("checkpoint"):
+        try:
+            if deadline > 0:
+                run.saver.wait(run.system.actor, deadline)
+            else:
+                run.saver.poll(run.system.actor)
+        except CheckpointError as error:
+            run.console.note(f"{error} The run goes on; the next checkpoint is tried when it is due.")
 
 
 def is_due(step: int, every: int) -> bool:

@@ -94,7 +94,8 @@ def make_engine() -> TorchEngineWorker:
 
 
 def request(group: int, member: int) -> GenerationRequest:
-    return GenerationRequest(f"{group}.{member}", f"{group}", (1, 2 + group), 100 * group + member, 9, stop_tokens=(0,))
+    prompt = (1, 2 + group % 29)  # within the vocabulary
+    return GenerationRequest(f"{group}.{member}", f"{group}", prompt, 100 * group + member, 9, stop_tokens=(0,))
 
 
 def opened(requests: Sequence[GenerationRequest]) -> Ledger:

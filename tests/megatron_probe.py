@@ -13,13 +13,14 @@ from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.cluster.supervised import Group
 from rlhfspec_mega.config.schema.training import ActorConfig
+from rlhfspec_mega.megatron.checkpoint_files import SavedPart
 from rlhfspec_mega.megatron.description import Learning, ModelDescription, ParallelRanks, ParallelSizes, describe
 from rlhfspec_mega.megatron.groups import positions
 from rlhfspec_mega.megatron.model import MegatronModel, on_megatron
 from rlhfspec_mega.megatron.process import join, leave, seed_megatron
 from rlhfspec_mega.megatron.rendezvous import Rendezvous
 from rlhfspec_mega.megatron.weights import mapped_parameters, merge_parameter
-from rlhfspec_mega.models.hf_directory import read_shape
+from rlhfspec_mega.models.hf_config import read_shape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.rl.microbatch import MicroBatch
 from tests.clusters import local_cluster
@@ -89,6 +90,9 @@ class Probe:
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.actor, method)(*args)
+
+    def save(self, directory: Path) -> SavedPart:
+        return self.actor.write(self.actor.stage(copy=True), directory)
 
     def update(
         self, shards: list[list[MicroBatch]], loss: Any = negative_logprob, metrics: tuple[str, ...] = ("entropy",)

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from rlhfspec_mega.errors import RunError
-from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
+from rlhfspec_mega.models.hf_config import read_shape
+from rlhfspec_mega.models.hf_directory import HfWeights
 from rlhfspec_mega.models.transformer import Transformer, sequence_logprobs
 from rlhfspec_mega.rollout.scoring import ScoreReport, ScoringTask
 from rlhfspec_mega.types import Span

@@ -8,6 +8,6 @@ outputs/<run>/checkpoints/
 """
 
 from rlhfspec_mega.checkpoints.loading import load_latest
-from rlhfspec_mega.checkpoints.saving import save
+from rlhfspec_mega.checkpoints.saving import Saver, save
 
-__all__ = ["load_latest", "save"]
+__all__ = ["Saver", "load_latest", "save"]

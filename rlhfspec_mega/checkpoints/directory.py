@@ -45,11 +45,15 @@ class CheckpointDirectory:
 
     def begin(self, step: int) -> Path:
         """Create an empty directory to write a checkpoint into."""
-        self.root.mkdir(exist_ok=True)
-        sync(self.root.parent)
-        partial = self._beside(step, _PARTIAL)
-        partial.mkdir()
-        return partial
+        if not self.root.exists():
+            self.root.mkdir()
+            sync(self.root.parent)
+        self.partial(step).mkdir()
+        return self.partial(step)
+
+    def partial(self, step: int) -> Path:
+        """The directory that `begin` created."""
+        return self._beside(step, _PARTIAL)
 
     def abandon(self, step: int) -> None:
         """Remove what a failed save wrote."""

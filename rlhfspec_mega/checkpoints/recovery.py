@@ -45,6 +45,7 @@ def recover(run: Run, reporter: Reporter, death: WorkerDied) -> int:
     Raises RunError if the actor has died too often without a finished step in between.
     """
     with run.phases.measure("recover"):
+        run.saver.forget()
         while True:
             run.console.note(f"{death} The actor is started anew from the last checkpoint.")
             if not run.system.may_restart_actor():

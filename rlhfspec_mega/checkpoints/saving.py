@@ -1,4 +1,4 @@
-"""Saves a checkpoint.
+"""Saves checkpoints, in the foreground or while the run goes on.
 
 Check disk space, then write every rank's part, the driver's state, the manifest, and `latest`.
 """
@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhfspec_mega.checkpoints.directory import CheckpointDirectory, write_durably
 from rlhfspec_mega.checkpoints.manifest import BadCheckpoint, Manifest
 from rlhfspec_mega.config.output_dir import CHECKPOINTS
-from rlhfspec_mega.errors import CheckpointError
-from rlhfspec_mega.megatron.checkpoint_files import sum_file, sync
+from rlhfspec_mega.errors import CheckpointError, RunError
+from rlhfspec_mega.megatron.checkpoint_files import FileSum, sum_file, sync
 from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.planning.memory import checkpoint_bytes
 from rlhfspec_mega.workers.model_group import ModelGroup
 
 ACTOR, STATE_FILE = "actor", "state.json"
-_WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
-_OPTIMIZER_BYTES = 12  # fp32 main weight and two moments
 _MIB = 2**20
+_POLL_SECONDS = 0.01
 
 _logger = logging.getLogger(__name__)
 
@@ -39,38 +45,126 @@ def save(run_dir: Path, step: int, actor: ModelGroup, state: dict[str, Any], kee
             checkpoints and the workers are unaffected, so the run may go on.
         RunError: a worker died.
     """
-    directory = CheckpointDirectory(run_dir / CHECKPOINTS)
-    try:
-        directory.drop_unfinished()
-        directory.drop_newer_than_latest()
-        identity = actor.identity()
-        _require_room(run_dir, directory, identity)
-        partial = directory.begin(step)
-        _write(partial, Manifest(step, identity, {}), actor, {"step": step, **state})
-        directory.commit(step)
-    except (CheckpointError, OSError) as error:
-        directory.abandon(step)
-        raise CheckpointError(
-            f"{directory.path(step)} was not saved, those before it are untouched: {error}."
-        ) from error
-    try:
-        directory.drop_unfinished()
-        directory.keep_newest(keep)
-    except OSError as error:
-        _logger.warning(f"{directory.path(step)} was saved, but one before it could not be removed: {error}.")
-    return directory.path(step)
+    saver = Saver(run_dir, keep, background=False)
+    saver.start(step, actor, state)
+    saver.wait(actor, deadline=math.inf)
+    return CheckpointDirectory(run_dir / CHECKPOINTS).path(step)
 
 
-def _write(partial: Path, manifest: Manifest, actor: ModelGroup, state: dict[str, Any]) -> None:
-    (partial / ACTOR).mkdir()
-    for name, file_sum in actor.save(partial / ACTOR).items():
-        manifest.files[f"{ACTOR}/{name}"] = file_sum
-    write_durably(partial / STATE_FILE, json.dumps(state))
-    manifest.files[STATE_FILE] = sum_file(partial / STATE_FILE)
-    _require_visible(partial, manifest)
-    manifest.write(partial)
-    sync(partial / ACTOR)
-    sync(partial)
+@dataclass
+class _Save:
+    """A save that has begun: the driver's part is still to be written and all of it to be committed.
+
+    Attributes:
+        state: the driver's part as text, of the moment when the ranks copied theirs.
+        commit: the end of the save, in the background; None while ranks are writing.
+    """
+
+    step: int
+    identity: dict[str, Any]
+    state: str
+    commit: Future[None] | None = None
+
+
+class Saver:
+    """Saves the checkpoints of a run, one at a time.
+
+    In the background, `start` returns when every rank has copied its part to host memory; threads of the ranks write
+    it, and a thread of the driver commits it with one rename once all ranks are done.
+
+    Args:
+        keep: newest complete checkpoints that are kept.
+    """
+
+    def __init__(self, run_dir: Path, keep: int, background: bool) -> None:
+        self._run_dir, self._keep, self._background = run_dir, keep, background
+        self._directory = CheckpointDirectory(run_dir / CHECKPOINTS)
+        self._save: _Save | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+
+    def start(self, step: int, actor: ModelGroup, state: dict[str, Any]) -> None:
+        """Begin to write `checkpoints/step_<step>`; the one before must have ended (see `wait`).
+
+        Raises CheckpointError and RunError as `save` does.
+        """
+        assert self._save is None
+        with self._undone_if_it_fails(step):
+            self._directory.drop_unfinished()
+            self._directory.drop_newer_than_latest()
+            identity = actor.identity()
+            _require_room(self._run_dir, self._directory, identity)
+            partial = self._directory.begin(step)
+            (partial / ACTOR).mkdir()
+            self._save = _Save(step, identity, json.dumps({"step": step, **state}))
+            actor.start_save(partial / ACTOR, self._background)
+
+    def poll(self, actor: ModelGroup) -> bool:
+        """Whether no save is under way any more; commits it if all ranks are done. Raises as `start`."""
+        save = self._save
+        if save is None:
+            return True
+        with self._undone_if_it_fails(save.step):
+            if save.commit is None and (files := actor.saved()) is not None:
+                save.commit = self._thread.submit(self._commit, save, files)
+            if save.commit is None or not save.commit.done():
+                return False
+            save.commit.result()
+        self._save = None
+        return True
+
+    def wait(self, actor: ModelGroup, deadline: float) -> None:
+        """Wait until no save is under way.
+
+        Args:
+            deadline: longest wait in seconds.
+
+        Raises:
+            CheckpointError, RunError: as `start`, or RunError if the deadline passes.
+        """
+        begin = time.monotonic()
+        while not self.poll(actor):
+            if time.monotonic() - begin > deadline:
+                raise RunError(
+                    f"In phase 'checkpoint', the ranks of the actor did not write their parts within {deadline:g} s: "
+                    "look at the disk, or set a larger launcher.call_timeout."
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def forget(self) -> None:
+        """Drop the save under way, because its ranks have ended; what they wrote is removed by the next load."""
+        if self._save is not None and self._save.commit is not None:
+            self._save.commit.exception()  # it involves no rank, so it ends
+        self._save = None
+
+    @contextmanager
+    def _undone_if_it_fails(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except (CheckpointError, OSError) as error:
+            self._save = None
+            self._directory.abandon(step)
+            raise CheckpointError(
+                f"{self._directory.path(step)} was not saved, those before it are untouched: {error}."
+            ) from error
+
+    def _commit(self, save: _Save, files: dict[str, FileSum]) -> None:
+        """Write the driver's part and the manifest, rename the directory, and remove older checkpoints."""
+        partial = self._directory.partial(save.step)
+        manifest = Manifest(save.step, save.identity, {f"{ACTOR}/{name}": file for name, file in files.items()})
+        write_durably(partial / STATE_FILE, save.state)
+        manifest.files[STATE_FILE] = sum_file(partial / STATE_FILE)
+        _require_visible(partial, manifest)
+        manifest.write(partial)
+        sync(partial / ACTOR)
+        sync(partial)
+        self._directory.commit(save.step)
+        try:
+            self._directory.drop_unfinished()
+            self._directory.keep_newest(self._keep)
+        except OSError as error:
+            _logger.warning(
+                f"{self._directory.path(save.step)} was saved, but one before it could not be removed: {error}."
+            )
 
 
 def _require_visible(partial: Path, manifest: Manifest) -> None:
@@ -100,4 +194,4 @@ def _expected_size(directory: CheckpointDirectory, identity: dict[str, Any]) -> 
         return Manifest.read(directory.path(directory.steps()[-1])).size
     except (IndexError, BadCheckpoint):
         shape = ModelShape(**{key: value for key, value in identity.items() if key != "dtype"})
-        return shape.parameters * (_WEIGHT_BYTES[identity["dtype"]] + _OPTIMIZER_BYTES)
+        return checkpoint_bytes(shape, identity["dtype"])

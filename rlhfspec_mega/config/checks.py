@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from rlhfspec_mega.config.conditions import check_read
-from rlhfspec_mega.config.machine import check_devices, check_launcher, check_memory
+from rlhfspec_mega.config.machine import check_devices, check_job_end, check_launcher, check_memory
 from rlhfspec_mega.config.model_shape import check_weights, model_shape
 from rlhfspec_mega.config.names import unknown_choice
 from rlhfspec_mega.config.output_dir import check_output_dir
@@ -32,6 +32,7 @@ def check_config(config: RunConfig) -> Sizes:
     """
     shape, sizes = check_composition(config)
     _check_available(config)
+    check_job_end(config)
     _check_files(config)
     check_output_dir(config)
     check_devices(config)

@@ -174,6 +174,9 @@ def _check_names(override: Override) -> None:
     """Raise UserError unless the override's key is a group (with an option it has) or an option of the schema."""
     key, value = override.key_or_group, override.value()
     if key.split("/")[0].split(".")[0] == "hydra":
+        chosen = value if isinstance(value, list) else [value]
+        if "/" in key and not override.is_sweep_override() and not all(isinstance(one, str | None) for one in chosen):
+            raise UserError(f"{override.input_line} names no choice of a Hydra group: write e.g. hydra/launcher=basic.")
         return
     if override.is_delete():
         raise UserError(f"{override.input_line} would delete an option: set it instead, e.g. {key}=null.")

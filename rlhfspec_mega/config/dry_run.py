@@ -26,7 +26,7 @@ from rlhfspec_mega.config.sizes import Sizes, actor_layout, size_rows
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.megatron_tensors import parameters_per_rank
-from rlhfspec_mega.planning.memory import DTYPE_BYTES, GIB
+from rlhfspec_mega.planning.memory import DTYPE_BYTES, GIB, checkpoint_bytes
 from rlhfspec_mega.planning.placement import ACTOR, REFERENCE
 
 
@@ -59,6 +59,10 @@ def plan_of(config: RunConfig) -> dict[str, Any]:
             "bytes": sent,
             "buckets_at_least": -(-sent // int(config.resharding.bucket_mib * 2**20)),
             "transport": weight_transport(config),
+        },
+        "checkpoint": {
+            "bytes": checkpoint_bytes(shape, config.actor.dtype),
+            "host_memory": checkpoint_bytes(shape, config.actor.dtype) if config.trainer.async_save else 0,
         },
         "suggestion": [] if fits else nearest_fit(config) or [],
     }
@@ -135,6 +139,9 @@ def _lines(config: RunConfig, plan: dict[str, Any]) -> Iterator[str]:
         f"Each weight update sends {sent['bytes'] / GIB:.1f} GiB in {sent['buckets_at_least']} or more buckets by "
         f"{sent['transport']}."
     )
+    saved = plan["checkpoint"]
+    where = "; a copy waits in the host memory of the actor's nodes while it is written" if saved["host_memory"] else ""
+    yield f"A checkpoint takes {saved['bytes'] / GIB:.1f} GiB on disk{where}."
     yield _verdict(plan)
 
 

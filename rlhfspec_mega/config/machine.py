@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 from rlhfspec_mega.config.device_plan import USABLE, device_plans, fullest_device
 from rlhfspec_mega.config.hardware import device_memory, device_type, gpu_memory, host_memory
@@ -12,8 +13,9 @@ from rlhfspec_mega.config.sglang import ENGINE_BYTES, uses_sglang
 from rlhfspec_mega.config.sizes import Sizes
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
-from rlhfspec_mega.planning.memory import GIB
+from rlhfspec_mega.planning.memory import GIB, checkpoint_bytes
 from rlhfspec_mega.planning.placement import REFERENCE
+from rlhfspec_mega.stop import JOB_END
 
 PROCESS_BYTES = int(0.4 * GIB)  # an idle worker with torch and Megatron loaded: 0.35 GiB were measured
 
@@ -81,6 +83,7 @@ def check_memory(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
         need = sizes.actor_ranks * (actor.total + actor.weights) + sizes.engines * of_engine
         need += len(placement.devices(REFERENCE)) * sizes.reference_memory
         need += draft.actor + workers * PROCESS_BYTES + (sizes.engines * ENGINE_BYTES if uses_sglang(config) else 0)
+        need += checkpoint_bytes(shape, config.actor.dtype) if config.trainer.async_save else 0
         need, have = need // config.cluster.nodes, host_memory()
         where, hint = "this machine", "choose a smaller model or a machine with GPUs"
     elif not device_memory(config.cluster):
@@ -97,4 +100,14 @@ def check_memory(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
         raise UserError(
             f"Model {config.model.path or config.model.name} with {shape.parameters / 1e9:,.1f} billion weights needs "
             f"about {need / GIB:,.0f} GiB on {where} and {have / GIB:,.0f} GiB can be used ({parts}): {hint}."
+        )
+
+
+def check_job_end(config: RunConfig) -> None:
+    """Raises UserError if a checkpoint is wanted before an end of the job that nobody knows."""
+    trainer = config.trainer
+    if trainer.save_before_end > 0 and trainer.time_limit == 0 and JOB_END not in os.environ:
+        raise UserError(
+            f"trainer.save_before_end={trainer.save_before_end} needs the job's end, and {JOB_END} is not set: add "
+            "trainer.time_limit=SECONDS."
         )

@@ -6,19 +6,44 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from rlhfspec_mega.megatron import adamw_fixes, random_state
 from rlhfspec_mega.megatron.build import unwrap
 from rlhfspec_mega.megatron.checkpoint_files import SavedPart
-from rlhfspec_mega.megatron.checkpoint_writer import WriteFailed, write
+from rlhfspec_mega.megatron.checkpoint_writer import StagedState, WriteFailed, stage, write
 from rlhfspec_mega.megatron.groups import saving
 
 # Megatron saves these with the moments; a resumed run follows its configuration instead.
 _CONFIGURED = ("max_lr", "min_lr", "start_wd", "end_wd", "weight_decay", "betas", "eps")
 # The default (model-space) sharding of the optimizer fails in 0.16 and the DP one does not load in fp32.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+# The layers of Transformer Engine hold the norm before a linear layer in that layer, and name it so in checkpoints.
+_NORMS_IN_LAYERS = {
+    "decoder.layers.input_layernorm.": "decoder.layers.self_attention.linear_qkv.layer_norm_",
+    "decoder.layers.pre_mlp_layernorm.": "decoder.layers.mlp.linear_fc1.layer_norm_",
+}
+
+
+def load_weights(directory: Path, chunks: list[Any], groups: ProcessGroupCollection) -> None:
+    """Read the weights alone out of any distributed checkpoint, under any parallel sizes; collective over all ranks.
+
+    Raises megatron's CheckpointingException if the directory is not such a checkpoint.
+    """
+    stored = dist_checkpointing.load_tensors_metadata(str(directory))
+    for chunk in chunks:
+        with saving(groups):
+            wanted = unwrap(chunk).sharded_state_dict(metadata=_METADATA | {"dp_cp_group": groups.dp_cp})
+        spellings = {ours: theirs for ours, theirs in _NORMS_IN_LAYERS.items() if f"{theirs}weight" in stored}
+        apply_prefix_mapping(wanted, spellings)
+        with torch.no_grad():
+            state = dist_checkpointing.load({"model": wanted}, str(directory))
+        unwrap(chunk).load_state_dict(state["model"])
 
 
 def _sharded_state(
@@ -35,17 +60,22 @@ def _sharded_state(
     return state
 
 
-def save(
-    directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any, groups: ProcessGroupCollection
-) -> SavedPart:
-    """Write model, optimizer, schedule and random state into an existing empty directory; collective over all ranks.
+def staged_state(
+    copy: bool, validate: bool, chunks: list[Any], optimizer: Any, scheduler: Any, groups: ProcessGroupCollection
+) -> StagedState:
+    """Model, optimizer, schedule and random state, ready to be written (see `stage`); collective over all ranks."""
+    state = _sharded_state(chunks, optimizer, scheduler, groups, loading=False)
+    state |= {"random_state": random_state.sharded_random_state(groups), "grid": random_state.grid(groups)}
+    return stage(state | {"content_metadata": dict(_METADATA)}, copy, validate)
+
+
+def save(staged: StagedState, directory: Path, group: dist.ProcessGroup) -> SavedPart:
+    """Write a staged state into an existing empty directory; collective over all ranks.
 
     Returns this rank's files by name; if a rank could not write, every rank gets the reason instead.
     """
-    state = _sharded_state(chunks, optimizer, scheduler, groups, loading=False)
-    state |= {"random_state": random_state.sharded_random_state(groups), "grid": random_state.grid(groups)}
     try:
-        return SavedPart(write(state | {"content_metadata": dict(_METADATA)}, directory), None)
+        return SavedPart(write(staged, directory, group), None)
     except WriteFailed as error:
         return SavedPart({}, str(error))
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,27 +39,71 @@ class WriteFailed(Exception):
     """A step failed on some rank. Raised on all ranks, with the same message: rank and cause."""
 
 
-def write(state: dict[str, Any], directory: Path) -> dict[str, FileSum]:
-    """Write a sharded state dict into an existing empty directory; collective over all ranks.
+@dataclass
+class StagedState:
+    """A sharded state that is ready to be written.
+
+    Attributes:
+        shards: this rank's shards, by name.
+        common: what is the same on all ranks.
+        failure: why it could not be copied; `write` reports it on all ranks.
+    """
+
+    shards: dict[str, Any]
+    common: dict[str, Any]
+    failure: Exception | None = None
+
+
+def stage(state: dict[str, Any], copy: bool, validate: bool) -> StagedState:
+    """Prepare a sharded state dict for `write`; collective over all ranks, inside `cuda_means_cpu`.
+
+    Args:
+        copy: copy everything to host memory, so that the model may change while the copy is written.
+        validate: check that the shards of all ranks make up whole tensors, which need be done once for a model.
+    """
+    sharded, common = save_preprocess(state, validate_access_integrity=validate)
+    shards, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    try:
+        if copy:
+            for pieces in shards.values():
+                for piece in pieces:
+                    if isinstance(piece.data, torch.Tensor):
+                        piece.data = piece.data.detach().to("cpu", copy=True)
+            common = deepcopy(common)
+        return StagedState(shards, common)
+    except Exception as error:  # e.g. out of memory; nothing may keep this rank from the collectives of `write`
+        return StagedState({}, {}, error)
+
+
+def write(staged: StagedState, directory: Path, group: dist.ProcessGroup) -> dict[str, FileSum]:
+    """Write a staged state into an existing empty directory; collective over all ranks, in any thread.
 
     Returns the files that this rank accounts for, forced to disk and with checksums: the shards it wrote and, on rank
         0,
     all files that are not shards.
 
+    Args:
+        group: the ranks, over gloo, for nothing else at the same time.
+
     Raises:
         WriteFailed: on every rank, if one of them could not write (usually a full disk). Files may be left.
     """
-    sharded, common = save_preprocess(state)
     path = str(directory)
-    _agreed(lambda: get_default_save_common_strategy().save_common(common, path))  # writes on rank 0 only
-    _write_shards(sharded, path)
+
+    def begin() -> dict[str, Any]:
+        if staged.failure is not None:
+            raise staged.failure
+        get_default_save_common_strategy().save_common(staged.common, path)  # writes on rank 0 only
+        return mcore_to_pyt_state_dict(staged.shards)
+
+    _write_shards(_agreed(begin, group), path, group)
     # Last: this file tells Megatron that the directory is a checkpoint.
-    _agreed(lambda: save_config(_FORMAT, path) if dist.get_rank() == 0 else None)
-    return _agreed(lambda: sync_and_sum(directory, _own_files(directory)))
+    _agreed(lambda: save_config(_FORMAT, path) if dist.get_rank() == 0 else None, group)
+    return _agreed(lambda: sync_and_sum(directory, _own_files(directory)), group)
 
 
 def write_beside(
-    state: Callable[[], Mapping[str, torch.Tensor]] | None, directory: Path, name: str
+    state: Callable[[], Mapping[str, torch.Tensor]] | None, directory: Path, name: str, group: dist.ProcessGroup
 ) -> dict[str, FileSum]:
     """Add a safetensors file to a written checkpoint, on the rank that has a state for it; collective over all ranks.
 
@@ -73,15 +119,14 @@ def write_beside(
         save_file({key: tensor.detach().contiguous() for key, tensor in state().items()}, directory / name)
         return sync_and_sum(directory, [name])
 
-    return _agreed(step)
+    return _agreed(step, group)
 
 
-def _write_shards(sharded: Any, path: str) -> None:
-    shards, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+def _write_shards(shards: dict[str, Any], path: str, group: dist.ProcessGroup) -> None:
     # One writing thread: torch loses the errors of further ones.
     writer, planner = _ShardWriter(path, thread_count=1), MCoreSavePlanner(flatten_state_dict=False)
     try:
-        dcp.save(mcore_to_pyt_state_dict(shards), storage_writer=writer, planner=planner)
+        dcp.save(shards, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:  # torch raises it on every rank
         _log(error)
         rank, (cause, _) = min(error.failures.items())
@@ -98,7 +143,7 @@ class _ShardWriter(dcp.FileSystemWriter):
             raise _root_cause(error) from None
 
 
-def _agreed(step: Callable[[], T]) -> T:
+def _agreed(step: Callable[[], T], group: dist.ProcessGroup) -> T:
     """Run a step that involves no other rank; raises WriteFailed on all ranks if it fails on any of them."""
     failure, result = None, None
     try:
@@ -106,8 +151,8 @@ def _agreed(step: Callable[[], T]) -> T:
     except Exception as error:
         _log(error)
         failure = _sentence(dist.get_rank(), _root_cause(error))
-    failures: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
+    failures: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(failures, failure, group=group)
     for found in failures:
         if found is not None:
             raise WriteFailed(found)

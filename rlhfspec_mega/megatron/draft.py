@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +23,9 @@ from rlhfspec_mega.rl.microbatch import MicroBatch
 
 CHECKPOINT_FILE = "draft.safetensors"
 _TAPS, _TARGET_IDS = "taps", "target_ids"
+
+
+StagedDraft = Callable[[], dict[str, torch.Tensor]] | None  # None on the ranks that do not hold the draft
 
 
 class ActorDraft:
@@ -81,13 +84,28 @@ class ActorDraft:
             return None
         return self._refresher.refresh(*vocabulary, steps=steps, seconds=seconds)
 
-    def save(self, directory: Path) -> SavedPart:
-        """Add the draft to a written checkpoint of the actor.
+    def stage(self, copy: bool) -> StagedDraft:
+        """The draft's state for `write`, copied to host memory if it may change before."""
+        if not self._is_here or not copy:
+            return self._state if self._is_here else None
+        try:
+            state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._state().items()}
+        except Exception as error:  # out of memory: `write` reports it on all ranks
+            failure = error
+
+            def fail() -> dict[str, torch.Tensor]:
+                raise failure
+
+            return fail
+        return lambda: state
+
+    def write(self, staged: StagedDraft, directory: Path) -> SavedPart:
+        """Add the draft to a written checkpoint of the actor; in any thread, after MegatronModel.write.
 
         Returns this rank's files, or on every rank why it failed.
         """
         try:
-            return SavedPart(write_beside(self._state if self._is_here else None, directory, CHECKPOINT_FILE), None)
+            return SavedPart(write_beside(staged, directory, CHECKPOINT_FILE, self.model.saving_group), None)
         except WriteFailed as error:
             return SavedPart({}, str(error))
 

@@ -19,7 +19,7 @@ from rlhfspec_mega.megatron.build import build_chunks
 from rlhfspec_mega.megatron.checkpoint_files import SavedPart
 from rlhfspec_mega.megatron.cuda_shim import cuda_means_cpu
 from rlhfspec_mega.megatron.description import ModelDescription
-from rlhfspec_mega.megatron.groups import make_groups, ranks_in
+from rlhfspec_mega.megatron.groups import make_groups, make_saving_group, ranks_in
 from rlhfspec_mega.megatron.optimizer import build_optimizer, build_scheduler
 from rlhfspec_mega.megatron.residence import to_device, to_host
 from rlhfspec_mega.megatron.step import accumulate_gradients, compute_logprobs, reduce_metrics
@@ -52,6 +52,7 @@ class MegatronModel:
     Attributes:
         groups, position: process groups of the model, and this rank's coordinates.
         chunks: model chunks of this pipeline rank.
+        saving_group: the ranks, for writing checkpoints; only of a model that learns.
     """
 
     @on_megatron
@@ -64,10 +65,12 @@ class MegatronModel:
         self.position = ranks_in(self.groups)
         self.chunks = build_chunks(description, self.groups, device)
         self._unread = description.checkpoint
+        self._validated = False  # whether the shards of a checkpoint have been compared between the ranks
         if description.learning is not None:
             self.optimizer = build_optimizer(
                 description.learning.optimizer, self.chunks, description.dtype, self.groups
             )
+            self.saving_group = make_saving_group(ranks, timedelta(seconds=call_timeout))
             self.scheduler = build_scheduler(
                 description.learning.optimizer, self.optimizer, description.learning.total_updates
             )
@@ -78,6 +81,12 @@ class MegatronModel:
         """Load a Hugging Face directory. Raises UserError if tensors are missing or the shape differs."""
         optimizer = self.optimizer if self.description.learning else None
         load_parameters(self.chunks, self.shape, self.groups, HfWeights(path).lazy, optimizer)
+        self._rest()
+
+    @on_megatron
+    def load_distributed(self, directory: Path) -> None:
+        """Load the weights of a Megatron distributed checkpoint, whatever ranks wrote it."""
+        checkpoint.load_weights(directory, self.chunks, self.groups)
         self._rest()
 
     @on_megatron
@@ -145,13 +154,18 @@ class MegatronModel:
         return {"dtype": self.description.dtype} | asdict(self.shape)
 
     @on_megatron
-    def save(self, directory: Path) -> SavedPart:
-        """Write this rank's part of a distributed checkpoint into an existing empty directory.
+    def stage(self, copy: bool) -> checkpoint.StagedState:
+        """This rank's part of a distributed checkpoint, in host memory if it is copied (see checkpoint_writer)."""
+        validate, self._validated = not self._validated, True
+        return checkpoint.staged_state(copy, validate, *self._saved())
+
+    def write(self, staged: checkpoint.StagedState, directory: Path) -> SavedPart:
+        """Write what `stage` returned into an existing empty directory; one at a time, in any thread.
 
         A failure to write is returned, the same on all ranks, and not raised: the model is unchanged and the run may go
             on.
         """
-        return checkpoint.save(directory, *self._saved())
+        return checkpoint.save(staged, directory, self.saving_group)
 
     @on_megatron
     def load(self, directory: Path) -> bool:

@@ -151,6 +151,11 @@ def stage_memory(shape: ModelShape, plan: ActorPlan, stage: int) -> ActorMemory:
     )
 
 
+def checkpoint_bytes(shape: ModelShape, dtype: str) -> int:
+    """Bytes of a checkpoint: weights, and the optimizer's fp32 weights and two moments."""
+    return shape.parameters * (DTYPE_BYTES[dtype] + 12)
+
+
 def actor_memory(shape: ModelShape, plan: ActorPlan) -> ActorMemory:
     """Bytes of the actor rank that needs most."""
     stages = (stage_memory(shape, plan, stage) for stage in range(plan.layout.pipeline))

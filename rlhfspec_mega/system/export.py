@@ -5,9 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhfspec_mega.draft.directory import load_target_ids, read_draft_shape, write_draft
-from rlhfspec_mega.models.hf_directory import write_directory
+from rlhfspec_mega.models.hf_directory import copy_hf_files, write_directory
+from rlhfspec_mega.models.model_directory import HF_FILES
 from rlhfspec_mega.system.training import Training
 from rlhfspec_mega.types import WeightTarget
+
+
+def keep_hf_files(run_dir: Path, model: Path) -> None:
+    """Keep config.json and tokenizer of a run's model in its directory, so that its checkpoints can be converted."""
+    copy_hf_files(model, run_dir / HF_FILES)
 
 
 def export_model(training: Training, path: Path, source: Path) -> None:

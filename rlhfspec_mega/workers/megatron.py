@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,9 @@ class MegatronWorker:
         self._senders = Senders()
         self._draft: ActorDraft | None = None
         self._spans = SpanRecorder()
+        self._saver = ThreadPoolExecutor(1, "checkpoint")
+        self._saving: Future[SavedPart] | None = None
+        gc.freeze()  # Megatron collects garbage in every save, which then looks at the objects made since
 
     # Models
 
@@ -117,13 +122,30 @@ class MegatronWorker:
         """See MegatronModel.identity."""
         return self._models[model].identity()
 
-    def save(self, model: str, directory: Path) -> SavedPart:
-        """See MegatronModel.save; the draft of this model is saved with it."""
-        part = self._models[model].save(directory)
-        if self._draft is None or self._draft.model is not self._models[model] or part.failure is not None:
-            return part
-        of_draft = self._draft.save(directory)
-        return of_draft if of_draft.failure is not None else SavedPart(part.files | of_draft.files, None)
+    def start_save(self, model: str, directory: Path, background: bool) -> None:
+        """Save a model, and its draft, into an existing empty directory; `saved` gives the result.
+
+        Args:
+            background: return when everything is copied to host memory; a thread writes it.
+        """
+        one = self._models[model]
+        draft = self._draft if self._draft is not None and self._draft.model is one else None
+        of_model, of_draft = one.stage(background), draft.stage(background) if draft else None
+
+        def write() -> SavedPart:
+            part = one.write(of_model, directory)
+            if draft is None or part.failure is not None:
+                return part
+            beside = draft.write(of_draft, directory)
+            return beside if beside.failure is not None else SavedPart(part.files | beside.files, None)
+
+        self._saving = self._saver.submit(write)
+        if not background:
+            self._saving.exception()  # waits for the end
+
+    def saved(self, model: str) -> SavedPart | None:
+        """This rank's part of the save that was started last; None while it is being written."""
+        return self._saving.result() if self._saving is not None and self._saving.done() else None
 
     def load(self, model: str, directory: Path) -> bool:
         """See MegatronModel.load; the draft of this model is loaded with it."""

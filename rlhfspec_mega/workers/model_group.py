@@ -82,13 +82,23 @@ class ModelGroup:
         """What a checkpoint must have in common with this model to be loaded (precision and shape), as JSON."""
         return self._call("identity", phase="checkpoint", ranks=[0])[0]
 
-    def save(self, directory: Path) -> dict[str, FileSum]:
-        """Write a distributed checkpoint into an existing empty directory; returns its files by name.
+    def start_save(self, directory: Path, background: bool) -> None:
+        """Write a distributed checkpoint into an existing empty directory; `saved` gives the result.
+
+        Args:
+            background: return when every rank has copied its part to host memory.
+        """
+        self._call("start_save", directory, background, phase="checkpoint")
+
+    def saved(self) -> dict[str, FileSum] | None:
+        """The files, by name, of the save that was started last; None while a rank is still writing.
 
         Raises:
             CheckpointError: a rank could not write; files may remain, and the model is unchanged.
         """
-        parts = self._call("save", directory, phase="checkpoint")
+        parts = self._call("saved", phase="checkpoint")
+        if any(part is None for part in parts):
+            return None
         if parts[0].failure is not None:
             raise CheckpointError(parts[0].failure)
         return {name: file_sum for part in parts for name, file_sum in part.files.items()}

@@ -21,7 +21,8 @@ from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.megatron.checkpoint_files import FileSum, sum_file
 from rlhfspec_mega.megatron.draft import CHECKPOINT_FILE, ActorDraft
 from rlhfspec_mega.megatron.model import on_megatron
-from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
+from rlhfspec_mega.models.hf_config import read_shape
+from rlhfspec_mega.models.hf_directory import HfWeights
 from rlhfspec_mega.rl.microbatch import MicroBatch
 from tests.clusters import local_cluster
 from tests.contract.test_megatron_parity import make_batches, make_models, make_sequences
@@ -50,7 +51,7 @@ class DraftProbe(Probe):
         return {name: tensor.clone() for name, tensor in self.draft.weights().items()}
 
     def save_draft(self, directory: Path) -> dict[str, FileSum]:
-        part = self.draft.save(directory)
+        part = self.draft.write(self.draft.stage(copy=True), directory)
         assert part.failure is None
         return part.files
 
@@ -60,7 +61,7 @@ class DraftProbe(Probe):
 
         if self.draft._refresher is not None:
             self.draft._refresher.state_dict = no_memory
-        return self.draft.save(directory).failure or "written"
+        return self.draft.write(self.draft.stage(copy=True), directory).failure or "written"
 
     def load_draft(self, directory: Path) -> None:
         self.draft.load(directory)

@@ -132,6 +132,42 @@ def names(run_dir: Path) -> set[str]:
     return {path.name for path in (run_dir / "checkpoints").iterdir()}
 
 
+def save_directly(actor: ModelGroup, directory: Path) -> None:
+    actor.start_save(directory, background=False)
+    actor.saved()
+
+
+def test_a_save_in_the_background_is_of_the_moment_it_began(tp2: Ranks, history: History, run_dir: Path) -> None:
+    assert tp2.load(run_dir) == {"step": 4, "cursor": 40}
+    saver = checkpoints.Saver(run_dir, keep=2, background=True)
+    state = {"cursor": 50}
+    saver.start(5, tp2.actor, state)
+    state["cursor"] = 0
+    drawn, loss = tp2.draw(), tp2.train()
+    assert (drawn, loss) == (history.drawn[4], history.losses[4])
+    tp2.train()
+    saver.wait(tp2.actor, deadline=60)
+    assert names(run_dir) == {"latest", "step_4", "step_5"} and saver.poll(tp2.actor)
+    assert tp2.load(run_dir) == {"step": 5, "cursor": 50} and tp2.warnings == []
+    assert tp2.draw() == drawn and tp2.train() == loss
+
+
+def test_a_save_in_the_background_that_fails(tp2: Ranks, history: History, run_dir: Path) -> None:
+    assert tp2.load(run_dir) == {"step": 4, "cursor": 40}
+    tp2.group.call("limit_files", 20_000, phase="test", ranks=[1])
+    saver = checkpoints.Saver(run_dir, keep=2, background=True)
+    saver.start(6, tp2.actor, {})
+    tp2.draw()
+    assert tp2.train() == history.losses[4]
+    with pytest.raises(CheckpointError, match=r"step_6 was not saved.*actor rank 1: OSError.*File too large"):
+        saver.wait(tp2.actor, deadline=60)
+    assert names(run_dir) == {"latest", "step_2", "step_4"} and latest(run_dir) == "step_4"
+    tp2.group.call("limit_files", None, phase="test", ranks=[1])
+    saver.start(6, tp2.actor, {})
+    saver.wait(tp2.actor, deadline=60)
+    assert names(run_dir) == {"latest", "step_4", "step_6"}
+
+
 def test_what_was_saved_comes_back(tp2: Ranks, history: History, run_dir: Path) -> None:
     assert tp2.load(run_dir) == {"step": 4, "cursor": 40}
     assert tp2.warnings == []
@@ -271,7 +307,7 @@ def test_a_rank_that_cannot_write_a_file_stops_no_other(blocked: str, tp2: Ranks
     before = tp2.draw()
     (tmp_path / blocked).mkdir()
     with pytest.raises(CheckpointError, match=rf"actor rank {1 if '__1' in blocked else 0}: "):
-        tp2.actor.save(tmp_path)
+        save_directly(tp2.actor, tmp_path)
     assert tp2.draw() != before
 
 

@@ -16,7 +16,8 @@ from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.sizes import derive_sizes
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.models.hf_directory import WEIGHTS, read_shape
+from rlhfspec_mega.models.hf_config import read_shape
+from rlhfspec_mega.models.hf_directory import WEIGHTS
 from rlhfspec_mega.rollout.scoring import Scoring
 from rlhfspec_mega.system.scorers import Scorers
 from rlhfspec_mega.system.setup import Setup

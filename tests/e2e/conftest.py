@@ -96,10 +96,10 @@ def train(*options: str, seconds: float = 200) -> subprocess.CompletedProcess[st
 
 @pytest.fixture(scope="session")
 def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps with a checkpoint after two; its reference lies over both engines' devices."""
+    """A run of four steps with a checkpoint and an export after two; its reference lies over both engines' devices."""
     output = tmp_path_factory.mktemp("runs")
     spread = "placement.reference_tensor_parallel=2"
-    result = train(*small_run(model, output, "whole", "trainer.checkpoint_every=2", spread))
+    result = train(*small_run(model, output, "whole", "trainer.checkpoint_every=2", "trainer.export_every=2", spread))
     assert result.returncode == 0, result.stderr
     assert "4 steps" in result.stdout
     return output / "whole"

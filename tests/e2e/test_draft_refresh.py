@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from rlhfspec_mega.draft.directory import load_draft, write_draft
 from rlhfspec_mega.draft.distillation import initial_draft
 from rlhfspec_mega.draft.shape import draft_shape
-from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
+from rlhfspec_mega.models.hf_config import read_shape
+from rlhfspec_mega.models.hf_directory import HfWeights
 from tests.e2e.chaos import differences, process_of, timeless
 from tests.e2e.conftest import SHAPE, marked, small_run, start, train
 

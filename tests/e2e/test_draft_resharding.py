@@ -21,7 +21,8 @@ from rlhfspec_mega.draft.directory import read_draft_shape, write_draft
 from rlhfspec_mega.draft.distillation import initial_draft
 from rlhfspec_mega.draft.shape import draft_shape, draft_tensors
 from rlhfspec_mega.errors import RunError
-from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
+from rlhfspec_mega.models.hf_config import read_shape
+from rlhfspec_mega.models.hf_directory import HfWeights
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.resharding.buckets import Bucket
 from rlhfspec_mega.resharding.controller import Resharder

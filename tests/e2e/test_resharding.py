@@ -21,7 +21,8 @@ from rlhfspec_mega.cluster.supervised import Group
 from rlhfspec_mega.config.schema.generation import RolloutConfig
 from rlhfspec_mega.config.schema.training import ActorConfig
 from rlhfspec_mega.errors import RunError, WorkerDied
-from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
+from rlhfspec_mega.models.hf_config import read_shape
+from rlhfspec_mega.models.hf_directory import HfWeights
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.resharding.buckets import Bucket
 from rlhfspec_mega.resharding.controller import Resharder

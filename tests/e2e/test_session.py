@@ -12,7 +12,7 @@ from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.sizes import derive_sizes
 from rlhfspec_mega.ledger.entry import Purpose
 from rlhfspec_mega.ledger.ledger import Ledger
-from rlhfspec_mega.models.hf_directory import read_shape
+from rlhfspec_mega.models.hf_config import read_shape
 from rlhfspec_mega.observe.timeline import Timeline
 from rlhfspec_mega.rl.experience import Experience
 from rlhfspec_mega.system.setup import Setup

@@ -15,7 +15,8 @@ from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.config.schema.training import ActorConfig, OptimizerConfig
 from rlhfspec_mega.draft.shape import draft_shape
-from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
+from rlhfspec_mega.models.hf_config import read_shape
+from rlhfspec_mega.models.hf_directory import HfWeights
 from rlhfspec_mega.models.initialize import initial_tensors
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape

@@ -13,7 +13,7 @@ from benchmarks.sglang_engines import DEVICE, PORTABLE, finish, ours, send, sett
 from rlhfspec_mega.config.schema.generation import RolloutConfig, SGLangConfig, SpeculationConfig
 from rlhfspec_mega.draft.directory import load_target_ids, read_draft_shape
 from rlhfspec_mega.draft.shape import DraftShape
-from rlhfspec_mega.models.hf_directory import read_shape
+from rlhfspec_mega.models.hf_config import read_shape
 from rlhfspec_mega.planning.tree import Batch, DraftTree, StepRecord
 from rlhfspec_mega.rollout.sglang_engine.choice import DraftingControl
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine

@@ -11,7 +11,7 @@ import torch
 from benchmarks.sglang_engines import finish, ours, settings
 from rlhfspec_mega.draft.directory import read_draft_shape
 from rlhfspec_mega.draft.shape import draft_shape
-from rlhfspec_mega.models.hf_directory import read_shape
+from rlhfspec_mega.models.hf_config import read_shape
 from rlhfspec_mega.rollout.sglang_engine.choice import NOT_FIXED, DraftingControl
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.rollout.sglang_engine.shapes import trees

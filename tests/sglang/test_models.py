@@ -12,7 +12,7 @@ import torch
 from benchmarks.sglang_engines import DEVICE, finish, ours, settings
 from rlhfspec_mega.draft.directory import load_draft, write_draft
 from rlhfspec_mega.draft.shape import draft_shape, draft_tensors
-from rlhfspec_mega.models.hf_directory import read_shape
+from rlhfspec_mega.models.hf_config import read_shape
 from rlhfspec_mega.rollout.sglang_engine.choice import NOT_FIXED
 from rlhfspec_mega.rollout.sglang_engine.shapes import trees
 from tests.e2e.conftest import SHAPE, make_model

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.sglang_engines import DEVICE, finish
 from rlhfspec_mega.draft.directory import read_draft_shape
-from rlhfspec_mega.models.hf_directory import read_shape
+from rlhfspec_mega.models.hf_config import read_shape
 from rlhfspec_mega.rollout.protocol import DraftPast
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.rollout.sglang_engine.kv import DRAFT, TARGET

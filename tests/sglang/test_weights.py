@@ -10,7 +10,7 @@ import torch
 from benchmarks.sglang_engines import DEVICE, finish, ours, send, settings
 from rlhfspec_mega.draft.directory import load_target_ids, read_draft_shape, write_draft
 from rlhfspec_mega.draft.shape import draft_tensors
-from rlhfspec_mega.models.hf_directory import read_shape
+from rlhfspec_mega.models.hf_config import read_shape
 from rlhfspec_mega.rollout.sglang_engine.choice import NOT_FIXED
 from rlhfspec_mega.types import GenerationRequest, WeightTarget
 from tests.e2e.conftest import make_model

@@ -20,7 +20,7 @@ import torch
 from benchmarks.sglang_engines import DEVICE, PORTABLE, finish, send, started
 from rlhfspec_mega.config.schema.generation import RolloutConfig, SGLangConfig, SpeculationConfig
 from rlhfspec_mega.errors import UserError
-from rlhfspec_mega.models.hf_directory import read_shape
+from rlhfspec_mega.models.hf_config import read_shape
 from rlhfspec_mega.planning.draft_tokens import StepTable
 from rlhfspec_mega.planning.throughput import seconds_per_token
 from rlhfspec_mega.rollout.migration.messages import MigrationOrder, MigrationOrders

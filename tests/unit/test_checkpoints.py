@@ -32,10 +32,16 @@ class OneFileActor:
     def identity(self) -> dict[str, Any]:
         return dict(IDENTITY)
 
+    def start_save(self, directory: Path, background: bool) -> None:
+        self.files = self.save(directory)
+
     def save(self, directory: Path) -> dict[str, FileSum]:
         for name in ("shard", "common"):
             (directory / name).write_text(f"{name} {self.value}")
         return sync_and_sum(directory, ["shard", "common"])
+
+    def saved(self) -> dict[str, FileSum]:
+        return self.files
 
     def first_damage(self, directory: Path, files: dict[str, FileSum]) -> str | None:
         return first_damage(directory, files)

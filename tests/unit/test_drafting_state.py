@@ -141,12 +141,12 @@ def test_a_full_disk_costs_what_was_learnt_and_not_the_run(monkeypatch):
     notes: list[str] = []
     run: Any = SimpleNamespace(
         phases=SimpleNamespace(measure=lambda name: torch.no_grad()),
-        config=SimpleNamespace(trainer=SimpleNamespace(keep_checkpoints=2)),
+        config=SimpleNamespace(launcher=SimpleNamespace(call_timeout=1.0)),
+        saver=SimpleNamespace(start=lambda *arguments: None, wait=lambda *arguments: None),
         console=SimpleNamespace(note=notes.append),
         system=SimpleNamespace(actor=None, save_learnt=fail),
         directory=Path(),
     )
-    monkeypatch.setattr(trainer.checkpoints, "save", lambda *arguments: None)
     monkeypatch.setattr(trainer, "driver_state", lambda run: {})
     trainer.save(run, 1)
     assert len(notes) == 1 and "No space left on device" in notes[0]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.ledger.entry import Purpose
 from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.planning.lengths import LengthPredictor
+from rlhfspec_mega.rollout import reallocation
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.reallocation import Reallocation
 from rlhfspec_mega.rollout.session import Session
@@ -37,7 +41,21 @@ def tokens_alone(one: GenerationRequest) -> list[int]:
 
 
 class SessionMachine(RuleBasedStateMachine):
-    """One session after another over three real engines in this process."""
+    """One session after another over three real engines in this process.
+
+    Plans are due by a clock that moves with every look at it: hypothesis replays a history, and the machine is never as
+    fast twice.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        ticks = itertools.count()
+        clock = SimpleNamespace(monotonic=lambda: next(ticks) * 1e-3, thread_time=lambda: 0.0)
+        self.clock = mock.patch.object(reallocation, "time", clock)
+        self.clock.start()
+
+    def teardown(self) -> None:
+        self.clock.stop()
 
     @initialize(moves=st.booleans(), seed=st.integers(0, 99))
     def begin(self, moves: bool, seed: int) -> None:

@@ -15,7 +15,9 @@ BUILT_IN_LOSS = "algorithm.loss=null"
 class ModelConfig:
     name: str = option("tiny", "name of the model in messages and of the run's directory")
     path: str | None = option(
-        None, "directory of a Hugging Face model (config.json, *.safetensors, tokenizer files)", common=True
+        None,
+        "directory of a Hugging Face model, or Megatron distributed checkpoint with its config.json",
+        common=True,
     )
     hub_name: str | None = option(None, "where the weights of this shape are published; you download them")
     architecture: str = option("llama", "of the decoder layers", choices=tuple(ARCHITECTURES))
@@ -92,11 +94,28 @@ class TrainerConfig:
     checkpoint_every: int = option(
         0, "steps between checkpoints; 0: at the end only", unit="steps", least=0, common=True
     )
+    async_save: bool = option(True, "write checkpoints in the background, from a copy in host memory")
+    save_before_end: int = option(
+        0, "saves and stops so long before the job ends, as Slurm says or time_limit; 0: never", unit="seconds", least=0
+    )
+    time_limit: int = option(
+        0,
+        "how long the run may take, where Slurm does not say it; 0: no limit",
+        unit="seconds",
+        least=0,
+        only_with="trainer.save_before_end>0",
+    )
     keep_checkpoints: int = option(2, "newest checkpoints that are kept", least=1)
     resume: bool = option(False, "go on from the newest checkpoint of the run of this name", common=True)
     deterministic: bool = option(
         False,
         "the same bits again, whatever the clock does or an engine dies of; from SGLang up to near ties",
+    )
+    export_every: int = option(
+        0,
+        "steps between exports of the weights to Hugging Face directories exports/step_N; 0: never",
+        unit="steps",
+        least=0,
     )
     export: bool = option(True, "write the final weights as a Hugging Face directory")
 
