@@ -37,7 +37,7 @@ from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.data.tokenizer import make_byte_tokenizer
 from rlhfspec_mega.draft.directory import write_draft
 from rlhfspec_mega.draft.shape import draft_shape, draft_tensors
-from rlhfspec_mega.models.hf_directory import config_of, write_json
+from rlhfspec_mega.models.hf_config import config_of, write_json
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.observe.console import Console

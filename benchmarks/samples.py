@@ -17,7 +17,8 @@ from rlhfspec_mega.config.schema.generation import DataConfig
 from rlhfspec_mega.data.chain_sums import TERM, ChainSums
 from rlhfspec_mega.data.prompts import encode_prompts
 from rlhfspec_mega.data.tokenizer import load_tokenizer
-from rlhfspec_mega.models.hf_directory import HfWeights, read_shape
+from rlhfspec_mega.models.hf_config import read_shape
+from rlhfspec_mega.models.hf_directory import HfWeights
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.observe.console import Console
