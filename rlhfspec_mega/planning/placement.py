@@ -74,8 +74,8 @@ class PlacementRequest:
 
     Attributes:
         devices: number of devices of the cluster.
-        copy_devices: devices of one data-parallel copy of the actor: tensor x pipeline parallel size.
-        data_parallel: number of copies of the actor; None: as many as the devices allow.
+        replica_devices: devices of one data-parallel replica of the actor: tensor x pipeline parallel size.
+        data_parallel: number of data-parallel replicas of the actor; None: as many as the devices allow.
         engines: number of engines; None: as many as the devices allow.
         engine_devices: devices of one engine, which lie next to each other on one node.
         devices_per_node: number of devices of a node.
@@ -84,7 +84,7 @@ class PlacementRequest:
     """
 
     devices: int
-    copy_devices: int
+    replica_devices: int
     data_parallel: int | None = None
     engines: int | None = None
     engine_devices: int = 1
@@ -134,7 +134,7 @@ PLACEMENTS = {"colocated": colocated, "separate": separate}  # choices of placem
 
 def _actor_ranks(request: PlacementRequest, room: int) -> int:
     """Number of actor ranks: of `request.data_parallel` copies, or of as many as fit on `room` devices."""
-    ranks = request.copy_devices * (request.data_parallel or max(room // request.copy_devices, 1))
+    ranks = request.replica_devices * (request.data_parallel or max(room // request.replica_devices, 1))
     if ranks > request.devices:
         raise UserError(
             f"The actor needs {ranks} devices (tensor x pipeline x data parallel) and the cluster has "

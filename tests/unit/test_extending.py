@@ -16,9 +16,9 @@ from rlhfspec_mega.config.schema.training import AlgorithmConfig
 from rlhfspec_mega.models import mapping
 from rlhfspec_mega.models.shape import ARCHITECTURES, Architecture, ModelShape
 from rlhfspec_mega.models.transformer import Transformer, causal_attention
+from rlhfspec_mega.planning import placement
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
-from rlhfspec_mega.planning.placement import ACTOR, ENGINE, PlacementRequest
 from rlhfspec_mega.reward.runner import RewardRunner
 from rlhfspec_mega.rl.experience import Experience
 from rlhfspec_mega.rl.microbatch import Shard
@@ -30,9 +30,10 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
 BLOCKS = dict(re.findall(r"```python\n# (\S+)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S))
 
 
-def example(name: str) -> ModuleType:
-    """The block of this file, as a module."""
+def example(name: str, within: ModuleType | None = None) -> ModuleType:
+    """The block of this file, as a module; `within`: with the names of the module that it is added to."""
     module = ModuleType(name.removesuffix(".py").replace("/", "."))
+    module.__dict__.update(vars(within) if within else {})
     exec(compile(BLOCKS[name], name, "exec"), module.__dict__)
     return module
 
@@ -106,8 +107,8 @@ def test_a_drafting_policy() -> None:
 
 
 def test_a_placement() -> None:
-    placement = example("rlhfspec_mega/planning/placement.py").mostly_engines(
-        PlacementRequest(devices=8, copy_devices=2)
+    made = example("rlhfspec_mega/planning/placement.py", placement).mostly_engines(
+        placement.PlacementRequest(devices=8, replica_devices=2)
     )
-    assert placement.devices(ACTOR) == [(0,), (1,)]
-    assert placement.devices(ENGINE) == [(device,) for device in range(2, 8)]
+    assert made.devices(placement.ACTOR) == [(0,), (1,)]
+    assert made.devices(placement.ENGINE) == [(device,) for device in range(2, 8)]

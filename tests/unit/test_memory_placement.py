@@ -202,4 +202,4 @@ def test_where_no_numbers_are_given_the_room_is_filled(devices: int, copy: int) 
 
 def test_separate_without_room_for_an_engine_says_how_many_devices() -> None:
     with pytest.raises(UserError, match=r"cluster\.devices_per_node=3"):
-        separate(PlacementRequest(devices=2, copy_devices=2))
+        separate(PlacementRequest(devices=2, replica_devices=2))

@@ -20,7 +20,7 @@ from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.ray_launcher import RayCluster
 from rlhfspec_mega.planning.placement import PlacementRequest, colocated
 limits = {"call_timeout": 60.0, "start_timeout": 120.0, "heartbeat_timeout": 60.0, "max_restarts": 0}
-placement = colocated(PlacementRequest(devices=4, copy_devices=4, data_parallel=1, engines=2, engine_devices=2))
+placement = colocated(PlacementRequest(devices=4, replica_devices=4, data_parallel=1, engines=2, engine_devices=2))
 places = {role: placement.devices(role) for role in ("actor", "engine")}
 cluster = RayCluster(Path(sys.argv[1]), threads=1, use_gpus=True, places=places, address=None, **limits)
 groups = [
