@@ -80,6 +80,7 @@ class Saver:
         self._run_dir, self._keep, self._background = run_dir, keep, background
         self._directory = CheckpointDirectory(run_dir / CHECKPOINTS)
         self._save: _Save | None = None
+        self._identity: dict[str, Any] | None = None  # of the actor; the same in every save
         self._thread = ThreadPoolExecutor(1, "checkpoint")
 
     def start(self, step: int, actor: ModelGroup, state: dict[str, Any]) -> None:
@@ -91,11 +92,12 @@ class Saver:
         with self._undone_if_it_fails(step):
             self._directory.drop_unfinished()
             self._directory.drop_newer_than_latest()
-            identity = actor.identity()
-            _require_room(self._run_dir, self._directory, identity)
+            if self._identity is None:
+                self._identity = actor.identity()
+            _require_room(self._run_dir, self._directory, self._identity)
             partial = self._directory.begin(step)
             (partial / ACTOR).mkdir()
-            self._save = _Save(step, identity, json.dumps({"step": step, **state}))
+            self._save = _Save(step, self._identity, json.dumps({"step": step, **state}))
             actor.start_save(partial / ACTOR, self._background)
 
     def poll(self, actor: ModelGroup) -> bool:
