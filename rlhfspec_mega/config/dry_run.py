@@ -28,6 +28,7 @@ from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.megatron_tensors import parameters_per_rank
 from rlhfspec_mega.planning.memory import DTYPE_BYTES, GIB, checkpoint_bytes
 from rlhfspec_mega.planning.placement import ACTOR, REFERENCE
+from rlhfspec_mega.simulate.step import forecast_run
 
 
 def plan_of(config: RunConfig) -> dict[str, Any]:
@@ -52,6 +53,7 @@ def plan_of(config: RunConfig) -> dict[str, Any]:
             "phase": fullest.fullest_phase,
             "bytes": fullest.most,
         },
+        **_times(config, shape, sizes),
         "parameters": _parameters(config, shape, sizes),
         "devices": [asdict(plan) for plan in plans],
         "actor": [asdict(stage) for stage in actor_stages(config, shape, sizes)],
@@ -74,6 +76,19 @@ def dry_run(config: RunConfig) -> tuple[str, bool]:
     if config.dry_run == "json":
         return json.dumps(plan), plan["fits"]
     return "\n".join(_lines(config, plan)), plan["fits"]
+
+
+def _times(config: RunConfig, shape: ModelShape, sizes: Sizes) -> dict[str, Any]:
+    """Predicted times of a step; None where nothing is known of the hardware."""
+    forecast = forecast_run(config, shape, sizes)
+    if forecast is None:
+        return {"step_seconds": None, "phase_seconds": {}, "phase_bound_by": {}, "time_source": None}
+    return {
+        "step_seconds": forecast.step_seconds,
+        "phase_seconds": dict(forecast.seconds),
+        "phase_bound_by": dict(forecast.bound_by),
+        "time_source": dict(forecast.source),
+    }
 
 
 def _fits(config: RunConfig, shape: ModelShape, sizes: Sizes) -> bool:
@@ -139,10 +154,30 @@ def _lines(config: RunConfig, plan: dict[str, Any]) -> Iterator[str]:
         f"Each weight update sends {sent['bytes'] / GIB:.1f} GiB in {sent['buckets_at_least']} or more buckets by "
         f"{sent['transport']}."
     )
+    yield from _time_lines(plan)
     saved = plan["checkpoint"]
     where = "; a copy waits in the host memory of the actor's nodes while it is written" if saved["host_memory"] else ""
     yield f"A checkpoint takes {saved['bytes'] / GIB:.1f} GiB on disk{where}."
     yield _verdict(plan)
+
+
+def _time_lines(plan: dict[str, Any]) -> Iterator[str]:
+    source = plan["time_source"]
+    if source is None:
+        yield "Times are not predicted without a data sheet: add cluster.costs=FILE (python -m tools.calibrate RUN)."
+        return
+    if source["kind"] == "measured":
+        made_from = f"from costs measured in {source['run']}"
+    else:
+        made_from = f"from a roofline of the {source['device']['name']}'s data sheet; nothing of it was measured"
+    yield ""
+    yield f"Estimated seconds of a step, {made_from}:"
+    total, bound_by = plan["step_seconds"], plan["phase_bound_by"]
+    for phase, seconds in plan["phase_seconds"].items():
+        by = f"  {bound_by[phase]}" if phase in bound_by else ""
+        yield f"  {phase:<10} {seconds:>9.2f} {seconds / total:>5.0%}{by}"
+    yield f"  {'all':<10} {total:>9.2f}"
+    yield ""
 
 
 def _verdict(plan: dict[str, Any]) -> str:

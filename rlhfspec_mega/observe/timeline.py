@@ -60,6 +60,11 @@ def engine_lane(rank: int, number: int) -> Lane:
     return Lane(4 + rank, number, f"engine {rank}", ("work", "freed", "migrations")[number])
 
 
+def lane_of(process: int, thread: int) -> tuple[int, int]:
+    """Process and row number of an event with this `pid` and `tid`."""
+    return process, thread - process * _THREADS
+
+
 class Timeline:
     """Gathers events on the driver and appends them to a file, see TraceFile.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -103,23 +104,31 @@ def read_curves(path: Path) -> CostCurves:
     except ValueError:
         raise UserError(f"{path} is not a JSON file: {_HOW}") from None
     try:
-        curves = CostCurves(
-            name=str(data["name"]),
-            source=dict(data["source"]),
-            slots=int(data["slots"]),
-            kv_tokens=int(data["kv_tokens"]),
-            plain=_decode_curve(data["plain"]),
-            drafting=None if data["drafting"] is None else _decode_curve(data["drafting"]),
-            prefill_seconds=float(data["prefill_seconds"]),
-            scoring_seconds=float(data["scoring_seconds"]),
-            scoring_start=float(data["scoring_start"]),
-            migration=MigrationTimes(**{name: float(value) for name, value in data["migration"].items()}),
-        )
-        check_curves(curves)
+        return curves_of(data)
     except KeyError as error:
         raise UserError(f"The cost curves in {path} lack {error.args[0]}: {_HOW}") from None
     except (TypeError, ValueError, AttributeError) as error:
         raise UserError(f"The cost curves in {path} are invalid ({error}): {_HOW}") from None
+
+
+def curves_of(data: Mapping[str, Any]) -> CostCurves:
+    """Curves from plain data (see `CostCurves.as_json`).
+
+    Raises KeyError if some are missing; TypeError, ValueError or AttributeError if they are invalid.
+    """
+    curves = CostCurves(
+        name=str(data["name"]),
+        source=dict(data["source"]),
+        slots=int(data["slots"]),
+        kv_tokens=int(data["kv_tokens"]),
+        plain=_decode_curve(data["plain"]),
+        drafting=None if data["drafting"] is None else _decode_curve(data["drafting"]),
+        prefill_seconds=float(data["prefill_seconds"]),
+        scoring_seconds=float(data["scoring_seconds"]),
+        scoring_start=float(data["scoring_start"]),
+        migration=MigrationTimes(**{name: float(value) for name, value in data["migration"].items()}),
+    )
+    check_curves(curves)
     return curves
 
 

@@ -45,6 +45,11 @@ class ClusterConfig:
     nodes: int = option(1, "machines", least=1)
     devices_per_node: int = option(2, "GPUs of a node, or processes that stand for them", least=1, common=True)
     threads_per_worker: int = option(1, "CPU threads of a worker", least=1)
+    costs: str | None = option(
+        None,
+        "file of measured costs (tools.calibrate) for the times that dry_run predicts; null: from the data sheet",
+        only_with="dry_run=true|json",
+    )
     gpu: GpuConfig = section(GpuConfig, "the GPU, from its data sheet")
 
 

@@ -1,0 +1,114 @@
+"""Predicts the time of a training step, phase by phase, from the costs of its parts."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlhfspec_mega.config.hardware import device_type
+from rlhfspec_mega.config.reference import reference_home
+from rlhfspec_mega.config.schema.run import RunConfig
+from rlhfspec_mega.config.sizes import Sizes
+from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.planning.placement import ACTOR, ENGINE, GENERATION
+from rlhfspec_mega.simulate.mechanisms import Mechanism, simulate
+from rlhfspec_mega.simulate.rollout import SimulatedRollout
+from rlhfspec_mega.simulate.step_costs import StepCosts, read_costs
+from rlhfspec_mega.simulate.step_roofline import roofline_costs
+from rlhfspec_mega.simulate.workload import Workload
+
+ROLLOUTS = 5  # random ones, of which the median counts
+PLANS = 100  # about so many plans are made in a simulated rollout, and none more often than a real run does
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    """Predicted times of a step.
+
+    Attributes:
+        seconds: by phase, named as in the metrics `timing_s/...`. What a phase does only every few steps counts with
+            its share of a step. Evaluations, exports and checkpoints are not included.
+        bound_by: by phase, what its time is bound by; only phases for which that is known.
+        tokens: of prompts and responses in a step.
+        source: see StepCosts.
+    """
+
+    seconds: Mapping[str, float]
+    bound_by: Mapping[str, str]
+    tokens: float
+    source: Mapping[str, Any]
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def longest(self) -> str:
+        """The phase that takes most of the step."""
+        return max(self.seconds, key=lambda phase: self.seconds[phase])
+
+
+def forecast_run(config: RunConfig, shape: ModelShape, sizes: Sizes) -> StepForecast | None:
+    """Predict a step from measured costs (cluster.costs), else from the GPU's data sheet; None if there is neither.
+
+    Raises UserError for a file of costs that cannot be read or was measured with other settings.
+    """
+    if config.cluster.costs:
+        costs = read_costs(Path(config.cluster.costs))
+        costs.check_for(config, config.cluster.costs)
+    elif device_type(config.cluster) == "cuda" and config.cluster.gpu.bf16_tflops:
+        costs = roofline_costs(config, shape, sizes)
+    else:
+        return None
+    return forecast_step(config, sizes, costs)
+
+
+def forecast_step(config: RunConfig, sizes: Sizes, costs: StepCosts) -> StepForecast:
+    """Predict a step after the first: rollouts are simulated, the other phases follow from their tokens."""
+    rollouts, tokens = _rollouts(config, sizes, costs)
+    of_replica = tokens / sizes.data_parallel
+    seconds = {
+        "generate": costs.rollout_start + statistics.median(one.makespan for one in rollouts),
+        "score": costs.reward * sizes.samples_per_step,
+    }
+    home = reference_home(config)
+    if home == GENERATION:
+        seconds["reference"] = statistics.median(one.makespan_with_scoring - one.makespan for one in rollouts)
+    elif home == ACTOR:
+        seconds["reference"] = costs.reference * of_replica
+    seconds["logprobs"] = costs.logprobs * of_replica
+    seconds["update"] = costs.update * of_replica + costs.optimizer * sizes.updates_per_step
+    if sizes.draft_memory.actor and config.speculation.refresh_every:
+        seconds["draft"] = config.speculation.refresh_seconds / config.speculation.refresh_every
+    seconds["reshard"] = costs.reshard
+    seconds = {phase: value for phase, value in seconds.items() if value > 0}
+    bound_by = {phase: costs.bounds[phase] for phase in seconds if phase in costs.bounds}
+    return StepForecast(seconds, bound_by, tokens, costs.source)
+
+
+def _rollouts(config: RunConfig, sizes: Sizes, costs: StepCosts) -> tuple[list[SimulatedRollout], float]:
+    """Simulated rollouts of a step, and the mean number of their tokens."""
+    trainer, moves = config.trainer, config.reallocation.policy == "adaptive" and not config.trainer.deterministic
+    mechanism = Mechanism(
+        queued=config.reallocation.policy == "queue" and not config.trainer.deterministic,
+        moves=moves,
+        fuses=moves and reference_home(config) == GENERATION,
+        drafts=costs.engine.drafting is not None and config.speculation.policy != "off",
+    )
+    engines = len(sizes.placement.devices(ENGINE))
+    curves = replace(costs.engine, slots=config.rollout.max_running_requests)
+    groups, members = trainer.prompts_per_step, trainer.samples_per_prompt
+    earlier = [costs.lengths.draw(groups, members, seed=ROLLOUTS)]
+    workloads = [costs.lengths.draw(groups, members, seed) for seed in range(ROLLOUTS)]
+
+    def rollout(workload: Workload, how: Mechanism, pause: float) -> SimulatedRollout:
+        return simulate(how, workload, engines, curves, start="even", plan_seconds=pause, earlier=earlier)
+
+    alone = rollout(workloads[0], replace(mechanism, moves=False, fuses=False), math.inf)
+    pause = max(config.rollout.poll_interval, alone.makespan / PLANS)
+    found = [rollout(workload, mechanism, pause) for workload in workloads]
+    return found, statistics.fmean(float(workload.totals.sum()) for workload in workloads)
