@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from itertools import product
-from operator import attrgetter
 from typing import Any
 
 from rlhfspec_mega.config.compose import NoPresetError, load_config, options_read
 from rlhfspec_mega.config.hardware import device_type
-from rlhfspec_mega.config.machine import check_memory
 from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.config.names import as_written, group_options
+from rlhfspec_mega.config.nearest import fits_with, nearest, parallel_sizes
 from rlhfspec_mega.config.presets import LISTS, presets
 from rlhfspec_mega.config.schema.run import RunConfig
-from rlhfspec_mega.config.shape_checks import check_lengths, check_parallel, check_shape
-from rlhfspec_mega.config.sizes import derive_sizes
 from rlhfspec_mega.errors import UserError
 
 PARALLEL = LISTS["parallel"]
@@ -42,17 +39,17 @@ def with_advice(error: NoPresetError) -> UserError:
 
 
 def nearest_fit(config: RunConfig) -> list[str] | None:
-    """Options to add to a run that does not fit: parallel sizes and recomputation, else also a larger cluster.
+    """Options to add to a run that does not fit, as one types them, if need be with a larger cluster.
 
     None if nothing was found.
     """
-    keys = [key for key in PARALLEL if key not in ("actor.optimizer.lr", "actor.dtype")]
-    tried = [([], config), *_larger(config)]
-    for cluster, one in tried:
-        found = _fitting(one, keys)
+    found = nearest(config)
+    if found is not None:
+        return found
+    for cluster, one in _larger(config):
+        found = nearest(one)
         if found is not None:
-            unchanged = [as_written(key, attrgetter(key)(config)) for key in options_read(config, keys)]
-            return [*cluster, *(word for word in found if word not in unchanged)]
+            return [*cluster, *found]
     return None
 
 
@@ -93,13 +90,9 @@ def _as_the_table_says(config: RunConfig, unset: Sequence[str]) -> list[str] | N
 
 def _fitting(config: RunConfig, unset: Sequence[str]) -> list[str] | None:
     """The unset options as one types them, with the smallest parallel sizes that fit; None if none do."""
-    cluster = config.cluster
-    sizes = [n for n in range(1, cluster.devices_per_node + 1) if cluster.devices_per_node % n == 0]
-    stages = [n for n in range(1, cluster.nodes + 1) if cluster.nodes % n == 0]
-    layouts = sorted(((t, p) for t in sizes for p in stages), key=lambda one: (one[0] * one[1], one[1]))
     config = deepcopy(config)
     references: list[dict[str, Any]] = [{}, {"placement.reference": "actor"}]
-    for reference, (engine, words), (tensor, pipeline) in product(references, _engines(config), layouts):
+    for reference, (engine, words), (tensor, pipeline) in product(references, _engines(config), parallel_sizes(config)):
         values = {key: value for key, value in _values(config, tensor, pipeline).items() if key in unset} | reference
         if _fits(config, engine, values):
             config.rollout.engine = engine
@@ -132,17 +125,4 @@ def _values(config: RunConfig, tensor: int, pipeline: int) -> dict[str, Any]:
 
 def _fits(config: RunConfig, engine: str, values: dict[str, Any]) -> bool:
     """Whether the run with this engine and these values has sizes that divide and fits into memory."""
-    tried = deepcopy(config)
-    tried.rollout.engine = engine
-    for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        setattr(attrgetter(section)(tried), name, value)
-    try:
-        shape = model_shape(tried.model)
-        check_shape(tried, shape)
-        check_parallel(tried, shape)
-        check_lengths(tried, shape)
-        check_memory(tried, shape, derive_sizes(tried, shape))
-    except UserError:
-        return False
-    return True
+    return fits_with(config, {"rollout.engine": engine, **values})

@@ -134,8 +134,8 @@ def _lines(config: RunConfig, plan: dict[str, Any]) -> Iterator[str]:
     fullest = next(one for one in devices if (one["node"], one["index"]) == (bound["node"], bound["index"]))
     capacity = fullest["capacity"]
     yield (
-        f"GiB on the fullest device (node {bound['node']}, device {bound['index']}), of {capacity / GIB:.1f}, of which "
-        f"{USABLE:.0%} can be used:"
+        f"GiB on the fullest device (node {bound['node']}, device {bound['index']}), of {capacity / GIB:.1f}"
+        f"{f', of which {USABLE:.0%} can be used' if device_type(cluster) == 'cuda' else ''}:"
     )
     yield from _table(["", *PHASES], _phase_rows(fullest["bytes"]))
     yield ""
