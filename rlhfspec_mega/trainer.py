@@ -31,22 +31,22 @@ def run(config: RunConfig) -> None:
     with started(config) as run, StopSignals(run.console.note) as signals:
         step = resume(run) if config.trainer.resume else 0
         keep_hf_files(run.directory, run.model)
+        job_end = JobEnd(config.trainer.save_before_end, config.trainer.time_limit)
         with Reporter(run.directory, config, run.console, run.phases, run.timeline, first_step=step) as reporter:
             while True:
                 try:
-                    train(run, reporter, step, signals)
+                    train(run, reporter, step, signals, job_end)
                     finish(run, reporter)
                     break
                 except WorkerDied as death:
                     step = recover(run, reporter, death)
 
 
-def train(run: Run, reporter: Reporter, first: int, signals: StopSignals) -> None:
+def train(run: Run, reporter: Reporter, first: int, signals: StopSignals, job_end: JobEnd) -> None:
     """Run steps `first` to the last, with a checkpoint when one is due or a signal asks for it."""
     trainer = run.config.trainer
     with run.phases.measure("reshard"):
         run.system.reshard(first)
-    job_end = JobEnd(trainer.save_before_end, trainer.time_limit)
     for step in range(first, trainer.steps):
         metrics = evaluate(run, step) if is_due(step, trainer.eval_every) else {}
         samples, learnt = train_step(run, step)

@@ -47,7 +47,6 @@ def save(run_dir: Path, step: int, actor: ModelGroup, state: dict[str, Any], kee
     """
     saver = Saver(run_dir, keep, background=False)
     saver.start(step, actor, state)
-    saver.wait(actor, deadline=math.inf)
     return CheckpointDirectory(run_dir / CHECKPOINTS).path(step)
 
 
@@ -99,6 +98,8 @@ class Saver:
             (partial / ACTOR).mkdir()
             self._save = _Save(step, self._identity, json.dumps({"step": step, **state}))
             actor.start_save(partial / ACTOR, self._background)
+        if not self._background:
+            self.wait(actor, deadline=math.inf)  # the ranks have written; only the commit is left
 
     def poll(self, actor: ModelGroup) -> bool:
         """Whether no save is under way any more; commits it if all ranks are done. Raises as `start`."""

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -159,6 +160,12 @@ def _check_total(bundles: list[dict[str, float]], where: str) -> None:
     """Refuse at once what could never be placed."""
     has = ray.cluster_resources()
     total = {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in ("CPU", "GPU")}
+    if total["GPU"] > has.get("GPU", 0.0):
+        raise UserError(
+            f"This run wants {total['GPU']:g} GPUs, and Ray at {where} sees {has.get('GPU', 0.0):g}: "
+            f"{nodes_in_words(ray.nodes())}. Start Ray on the nodes that lack, or set cluster.nodes and "
+            "cluster.devices_per_node to what is there."
+        )
     if any(amount > has.get(name, 0.0) for name, amount in total.items()):
         raise UserError(
             f"The Ray cluster at {where} is too small: this run asks for {_amounts(total)} and the cluster has "
@@ -172,6 +179,19 @@ def _check_total(bundles: list[dict[str, float]], where: str) -> None:
                 f"No node of the Ray cluster at {where} has {_amounts(bundle)} for the workers of one device: lower "
                 "cluster.threads_per_worker, or use placement=separate."
             )
+
+
+def nodes_in_words(nodes: Sequence[Mapping[str, Any]]) -> str:
+    """GPUs by node: those that have fewer than the others, else how many each has.
+
+    A node that has left Ray counts as one without GPUs.
+    """
+    gpus = Counter[str]()
+    for node in nodes:
+        gpus[node["NodeManagerHostname"]] += int(node["Resources"].get("GPU", 0)) if node["Alive"] else 0
+    most = max(gpus.values())
+    fewer = [f"{name} has {count}" for name, count in sorted(gpus.items()) if count < most]
+    return ", ".join(fewer) or f"{len(gpus)} node{'s' if len(gpus) > 1 else ''} with {most} each"
 
 
 def _node_of_bundle(group: PlacementGroup) -> dict[int, str]:

@@ -6,6 +6,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+from rlhfspec_mega.config.advice import nearest_fit
 from rlhfspec_mega.config.conditions import check_read
 from rlhfspec_mega.config.machine import check_devices, check_job_end, check_launcher, check_memory
 from rlhfspec_mega.config.model_shape import check_weights, model_shape
@@ -36,7 +37,7 @@ def check_config(config: RunConfig) -> Sizes:
     _check_files(config)
     check_output_dir(config)
     check_devices(config)
-    check_memory(config, shape, sizes)
+    _check_fits(config, shape, sizes)
     check_weights(config.model)
     return sizes
 
@@ -60,6 +61,17 @@ def check_composition(config: RunConfig) -> tuple[ModelShape, Sizes]:
     check_parallel(config, shape)
     check_lengths(config, shape)
     return shape, derive_sizes(config, shape)
+
+
+def _check_fits(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
+    """Refuse a run that has too little memory here, with the nearest settings that fit."""
+    try:
+        check_memory(config, shape, sizes)
+    except UserError as error:
+        found = nearest_fit(config)
+        if not found:
+            raise
+        raise UserError(f"{str(error).removesuffix('.')}; the nearest that fits is {' '.join(found)}.") from None
 
 
 def _check_name(config: RunConfig) -> None:

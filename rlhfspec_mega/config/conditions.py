@@ -71,7 +71,8 @@ def _holds(comparison: str, config: RunConfig) -> bool:
         key, bound = comparison.split(">")
         return bool(attrgetter(key)(config) > float(bound))
     key, values = comparison.split("=")
-    return attrgetter(key)(config) in [_value(text) for text in values.split("|")]
+    texts: list[Any] = values.split("|")
+    return attrgetter(key)(config) in [*texts, *map(_value, texts)]  # of a text option, "true" is a word
 
 
 def _remedy(comparison: str) -> str:

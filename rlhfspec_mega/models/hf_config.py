@@ -108,7 +108,7 @@ def refuse_features(path: Path, config: dict[str, Any]) -> None:
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
     """RoPE settings in one dictionary, from the spellings before and since transformers 5 (the older one wins)."""
     top = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
-    return {**top, **(config.get("rope_scaling") or config.get("rope_parameters") or {})}
+    return {**top, **(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
 
 
 def read_rope(path: Path, config: dict[str, Any]) -> tuple[float, dict[str, float] | None]:

@@ -25,7 +25,7 @@ from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.cluster.meeting_point import MeetingPoint
 from rlhfspec_mega.cluster.ray_instance import RayInstance
 from rlhfspec_mega.cluster.ray_launcher import RayCluster
-from rlhfspec_mega.cluster.ray_placement import Reservation, roles_sharing_devices
+from rlhfspec_mega.cluster.ray_placement import Reservation, nodes_in_words, roles_sharing_devices
 from rlhfspec_mega.cluster.ray_transport import ObjectStoreHost
 from rlhfspec_mega.cluster.supervised import Group, SupervisedCluster
 from rlhfspec_mega.errors import RunError, UserError, WorkerDied
@@ -286,13 +286,24 @@ def test_what_a_cluster_does_not_have_is_refused(ray_cluster: RayCluster) -> Non
 
     with pytest.raises(UserError, match="asks for 9 CPUs and 0 GPUs and the cluster has 8 CPUs and 0 GPUs"):
         reserve(9, 1)
-    with pytest.raises(UserError, match="asks for 1 CPUs and 1 GPUs"):
+    with pytest.raises(UserError, match=r"wants 1 GPUs, and Ray at .* sees 0: 1 node with 0 each"):
         reserve(1, 1, gpus=True)
     with pytest.raises(UserError, match=r"No node .* has 5 CPUs and 0 GPUs"):
         reserve(1, 5)
     with pytest.raises(UserError, match=r"no room .* within 1 s: it asks for 2 x \(3 CPUs and 0 GPUs\)"):
         reserve(2, 3)  # the module's cluster holds all
     assert ray.cluster_resources()["CPU"] == 2 * CPUS
+
+
+def test_the_nodes_that_lack_gpus_are_named() -> None:
+    def node(number: int, gpus: int, alive: bool = True) -> dict[str, Any]:
+        return {"NodeManagerHostname": f"node-{number}", "Alive": alive, "Resources": {"GPU": gpus} if gpus else {}}
+
+    eight = [node(number, 8) for number in range(7)]
+    assert nodes_in_words(eight) == "7 nodes with 8 each"
+    assert nodes_in_words([*eight, node(7, 0)]) == "node-7 has 0"
+    assert nodes_in_words([*eight, node(7, 8, alive=False), node(8, 4)]) == "node-7 has 0, node-8 has 4"
+    assert nodes_in_words([node(7, 8, alive=False), *eight, node(7, 8)]) == "8 nodes with 8 each", "it came back"
 
 
 def test_addresses_that_cannot_be_joined() -> None:
