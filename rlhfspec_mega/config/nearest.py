@@ -30,7 +30,7 @@ class _Knob:
     """Settings of options that go together, from those of the run ({}) to ever less memory.
 
     Attributes:
-        price: of the first step away from the run's settings; each further step costs 1.
+        price: of the first step away from the run's settings; each further step costs a third of 1.
     """
 
     settings: list[Values]
@@ -95,7 +95,7 @@ def _cheapest(config: RunConfig, knobs: Sequence[_Knob]) -> Values | None:
             following = (*places[:index], places[index] + 1, *places[index + 1 :])
             if following[index] < len(knob.settings) and following not in seen:
                 seen.add(following)
-                heapq.heappush(queue, (price + (1 if places[index] else knob.price), following))
+                heapq.heappush(queue, (price + (1 if places[index] else 3 * knob.price), following))
     return None
 
 

@@ -56,14 +56,21 @@ SHARED = (
 
 @dataclass(frozen=True)
 class _Step:
-    """A measured step: seconds by phase, and of its samples the prompt, prompt tokens and response tokens."""
+    """A measured step.
+
+    Attributes:
+        seconds: by phase.
+        samples: of each sample that was written (`logger.rollouts_per_step`) the prompt's number, and its tokens of
+            prompt and response.
+    """
 
     seconds: dict[str, float]
     samples: list[tuple[int, int, int]]
 
     @property
-    def tokens(self) -> int:
-        return sum(prompt + response for _, prompt, response in self.samples)
+    def mean_tokens(self) -> float:
+        """Of prompt and response."""
+        return statistics.fmean(prompt + response for _, prompt, response in self.samples)
 
 
 def measured_costs(run: Path) -> StepCosts:
@@ -91,14 +98,15 @@ def measured_costs(run: Path) -> StepCosts:
 
     def per_token(phase: str, less: float = 0.0) -> float:
         return statistics.median(
-            max(step.seconds.get(phase, 0.0) - less, 0.0) / step.tokens * replicas for step in steps.values()
+            max(step.seconds.get(phase, 0.0) - less, 0.0) / (step.mean_tokens * samples) * replicas
+            for step in steps.values()
         )
 
     return StepCosts(
         engine=calibrate(_measurements(run, config, engines, scores)),
         lengths=_lengths(steps.values(), config["rollout"]["max_new_tokens"]),
         rollout_start=_outside_engines(windows, engines),
-        reward=statistics.median(step.seconds.get("score", 0.0) / len(step.samples) for step in steps.values()),
+        reward=statistics.median(step.seconds.get("score", 0.0) / samples for step in steps.values()),
         reference=0.0 if scores else per_token("reference"),
         logprobs=per_token("logprobs"),
         update=per_token("update", less=optimizer * updates),
@@ -210,7 +218,7 @@ def _rollout_windows(
 
     A rollout is a phase "generate" that is followed by "score"; another one only reads what engines have counted.
     """
-    phases = lanes[DRIVER.process, DRIVER.number]
+    phases = lanes.get((DRIVER.process, DRIVER.number), [])
     found = [one for one, following in pairwise(phases) if (one.name, following.name) == ("generate", "score")]
     return [(span.start, span.start + span.seconds) for span in found[-len(steps) :]]
 

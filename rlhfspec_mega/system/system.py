@@ -192,7 +192,9 @@ class System:
         if self.training.draft is not None:
             call = self._engines.start(serving[0], "drafting_state")
             self._cluster.wait([call], "checkpoint", check=False)
-            learnt["drafting"] = None if call.dead else call.result()
+            if call.dead:
+                return  # what the last checkpoint saved stays
+            learnt["drafting"] = call.result()
         self._learnt.save(learnt)
 
     def _close(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhfspec_mega.config.checks import check_config
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.dry_run import dry_run, plan_of
 from rlhfspec_mega.config.model_shape import model_shape
@@ -96,3 +97,23 @@ def test_the_command_starts_nothing(tmp_path: Path) -> None:
     done = run("model=8b", "cluster=1n8g", "rollout.sglang.mem_fraction_static=0.8", "dry_run=true")
     assert done.returncode == 2 and "It does not fit" in done.stdout and not done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("run", "option"),
+    [
+        (["model=70b", "cluster=8n8g", "actor.recompute=false"], "trainer.max_tokens_per_microbatch"),
+        (["model=70b", "cluster=8n8g", "rollout.sglang.mem_fraction_static=0.6"], "rollout.sglang.mem_fraction_static"),
+        (["model=8b", "cluster=1n8g", "trainer.max_tokens_per_microbatch=131072"], "trainer.max_tokens_per_microbatch"),
+    ],
+)
+def test_the_nearest_settings_change_one_option_where_that_is_enough(run: list[str], option: str) -> None:
+    plan = plan_of(load_config(run))
+    assert not plan["fits"]
+    assert [word.split("=")[0] for word in plan["suggestion"]] == [option]
+
+
+def test_a_real_run_is_refused_with_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhfspec_mega.config.machine.host_memory", lambda: 3 * 2**30)
+    with pytest.raises(UserError, match=r"can be used .*; the nearest that fits is rollout.max_running_requests=\d+"):
+        check_config(load_config(["rollout.max_running_requests=4096"]))

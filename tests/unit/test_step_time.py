@@ -1,0 +1,220 @@
+"""Predicted times of a step: from a data sheet, and from the files of a run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhfspec_mega.config.compose import load_config
+from rlhfspec_mega.config.describe import plain
+from rlhfspec_mega.config.dry_run import dry_run, plan_of
+from rlhfspec_mega.config.sizes import shape_and_sizes
+from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.simulate.curves import CostCurves, DecodeCurve, MigrationTimes
+from rlhfspec_mega.simulate.step import StepForecast, forecast_run, forecast_step
+from rlhfspec_mega.simulate.step_calibrate import measured_costs
+from rlhfspec_mega.simulate.step_costs import MeasuredLengths, StepCosts, read_costs, write_costs
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PER_TOKEN, PREFILL = 0.1, 0.01
+ENGINE = CostCurves(
+    name="made up",
+    source={},
+    slots=64,
+    kv_tokens=10**6,
+    plain=DecodeCurve((1,), (PER_TOKEN,), (0.0,)),
+    drafting=None,
+    prefill_seconds=PREFILL,
+    scoring_seconds=0.001,
+    scoring_start=0.0,
+    migration=MigrationTimes(0.0, 0.0, 0.0),
+)
+COSTS = StepCosts(
+    engine=ENGINE,
+    lengths=MeasuredLengths([5], [[20, 20]], 64),
+    rollout_start=0.5,
+    reward=0.001,
+    reference=0.0,
+    logprobs=0.002,
+    update=0.004,
+    optimizer=0.25,
+    reshard=0.125,
+)
+RUN = ["trainer.prompts_per_step=4", "trainer.samples_per_prompt=2", "reallocation=off", "algorithm.kl_coef=0"]
+
+
+def forecast(options: list[str], costs: StepCosts | None = None) -> StepForecast:
+    config = load_config(options)
+    shape, sizes = shape_and_sizes(config)
+    found = forecast_step(config, sizes, costs) if costs else forecast_run(config, shape, sizes)
+    assert found is not None
+    return found
+
+
+def test_a_step_is_the_sum_of_its_parts() -> None:
+    """Two engines decode four samples of 20 tokens each; the decode curve does not depend on the batch."""
+    found = forecast([*RUN, "speculation=off", "trainer.mini_batch_size=4"], COSTS)
+    prompts = 4 * 5  # tokens that each engine prefills
+    assert found.seconds["generate"] == pytest.approx(0.5 + 20 * PER_TOKEN + prompts * PREFILL, rel=0.1)
+    assert found.tokens == 8 * 25
+    assert found.seconds["score"] == pytest.approx(8 * 0.001)
+    assert found.seconds["logprobs"] == pytest.approx(200 * 0.002)  # one replica of two ranks
+    assert found.seconds["update"] == pytest.approx(200 * 0.004 + 2 * 0.25)
+    assert found.seconds["reshard"] == 0.125
+    assert "reference" not in found.seconds and "draft" not in found.seconds
+    assert found.step_seconds == pytest.approx(sum(found.seconds.values()))
+
+
+def test_replicas_share_the_tokens() -> None:
+    one = forecast([*RUN, "speculation=off"], COSTS)
+    two = forecast([*RUN, "speculation=off", "actor.tensor_parallel=1"], COSTS)
+    assert two.seconds["logprobs"] == pytest.approx(one.seconds["logprobs"] / 2)
+    refreshed = forecast([*RUN, "speculation.refresh_every=5", "speculation.refresh_seconds=2"], COSTS)
+    assert refreshed.seconds["draft"] == pytest.approx(0.4)
+
+
+def test_the_roofline_follows_the_hardware_and_the_work() -> None:
+    run = ["model=70b", "cluster=8n8g"]
+    base = forecast(run)
+    assert set(base.seconds) == {"generate", "reference", "logprobs", "update", "reshard"}
+    assert base.bound_by["generate"] == "memory bandwidth" and base.bound_by["reshard"] == "network"
+    longer = forecast([*run, "rollout.max_new_tokens=6000"])
+    assert longer.seconds["generate"] > 1.3 * base.seconds["generate"]
+    assert longer.seconds["update"] > base.seconds["update"]
+    faster = forecast([*run, "cluster/gpu=h200"])
+    assert faster.seconds["generate"] < base.seconds["generate"], "more memory bandwidth"
+    assert faster.seconds["update"] == pytest.approx(base.seconds["update"], rel=0.01), "the same compute"
+    kept = forecast([*run, "actor.recompute=false"])
+    assert kept.seconds["update"] < base.seconds["update"]
+
+
+def test_the_plan_says_where_its_times_come_from() -> None:
+    config = load_config(["model=8b", "cluster=1n8g", "dry_run=json"])
+    plan = plan_of(config)
+    assert plan["step_seconds"] == pytest.approx(sum(plan["phase_seconds"].values()))
+    assert plan["time_source"]["kind"] == "roofline" and plan["time_source"]["device"]["name"] == "H100 SXM"
+    text, _ = dry_run(load_config(["model=8b", "cluster=1n8g", "dry_run=true"]))
+    assert "Estimated seconds of a step, from a roofline of the H100 SXM's data sheet" in text
+    alone = plan_of(load_config([]))
+    assert alone["step_seconds"] is None and alone["phase_seconds"] == {}
+    assert "tools.calibrate" in dry_run(load_config(["dry_run=true"]))[0]
+
+
+# Costs from the files of a run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The files of a run whose costs are known: 4 samples of 3 prompt and 10 response tokens in each of 5 steps."""
+    config = load_config(["trainer.prompts_per_step=2", "trainer.samples_per_prompt=2", "speculation=off"])
+    directory = tmp_path / "run"
+    directory.mkdir()
+    (directory / "config.yaml").write_text(yaml.safe_dump(plain(config)))
+    events: list[dict[str, Any]] = []
+
+    def span(process: int, number: int, name: str, start: float, seconds: float, **arguments: int) -> None:
+        place = {"pid": process, "tid": process * 100_000 + number}
+        times = {"ts": round(start * 1e6), "dur": round(seconds * 1e6)}
+        events.append({"ph": "X", "name": name, "args": arguments} | place | times)
+
+    metrics, rollouts = [], []
+    for step in range(5):
+        now = 100.0 * step
+        span(1, 0, "generate", now, 3.0)
+        span(1, 0, "score", now + 3.0, 0.04)
+        for engine in (0, 1):
+            span(4 + engine, 0, "prefill", now + 0.5, 0.06, steps=1, tokens=6)
+            span(4 + engine, 0, "decode", now + 0.56, 2.0, batch=2, steps=10, tokens=20, draft_tokens=0, kv_tokens=160)
+        for rank in (0, 1):
+            span(2, rank, "actor optimizer step", now + 10, 0.1)
+            span(3, rank, "score", now + 4, 0.13, samples=2, tokens=26)
+        timing = {"generate": 3.0, "score": 0.04, "logprobs": 0.52, "update": 1.14, "reshard": 0.2}
+        metrics.append({"step": step, **{f"timing_s/{phase}": seconds for phase, seconds in timing.items()}})
+        for sample in range(4):
+            tokens = {"prompt_tokens": [1, 2, 3], "response_tokens": [7] * 10}
+            rollouts.append({"step": step, "prompt_index": 2 * step + sample // 2, "member": sample % 2, **tokens})
+    events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": 100_000, "args": {"name": "phases"}})
+    (directory / "timeline.json").write_text(json.dumps(events))
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    (directory / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rollouts))
+    return directory
+
+
+def test_costs_are_read_out_of_a_runs_files(run: Path, tmp_path: Path) -> None:
+    costs = measured_costs(run)
+    assert costs.engine.prefill_seconds == pytest.approx(0.01)
+    assert costs.engine.plain.throughput(20).seconds[-1] == pytest.approx(0.2)
+    assert costs.engine.scoring_seconds == pytest.approx(0.005)
+    assert costs.rollout_start == pytest.approx(3.0 - 2.06)
+    assert costs.reward == pytest.approx(0.01)
+    assert costs.logprobs == pytest.approx(0.52 / 52)
+    assert costs.optimizer == pytest.approx(0.1)
+    assert costs.update == pytest.approx((1.14 - 0.1) / 52)
+    assert costs.reshard == pytest.approx(0.2)
+    assert costs.lengths == MeasuredLengths([3] * 8, [[10, 10]] * 8, 320)
+    file = tmp_path / "costs.json"
+    write_costs(costs, file)
+    assert read_costs(file) == replace(costs, bounds={}, source=dict(costs.source), settings=dict(costs.settings))
+
+
+def test_the_tool_writes_what_a_plan_reads(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    command = [sys.executable, "-m", "tools.calibrate", str(run), "--out", str(file)]
+    assert subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True).returncode == 0
+    run_options = ["trainer.prompts_per_step=2", "trainer.samples_per_prompt=2", "speculation=off", "dry_run=json"]
+    plan = plan_of(load_config([*run_options, f"cluster.costs={file}"]))
+    assert plan["time_source"]["kind"] == "measured"
+    assert plan["phase_seconds"]["generate"] == pytest.approx(3.0, rel=0.05)
+    assert plan["phase_seconds"]["update"] == pytest.approx(1.14, rel=0.05)
+    with pytest.raises(UserError, match=r"measured with actor.tensor_parallel=2, and this run has 1"):
+        plan_of(load_config([*run_options, f"cluster.costs={file}", "actor.tensor_parallel=1"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "cannot be read"),
+        ("{", "not a JSON file"),
+        ("{}", "lacks rollout_start"),
+        ("[]", "is invalid"),
+        ({"update": -1.0}, "0 or more"),
+        ({"lengths": {"prompts": [3], "responses": [[]], "limit": 4}}, "none of them empty"),
+        ({"engine": {}}, "lacks name"),
+    ],
+)
+def test_bad_costs_are_refused(run: Path, tmp_path: Path, text: Any, words: str) -> None:
+    file = tmp_path / "costs.json"
+    if isinstance(text, dict):
+        write_costs(measured_costs(run), file)
+        file.write_text(json.dumps(json.loads(file.read_text()) | text))
+    elif text is not None:
+        file.write_text(text)
+    with pytest.raises(UserError, match=words):
+        read_costs(file)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("config.yaml", None, "holds no run"),
+        ("timeline.json", None, "wrote no timeline"),
+        ("timeline.json", "[", "damaged"),
+        ("timeline.json", "[]", "no decode steps"),
+        ("rollouts.jsonl", "", "0 steps after its first one"),
+        ("metrics.jsonl", "x", "line 1 is not a JSON object"),
+    ],
+)
+def test_runs_without_what_is_needed_are_refused(run: Path, file: str, text: str | None, words: str) -> None:
+    if text is None:
+        (run / file).unlink()
+    else:
+        (run / file).write_text(text)
+    with pytest.raises(UserError, match=words):
+        measured_costs(run)
