@@ -23,8 +23,7 @@ def main() -> None:
     """Check names and values of every run first, then hand over to Hydra, which runs `job` once or once per sweep."""
     import hydra
 
-    from rlhfspec_mega.config.compose import CONFIG_NAME
-    from rlhfspec_mega.config.names import CONF_DIR
+    from rlhfspec_mega.config.names import CONF_DIR, CONFIG_NAME
 
     # Before the first step there is nothing to save: leave at once, so that no process or temporary file stays.
     for number in (signal.SIGTERM, signal.SIGUSR1):

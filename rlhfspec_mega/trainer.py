@@ -192,7 +192,10 @@ def export(run: Run, step: int) -> None:
 
 
 def shuffle_generator(config: RunConfig, step: int) -> torch.Generator:
-    """Generator for shuffled advantages: a function of seed and step, so that checkpoints need not hold its state."""
+    """Generator for the control run whose advantages are shuffled among samples (algorithm.shuffle_advantages).
+
+    It is a function of seed and step, so that checkpoints need not hold its state.
+    """
     return torch.Generator().manual_seed(config.seed * 1_000_003 + step)
 
 

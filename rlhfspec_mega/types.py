@@ -156,7 +156,8 @@ class MigrationReport:
         kept: samples that were ordered to leave and did not: they finished, took too long, or their destination is
             gone.
         arrived: samples taken over from other engines, with all their tokens so far.
-        landings: of samples that arrived now or earlier.
+        landings: one for each sample that has made its first decode step here; it may have arrived before the last
+            report.
     """
 
     departed: list[str] = field(default_factory=list)

@@ -154,7 +154,7 @@ def _trained(
 
 
 def _share(step: int, recipe: DraftRecipe) -> float:
-    """The share of the learning rate at a step, counted from 1."""
+    """The learning-rate schedule: the factor on the peak learning rate at a step, counted from 1."""
     return min(1.0, step / recipe.warmup_steps) * 0.5 * (1 + math.cos(math.pi * (step - 1) / recipe.steps))
 
 

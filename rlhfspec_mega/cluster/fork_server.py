@@ -132,7 +132,10 @@ def fork_server(threads: int, environment: Mapping[str, str]) -> ForkServer:
 
 
 class _Server:
-    """The server's end: one thread, no state but the processes it has started."""
+    """The side that runs in the server process: it forks workers when asked to.
+
+    It has one thread and no state but the processes it has started.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection

@@ -187,7 +187,7 @@ class Cluster(Protocol):
         """Context in which every wait also serves this background work; its errors end the wait."""
 
     def look(self, phase: str, calls: Sequence[Call] = ()) -> None:
-        """Process exits, silence and answers without waiting, and raise what a wait would."""
+        """Without waiting, handle workers that exited or are silent, and answers; raises what a wait would."""
 
     def publish(self, version: int) -> None:
         """Set the current policy version: workers that need weights get work again once they have confirmed it."""

@@ -90,21 +90,22 @@ class Liveness:
     |-----------|------------------------|-------------------------------------------------------------------|
     | launched  | unknown, DEAD          | STARTING                                                          |
     | started   | STARTING               | SERVING; REJOINING if it needs weights                            |
-    | heard     | SUSPECT                | what it resumes                                                   |
+    | heard     | SUSPECT                | the state it was in before, changed as said below                 |
     | look      | all but STARTING, DEAD | SUSPECT after suspect_seconds of silence, DEAD after dead_seconds |
     | exited    | any                    | DEAD                                                              |
     | publish   | SERVING                | REJOINING if it needs weights and confirmed another version       |
     | confirm   | REJOINING, SERVING     | SERVING with the current version, REJOINING with another one      |
     | forget    | any                    | unknown                                                           |
 
-    A SUSPECT worker stays SUSPECT under publish and confirm: they change what it resumes. Only `confirm` makes a
-    REJOINING worker serve, never `publish`: an update that broke off may have overwritten part of the version it had
-    confirmed. So an update begins with `publish` and ends with each engine's `confirm`.
+    `look` compares the silence of all workers with the limits. A SUSPECT worker stays SUSPECT under publish and
+    confirm; they change the state in which it goes on once it is heard. Only `confirm` makes a REJOINING worker serve,
+    never `publish`: an update that broke off may have overwritten part of the version it had confirmed. So an update
+    begins with `publish` and ends with each engine's `confirm`.
 
     What workers report (started, heard, exited, confirm) is ignored where it comes too late, from a DEAD or forgotten
-    worker; others that do not fit raise RuntimeError. Reports carry no mark of the process that sent them: after
-    a restart, those still on their way from the process before must not be passed on. Reports must be passed on
-    before `look`, or a worker is judged by the driver's own pause.
+    worker; others that do not fit raise RuntimeError. Reports carry no mark of the process that sent them: after a
+    restart, those still on their way from the process before must not be passed on. All waiting reports must be passed
+    on before `look`: otherwise workers seem silent for as long as the driver itself paused.
 
     Args:
         suspect_seconds: silence after which a worker gets no new work.

@@ -33,7 +33,10 @@ _KILL_SECONDS = 5.0  # longest wait for a node to confirm that a worker was kill
 
 
 class RayProcess(WorkerProcess):
-    """One actor. It is pinged, one ping at a time: only an unanswered ping counts as silence."""
+    """A worker that runs as a Ray actor.
+
+    It is sent one ping at a time, and counts as silent only while one is unanswered.
+    """
 
     def __init__(self, role: str, rank: int, spec: WorkerSpec, log: Path, actor: Any, attendants: Attendants) -> None:
         super().__init__(role, rank, spec, log)
@@ -50,7 +53,7 @@ class RayProcess(WorkerProcess):
         self.reply = self._actor.execute.remote(message)
 
     def read(self) -> None:
-        """File the answer that has come."""
+        """Store the answer that has arrived with the call that waits for it."""
         assert self.reply is not None
         reply, self.reply = self.reply, None
         try:

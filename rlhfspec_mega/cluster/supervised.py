@@ -220,7 +220,7 @@ class SupervisedCluster(ABC):
             self._background = before
 
     def _attend(self, phase: str) -> list[Call]:
-        """Hand the work in the background what has come for it; its calls in flight."""
+        """Deliver answers that have arrived to the work in the background; returns its calls without an answer."""
         work, self._background = self._background, None  # it may itself wait for something
         if work is None:
             return []

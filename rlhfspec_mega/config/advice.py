@@ -75,9 +75,9 @@ def _larger(config: RunConfig) -> Iterator[tuple[list[str], RunConfig]]:
 
 
 def _as_the_table_says(config: RunConfig, unset: Sequence[str]) -> list[str] | None:
-    """Words to type besides the cluster if conf/presets.yaml sets everything else.
+    """The options to type besides the cluster if conf/presets.yaml sets what the user left unset.
 
-    None if the model does not fit then.
+    None if the table has no line for this model and cluster, or the model does not fit with its values.
     """
     found = presets(model_shape(config.model).parameters, config.cluster)
     if not set(unset) <= set(found):

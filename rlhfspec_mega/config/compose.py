@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from itertools import product
-from typing import Any, get_origin
+from pathlib import Path
+from typing import Any, cast, get_origin
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -19,15 +20,13 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from rlhfspec_mega.config.model_shape import model_shape
-from rlhfspec_mega.config.names import CONF_DIR, group_options, known, unknown_choice, unknown_option
+from rlhfspec_mega.config.names import CONF_DIR, CONFIG_NAME, group_options, known, unknown_choice, unknown_option
 from rlhfspec_mega.config.presets import from_presets, presets
 from rlhfspec_mega.config.ranges import check_ranges
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.schema.system import ClusterConfig
 from rlhfspec_mega.config.schema.training import ModelConfig
 from rlhfspec_mega.errors import UserError
-
-CONFIG_NAME = "config"
 
 
 def _schema() -> DictConfig:
@@ -76,6 +75,16 @@ def load_config(overrides: Sequence[str]) -> RunConfig:
         _check_names(override)
     with _in_one_sentence(overrides), initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         return to_run_config(compose(CONFIG_NAME, list(overrides)))
+
+
+def saved_config(file: Path) -> RunConfig:
+    """The configuration that a run has written to its directory. Raises UserError if it cannot be read."""
+    with _in_one_sentence(()):
+        try:
+            saved = OmegaConf.load(file)
+            return to_run_config(cast(DictConfig, OmegaConf.merge(OmegaConf.structured(RunConfig), saved)))
+        except (OSError, yaml.YAMLError) as error:
+            raise UserError(f"{file} cannot be read ({error}): give the directory of a run.") from None
 
 
 def to_run_config(composed: DictConfig) -> RunConfig:

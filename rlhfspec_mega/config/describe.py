@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from rlhfspec_mega.config.model_shape import model_shape
-from rlhfspec_mega.config.names import Known, as_written, group_options, known
+from rlhfspec_mega.config.names import CONF_DIR, CONFIG_NAME, Known, as_written, group_options, known
 from rlhfspec_mega.config.presets import from_presets, origins
 from rlhfspec_mega.config.schema.run import RunConfig
 
@@ -40,14 +40,14 @@ conf/presets.yaml* stands for values that follow from the size of the model and 
 
 def help_text() -> str:
     """The output of `python train.py --help`."""
-    groups = "\n".join(f"  {group}: {', '.join(names)}" for group, names in group_options().items())
+    groups = "\n".join(f"  {group}: {', '.join(names)}" for group, names in _groups())
     shown = [one for one in known().values() if one.option.common]
     width = max(len(_example(one)) for one in shown) + 2
     options = "\n".join(f"  {_example(one):{width}}{one.option.help}" for one in shown)
     return (
         "RLHF training: Megatron-core actors learn, generation engines decode, weights are resharded between them.\n\n"
         f"Usage: python train.py [group=option ...] [option=value ...]\n\n{_EXAMPLES}\n"
-        f"Groups, one option each (group=option):\n\n{groups}\n\n"
+        f"Groups, one option each (group=option), the default first:\n\n{groups}\n\n"
         f"Most used options, with their defaults (all of them: docs/configuration.md):\n\n{options}\n\n"
         f"Flags:\n\n{_FLAGS}"
     )
@@ -65,14 +65,22 @@ def _value(value: Any) -> str:
 
 def document() -> str:
     """docs/configuration.md."""
-    return "\n".join([_INTRODUCTION, *_groups(), *_sections()])
+    return "\n".join([_INTRODUCTION, *_group_table(), *_sections()])
 
 
-def _groups() -> Iterator[str]:
+def _group_table() -> Iterator[str]:
     yield "## Groups\n\n| Group | Named sets of values, the default first |\n| --- | --- |"
-    for group, names in group_options().items():
+    for group, names in _groups():
         yield f"| `{group}` | {', '.join(f'`{group}={name}`' for name in names)} |"
-    yield ""
+    yield "\nBy default no `experiment` and no `cluster/gpu` applies.\n"
+
+
+def _groups() -> Iterator[tuple[str, list[str]]]:
+    """Every config group with its options, first the one that conf/config.yaml chooses."""
+    entries = yaml.safe_load((CONF_DIR / f"{CONFIG_NAME}.yaml").read_text(encoding="utf-8"))["defaults"]
+    chosen = {group: name for entry in entries if isinstance(entry, dict) for group, name in entry.items()}
+    for group, names in group_options().items():
+        yield group, sorted(names, key=lambda name: name != chosen.get(group))
 
 
 def _sections() -> Iterator[str]:

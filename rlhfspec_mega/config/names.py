@@ -15,6 +15,7 @@ from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.errors import UserError
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+CONFIG_NAME = "config"  # the file of CONF_DIR that every run begins with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ def _fields(schema: type, prefix: str) -> Iterator[Known]:
 
 
 def options() -> list[Known]:
-    """All options, without sections."""
+    """All options that hold a value; the sections that contain them are left out."""
     return [one for one in known().values() if not one.is_section]
 
 

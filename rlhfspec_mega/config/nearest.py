@@ -175,7 +175,7 @@ def _changed(config: RunConfig, values: Values) -> RunConfig:
 
 
 def _as_typed(config: RunConfig, values: Values) -> list[str]:
-    """Only what differs from the run's own values; a change of engine first."""
+    """The options to type for these values: those that differ from the run's own, a change of engine first."""
     changed = _changed(config, values)
     keys = [key for key in options_read(changed, list(values)) if attrgetter(key)(config) != values[key]]
     keys.sort(key=lambda key: key != "rollout.engine")

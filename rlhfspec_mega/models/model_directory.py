@@ -27,7 +27,7 @@ class ModelDirectory:
 
 
 def find_model(path: Path, hf_files: Path | None = None) -> ModelDirectory:
-    """The model in a directory: a Hugging Face directory, a Megatron distributed checkpoint, or one of a run.
+    """The model in a directory: a Hugging Face directory, a Megatron distributed checkpoint, or a run's checkpoint.
 
     Args:
         hf_files: directory with config.json and tokenizer, for a Megatron checkpoint that has none with it.

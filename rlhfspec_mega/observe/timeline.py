@@ -92,7 +92,7 @@ class Timeline:
     # What happens
 
     def phase(self, name: str, start: float, end: float) -> None:
-        """The driver was in this phase; usable as PhaseTimer's `charged`."""
+        """Record a phase of the driver from start to end; can be given to PhaseTimer as `charged`."""
         if self._has_room(end):
             self._slice(DRIVER, name, start, end, {})
 

@@ -257,7 +257,12 @@ def _set_hat_weights(row: Floats, start: int, knots: Floats, value: float, weigh
 
 
 def _weak_prior(coefficients: Floats, nonnegative: int) -> RecursiveRegression:
-    """A regression with so weak a prior that its first observations decide; coefficient 0 is the seconds of a pass."""
+    """A regression that starts from these coefficients with so weak a prior that its first observations decide.
+
+    Args:
+        coefficients: the first one is the seconds that every pass takes, and sets the scale of the prior.
+        nonnegative: so many of the last coefficients are kept at 0 or above.
+    """
     covariance = np.eye(len(coefficients)) * (10.0 * coefficients[0]) ** 2
     return RecursiveRegression(coefficients, covariance, slice(-nonnegative, None))
 

@@ -1,7 +1,8 @@
 """Chooses one number of draft tokens for all samples of a batch, in chains or trees, for SGLang.
 
-For trees, the predicted probability that a child is the target's choice is the softmax over s (log q + g), where g is
-the shared Gumbel noise. It would be exact if log p - log q were independent Gumbel noise of scale 1 / s for each token.
+For trees, the predicted probability that a child is the target's choice is softmax(s * (log q + g)), with the draft's
+probabilities q, the shared Gumbel noise g, and a factor s that is learnt from outcomes. It would be exact if, for each
+token, log p - log q (p: the target's probabilities) were independent Gumbel noise of scale 1 / s.
 The survival of a node is the product of these probabilities along its path.
 """
 

@@ -190,13 +190,13 @@ def engine_memory(shape: ModelShape, slots: int, positions: int, dtype: str, dev
 def draft_memory(draft: DraftShape, plan: DraftPlan) -> DraftMemory:
     """Bytes of a draft with P weights, in training and in an engine.
 
-    actor   4 P if it is not trained, else 28 P: weights, gradients, two moments, and copies of the weights and moments
-            to return to, all in fp32; also the target's embedding and head in fp32, 4 hidden numbers per token of the
-            buffer, and per position of a training batch the target's distribution and, for each of 5 drafted tokens,
-            logits and their log-softmax.
+    actor   4 P if it is not trained. Otherwise 28 P, all in fp32: weights, gradients, two moments, and copies of
+            weights and moments with which a refresh is undone. Further: the target's embedding and head in fp32; 4
+            times the hidden size for each token of the buffer; for each position of a training batch the target's
+            distribution, and logits and their log-softmax for each of 5 drafted tokens.
     engine  weights (on a CPU most of them twice, as in engine_memory); keys and values of every slot, with room for the
-            draft tokens of a step; the same room in the target's cache; hidden states that the draft has not read yet;
-            and scores at the draft tokens.
+            draft tokens of a step; room for these tokens in the target's cache, too; hidden states that the draft has
+            not read yet; scores at the draft tokens.
     """
     hidden, weights, target = draft.hidden_size, draft.parameters, draft.target
     actor = 4 * weights

@@ -116,8 +116,10 @@ def drafting_rate(
 ) -> float:
     """The highest forecast tokens per second of a batch, over depths up to `usable` and survival thresholds.
 
+    Nodes below a survival threshold are not verified.
+
     Args:
-        expected: of one sample, on average.
+        expected: the trees that a sample has on average.
         max_nodes: most draft tokens of a sample.
         fixed_depth: see `Payoff`.
     """

@@ -146,8 +146,9 @@ class DraftingPolicy(Protocol):
 
 
 def most_drafted(policy: DraftingPolicy) -> int:
-    """Most nodes of a sample that the draft is run on in a step.
+    """The upper bound on the nodes of one sample that the draft is run on in a step.
 
-    As many as may be verified, or `width` in each layer; never nodes of the last layer.
+    It is the larger of the nodes that may be verified and of `width` nodes in each layer but the last, on whose nodes
+    the draft is not run.
     """
     return max(policy.max_nodes, policy.width * (policy.max_depth - 1))

@@ -125,7 +125,7 @@ class UpdatedEngine(ABC):
 
     @abstractmethod
     def _lose_draft(self) -> None:
-        """Do without the draft's weights, a mixture of two versions, until its next update."""
+        """Decode without the draft until its next update: the one that broke off left weights of two versions."""
 
 
 def _some(names: Sequence[str], shown: int = 5) -> str:

@@ -86,6 +86,7 @@ def engine_roofline(
     ]
     room = gpus * memory - weights * (1.0 + draft_share)
     parameters = {
+        "kind": "roofline",
         "device": asdict(gpu),
         "reached": vars(REACHED),
         "target": asdict(shape) | {"draft_share": draft_share},
@@ -93,13 +94,12 @@ def engine_roofline(
         "engine": vars(ENGINE) | {"slots": slots, "gpus": gpus},
         "draft_tokens": [number for _, _, number in best],  # per sample, at each batch of the curve
     }
+    seconds, gained, _ = zip(*best, strict=True)
     # The KV cache is read once for all tokens of a step.
-    drafting = DecodeCurve(
-        batches, tuple(seconds for seconds, _, _ in best), tuple(kv_pass / gained for _, gained, _ in best)
-    )
+    drafting = DecodeCurve(batches, seconds, tuple(kv_pass / tokens for tokens in gained))
     return CostCurves(
         name=name,
-        source={"kind": "roofline"} | parameters,
+        source=parameters,
         slots=slots,
         kv_tokens=max(int(room / kv_bytes), 1),
         plain=DecodeCurve(batches, tuple(plain), (kv_pass,) * len(batches)),

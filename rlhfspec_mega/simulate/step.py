@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from rlhfspec_mega.config.reference import reference_home
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sizes import Sizes
 from rlhfspec_mega.models.shape import ModelShape
-from rlhfspec_mega.planning.placement import ACTOR, ENGINE, GENERATION
+from rlhfspec_mega.planning.placement import ACTOR, GENERATION
 from rlhfspec_mega.simulate.mechanisms import Mechanism, simulate
 from rlhfspec_mega.simulate.rollout import SimulatedRollout
 from rlhfspec_mega.simulate.step_costs import StepCosts, read_costs
@@ -69,10 +69,14 @@ def forecast_run(config: RunConfig, shape: ModelShape, sizes: Sizes) -> StepFore
 
 def forecast_step(config: RunConfig, sizes: Sizes, costs: StepCosts) -> StepForecast:
     """Predict a step after the first: rollouts are simulated, the other phases follow from their tokens."""
-    rollouts, tokens = _rollouts(config, sizes, costs)
+    trainer = config.trainer
+    groups, members = trainer.prompts_per_step, trainer.samples_per_prompt
+    workloads = [costs.lengths.draw(groups, members, seed) for seed in range(ROLLOUTS + 1)]
+    rollouts = simulated_rollouts(config, sizes, costs, workloads[1:], workloads[:1])
+    tokens = statistics.fmean(float(workload.totals.sum()) for workload in workloads[1:])
     of_replica = tokens / sizes.data_parallel
     seconds = {
-        "generate": costs.rollout_start + statistics.median(one.makespan for one in rollouts),
+        "generate": costs.rollout_start + costs.stretch * statistics.median(one.makespan for one in rollouts),
         "score": costs.reward * sizes.samples_per_step,
     }
     home = reference_home(config)
@@ -90,25 +94,23 @@ def forecast_step(config: RunConfig, sizes: Sizes, costs: StepCosts) -> StepFore
     return StepForecast(seconds, bound_by, tokens, costs.source)
 
 
-def _rollouts(config: RunConfig, sizes: Sizes, costs: StepCosts) -> tuple[list[SimulatedRollout], float]:
-    """Simulated rollouts of a step, and the mean number of their tokens."""
-    trainer, moves = config.trainer, config.reallocation.policy == "adaptive" and not config.trainer.deterministic
+def simulated_rollouts(
+    config: RunConfig, sizes: Sizes, costs: StepCosts, workloads: Sequence[Workload], earlier: Sequence[Workload]
+) -> list[SimulatedRollout]:
+    """Simulate these rollouts with the mechanisms that the run uses; lengths are predicted from the `earlier` ones."""
+    free = not config.trainer.deterministic
+    moves = free and config.reallocation.policy == "adaptive"
     mechanism = Mechanism(
-        queued=config.reallocation.policy == "queue" and not config.trainer.deterministic,
+        queued=free and config.reallocation.policy == "queue",
         moves=moves,
         fuses=moves and reference_home(config) == GENERATION,
         drafts=costs.engine.drafting is not None and config.speculation.policy != "off",
     )
-    engines = len(sizes.placement.devices(ENGINE))
     curves = replace(costs.engine, slots=config.rollout.max_running_requests)
-    groups, members = trainer.prompts_per_step, trainer.samples_per_prompt
-    earlier = [costs.lengths.draw(groups, members, seed=ROLLOUTS)]
-    workloads = [costs.lengths.draw(groups, members, seed) for seed in range(ROLLOUTS)]
 
     def rollout(workload: Workload, how: Mechanism, pause: float) -> SimulatedRollout:
-        return simulate(how, workload, engines, curves, start="even", plan_seconds=pause, earlier=earlier)
+        return simulate(how, workload, sizes.engines, curves, start="even", plan_seconds=pause, earlier=earlier)
 
     alone = rollout(workloads[0], replace(mechanism, moves=False, fuses=False), math.inf)
     pause = max(config.rollout.poll_interval, alone.makespan / PLANS)
-    found = [rollout(workload, mechanism, pause) for workload in workloads]
-    return found, statistics.fmean(float(workload.totals.sum()) for workload in workloads)
+    return [rollout(workload, mechanism, pause) for workload in workloads]

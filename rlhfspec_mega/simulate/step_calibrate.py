@@ -6,15 +6,16 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import yaml
+import numpy as np
 
+from rlhfspec_mega.config.compose import saved_config
 from rlhfspec_mega.config.output_dir import CONFIG_FILE
+from rlhfspec_mega.config.schema.run import RunConfig
+from rlhfspec_mega.config.sizes import Sizes, shape_and_sizes
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.observe.json_lines import read_lines
 from rlhfspec_mega.observe.metrics import TIMING
@@ -30,7 +31,9 @@ from rlhfspec_mega.observe.timeline import (
     reference_lane,
 )
 from rlhfspec_mega.simulate.calibrate import Measurements, calibrate, decode_samples
-from rlhfspec_mega.simulate.step_costs import MeasuredLengths, StepCosts
+from rlhfspec_mega.simulate.step import simulated_rollouts
+from rlhfspec_mega.simulate.step_costs import MeasuredLengths, StepCosts, setting
+from rlhfspec_mega.simulate.workload import Workload
 from rlhfspec_mega.types import Span
 
 LEAST_STEPS = 3  # after the first one, in which engines measure their own costs
@@ -78,58 +81,82 @@ def measured_costs(run: Path) -> StepCosts:
 
     Raises UserError if the directory has no run, one without a timeline, or one with too few steps.
     """
-    config = _config(run)
+    config = saved_config(run / CONFIG_FILE)
+    _, sizes = shape_and_sizes(config)
     steps = _steps(run)
     lanes = _lanes(run / TIMELINE_FILE)
     windows = _rollout_windows(lanes, steps)
-    actor, trainer = config["actor"], config["trainer"]
-    of_actor = _of_process(lanes, actor_lane(0))
-    replicas = max(len(of_actor) // (actor["tensor_parallel"] * actor["pipeline_parallel"]), 1)
     engines = [
         [span for span in spans if _during(span, windows)]
         for lane, spans in sorted(lanes.items())
         if lane[0] >= engine_lane(0, 0).process and lane[1] == 0
     ]
     scores = [span for spans in _of_process(lanes, reference_lane(0)) for span in spans]
-    taken = [span.seconds for spans in of_actor[:1] for span in spans if span.name == "actor optimizer step"]
+    of_actor = _of_process(lanes, actor_lane(0))[:1]
+    taken = [span.seconds for spans in of_actor for span in spans if span.name == "actor optimizer step"]
     optimizer = statistics.median(taken or [0.0])
-    samples = trainer["prompts_per_step"] * trainer["samples_per_prompt"]
-    updates = samples // (trainer["mini_batch_size"] or samples)
 
     def per_token(phase: str, less: float = 0.0) -> float:
+        """Median over the steps, for each token of a replica."""
         return statistics.median(
-            max(step.seconds.get(phase, 0.0) - less, 0.0) / (step.mean_tokens * samples) * replicas
+            max(step.seconds.get(phase, 0.0) - less, 0.0)
+            / (step.mean_tokens * sizes.samples_per_step / sizes.data_parallel)
             for step in steps.values()
         )
 
-    return StepCosts(
+    costs = StepCosts(
         engine=calibrate(_measurements(run, config, engines, scores)),
-        lengths=_lengths(steps.values(), config["rollout"]["max_new_tokens"]),
+        lengths=_lengths(steps.values(), config.rollout.max_new_tokens),
         rollout_start=_outside_engines(windows, engines),
-        reward=statistics.median(step.seconds.get("score", 0.0) / samples for step in steps.values()),
+        stretch=1.0,
+        reward=statistics.median(step.seconds.get("score", 0.0) for step in steps.values()) / sizes.samples_per_step,
         reference=0.0 if scores else per_token("reference"),
         logprobs=per_token("logprobs"),
-        update=per_token("update", less=optimizer * updates),
+        update=per_token("update", less=optimizer * sizes.updates_per_step),
         optimizer=optimizer,
         reshard=statistics.median(step.seconds.get("reshard", 0.0) for step in steps.values()),
         source={"kind": "measured", "run": str(run), "steps": len(steps)},
-        settings={name: reduce(lambda section, key: section[key], name.split("."), config) for name in SHARED},
+        settings={name: setting(config, name) for name in SHARED},
+    )
+    return replace(costs, stretch=_stretch(config, sizes, costs, list(steps.values()), windows))
+
+
+def _stretch(
+    config: RunConfig, sizes: Sizes, costs: StepCosts, steps: Sequence[_Step], windows: Sequence[tuple[float, float]]
+) -> float:
+    """How much longer the run's rollouts took than the same ones simulated; 1 if not all samples are known."""
+    if len(windows) != len(steps) or any(len(step.samples) != sizes.samples_per_step for step in steps):
+        return 1.0
+    workloads = [_workload_of(step, config.rollout.max_new_tokens) for step in steps]
+    simulated = simulated_rollouts(config, sizes, costs, workloads, workloads[:1])
+    return statistics.median(
+        max(end - start - costs.rollout_start, 0.0) / rollout.makespan
+        for (start, end), rollout in zip(windows, simulated, strict=True)
     )
 
 
-def _measurements(run: Path, config: Any, engines: Sequence[Sequence[Span]], scores: Sequence[Span]) -> Measurements:
+def _workload_of(step: _Step, limit: int) -> Workload:
+    samples = sorted(step.samples)
+    numbers = {prompt: number for number, prompt in enumerate(sorted({prompt for prompt, _, _ in samples}))}
+    groups, prompts, lengths = zip(*((numbers[prompt], tokens, new) for prompt, tokens, new in samples), strict=True)
+    return Workload(np.array(groups, np.int64), np.array(prompts, np.int64), np.array(lengths, np.int64), limit)
+
+
+def _measurements(
+    run: Path, config: RunConfig, engines: Sequence[Sequence[Span]], scores: Sequence[Span]
+) -> Measurements:
     samples = [sample for spans in engines for sample in decode_samples(spans)]
     if not samples:
         raise UserError(f"{run / TIMELINE_FILE} has no decode steps after the first step: give a longer run.")
     prefills = [span for spans in engines for span in spans if span.name == "prefill"]
-    slots = config["rollout"]["max_running_requests"]
-    longest = config["rollout"]["max_prompt_tokens"] + config["rollout"]["max_new_tokens"]
+    slots = config.rollout.max_running_requests
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     return Measurements(
         run=run.name,
         slots=slots,
         kv_tokens=slots * longest,
         plain=samples,  # as they came: with drafts, if the run drafted
-        drafting=[] if config["speculation"]["policy"] == "off" else samples,
+        drafting=[] if config.speculation.policy == "off" else samples,
         prefill_tokens=sum(int(span.arguments["tokens"]) for span in prefills),
         prefill_seconds=sum(span.seconds for span in prefills),
         scoring_tokens=sum(int(span.arguments["tokens"]) for span in scores),
@@ -164,13 +191,6 @@ def _outside_engines(windows: Sequence[tuple[float, float]], engines: Sequence[S
 
 
 # The files
-
-
-def _config(run: Path) -> Any:
-    try:
-        return yaml.safe_load((run / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"{run} holds no run ({CONFIG_FILE}: {error}): give the directory of a run.") from None
 
 
 def _steps(run: Path) -> dict[int, _Step]:

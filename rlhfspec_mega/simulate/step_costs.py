@@ -57,12 +57,14 @@ class AssumedLengths:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Costs of a step's phases. All are seconds.
+    """Costs of a step's phases. All but `stretch` are seconds.
 
     Attributes:
         engine: costs of an engine and, as `scoring_...`, of a device that computes the reference's log-probabilities.
         lengths: of prompts and responses.
         rollout_start: of a rollout outside its engines: requests, the first and the last report.
+        stretch: a real rollout's time over that of a simulated one, which leaves out waits for the driver, plans, and
+            processes that share a core.
         reward: of the reward function, for each sample.
         reference: of the reference on the actor's ranks, for each token of a data-parallel replica.
         logprobs: of the actor's log-probabilities, for each token of a data-parallel replica.
@@ -77,6 +79,7 @@ class StepCosts:
     engine: CostCurves
     lengths: MeasuredLengths | AssumedLengths
     rollout_start: float
+    stretch: float
     reward: float
     reference: float
     logprobs: float
@@ -122,7 +125,7 @@ def read_costs(path: Path) -> StepCosts:
     try:
         seconds = {name: float(data[name]) for name in _SECONDS}
         if not all(math.isfinite(value) and value >= 0 for value in seconds.values()):
-            raise ValueError("all times must be 0 or more")
+            raise ValueError("all numbers must be 0 or more")
         lengths = MeasuredLengths(**data["lengths"])
         if not lengths.prompts or len(lengths.prompts) != len(lengths.responses) or not all(lengths.responses):
             raise ValueError("lengths need a list of responses for each prompt, none of them empty")
@@ -140,7 +143,7 @@ def read_costs(path: Path) -> StepCosts:
         raise UserError(f"cluster.costs={path} is invalid ({error}): {_HOW}") from None
 
 
-_SECONDS = ("rollout_start", "reward", "reference", "logprobs", "update", "optimizer", "reshard")
+_SECONDS = ("rollout_start", "stretch", "reward", "reference", "logprobs", "update", "optimizer", "reshard")
 
 
 def _workload(prompts: Ints, lengths: Ints, members: int, limit: int) -> Workload:

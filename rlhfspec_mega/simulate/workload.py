@@ -74,7 +74,7 @@ class Workload:
 
     @property
     def totals(self) -> Floats:
-        """Tokens [samples] of prompt and response."""
+        """Tokens of prompt and response together, [samples]."""
         return (self.prompts + self.lengths).astype(np.float64)
 
 

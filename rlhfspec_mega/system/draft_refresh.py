@@ -50,7 +50,7 @@ class DraftRefresh:
             self.freed.disallow()
 
     def take_freed(self) -> RefreshReport | None:
-        """The report of a refresh during the last rollout, once it has ended; None if there was none."""
+        """Wait for a refresh that began on freed devices in the last rollout, and report it; None if none began."""
         report = self.freed.take(self._wait) if self.freed else None
         if report and report.kept:
             self._changed()

@@ -29,7 +29,7 @@ class Learnt:
             return None
 
     def save(self, learnt: dict[str, Any]) -> None:
-        """Write the states of all names. Raises OSError."""
+        """Write the states of all learnt models, by name. Raises OSError."""
         partial = self._file.with_suffix(".partial")
         partial.write_text(json.dumps(learnt) + "\n", encoding="utf-8")
         partial.replace(self._file)

@@ -40,6 +40,7 @@ COSTS = StepCosts(
     engine=ENGINE,
     lengths=MeasuredLengths([5], [[20, 20]], 64),
     rollout_start=0.5,
+    stretch=1.0,
     reward=0.001,
     reference=0.0,
     logprobs=0.002,

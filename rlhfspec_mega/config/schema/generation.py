@@ -94,7 +94,7 @@ class SpeculationConfig:
     )
     draft_model_path: str | None = option(
         None,
-        "directory of a draft, made by python -m tools.train_draft; null: made along with a model made here",
+        "directory of an EAGLE-3 draft (python -m tools.train_draft makes one); null: only models made here have one",
         common=True,
         only_with="speculation.policy=adaptive|uniform|fixed",
         was=("drafting.path",),
@@ -192,7 +192,7 @@ class ReallocationConfig:
     )
     tolerance: float = option(
         0.03,
-        "share of the time left by which packing the tail may delay its end",
+        "packing the tail onto few engines may delay the end of the rollout by this share of the time that is left",
         least=0,
         only_with=("reallocation.policy=adaptive", "trainer.deterministic=false", "a reference on generation devices"),
     )

@@ -45,7 +45,10 @@ class MigrationAgent:
         return self._departures.unacknowledged
 
     def collect_acknowledgements(self) -> None:
-        """Process the acknowledgements of other engines. Only then may an acknowledged sample be given back here."""
+        """Read other engines' acknowledgements, and forget the samples that they confirm to have taken over.
+
+        A sample may migrate back to this engine only after that.
+        """
         self._departures.collect_acknowledgements()
 
     def take_orders(self, orders: MigrationOrders) -> None:

@@ -363,7 +363,7 @@ class Departures:
             copy.close()
 
     def _give_up(self, sample_id: str) -> None:
-        """Cancel a migration in stage one: the sample stays."""
+        """Cancel a migration whose KV is still being copied while the sample decodes; the sample stays here."""
         outgoing = self._outgoing.pop(sample_id)
         self._discard(outgoing.link, outgoing.own)
         self.kept.append(sample_id)

@@ -118,7 +118,10 @@ class DraftChoice:
         self._rule = TreeSize(table, self.shapes.depth) if self.shapes.branches > 1 else ChainLength(table)
 
     def weights_changed(self) -> None:
-        """After new weights of the draft or the target: restart the watch, and draft again after a collapse."""
+        """Must be called after new weights of the draft or the target.
+
+        Counts of accepted tokens start anew, and drafting goes on if a collapse of acceptance had ended it.
+        """
         for watch in self._watches.values():
             watch.weights_changed()
 

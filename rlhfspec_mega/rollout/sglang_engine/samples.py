@@ -12,11 +12,11 @@ from rlhfspec_mega.types import FinishReason, GenerationRequest
 
 
 def sampling_params(request: GenerationRequest, generated: int) -> dict[str, Any]:
-    """SGLang's sampling parameters for the rest of a sample that has so many response tokens.
+    """SGLang's sampling parameters for the rest of a sample that has `generated` response tokens already.
 
     The noise is that of the whole sample: it depends on the seed and the token's index alone.
 
-    Raises UserError for forced lengths, which SGLang cannot mask before the noise.
+    Raises UserError for a request with a forced length: SGLang cannot mask end tokens before the noise is added.
     """
     if request.ignore_stop:
         raise UserError(f"Sample {request.sample_id} has a forced length, which only the torch engine decodes.")

@@ -153,9 +153,13 @@ class Drafter:
         return int(self._read[slot])
 
     def catch_up_draft(self, slots: Sequence[int], batch: int) -> None:
-        """Read all but the newest unread token of these slots, because features are larger to copy than entries.
+        """Run the draft over all but the newest unread token of each of these slots, before their samples migrate.
 
-        The newest one is left unread, since a slot without unread tokens cannot be drafted for in the next step.
+        A token's entry in the draft's KV cache is smaller to copy than the features of an unread token. The newest one
+        stays unread, since a slot without unread tokens cannot be drafted for in the next step.
+
+        Args:
+            batch: slots in use; `slots` are among the first so many.
         """
         counts = np.zeros(batch, np.int64)
         counts[list(slots)] = np.maximum(self.unread[list(slots)] - 1, 0)

@@ -224,7 +224,10 @@ class TorchEngine(UpdatedEngine):
     # Weights
 
     def _begin(self, version: int, tensors: Sequence[TensorInfo], target: WeightTarget) -> WeightUpdate:
-        """Raises RunError for a name or shape that the model does not have, and if its first update lacks a tensor."""
+        """Begin an update of the target's or the draft's weights to a version.
+
+        Raises RunError for a name or shape that the model does not have, and if its first update lacks a tensor.
+        """
         drafter = self._decoder.drafter
         if target is WeightTarget.ACTOR:
             own, first = self._model.hf_tensors(), self._version < 0
