@@ -26,7 +26,7 @@ from rlhfspec_mega.config.sizes import Sizes, actor_layout, size_rows
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.megatron_tensors import parameters_per_rank
-from rlhfspec_mega.planning.memory import DTYPE_BYTES, GIB, checkpoint_bytes
+from rlhfspec_mega.planning.memory import DTYPE_BYTES, GIB, checkpoint_bytes, saving_bytes
 from rlhfspec_mega.planning.placement import ACTOR, REFERENCE
 from rlhfspec_mega.simulate.step import forecast_run
 
@@ -64,7 +64,7 @@ def plan_of(config: RunConfig) -> dict[str, Any]:
         },
         "checkpoint": {
             "bytes": checkpoint_bytes(shape, config.actor.dtype),
-            "host_memory": checkpoint_bytes(shape, config.actor.dtype) if config.trainer.async_save else 0,
+            "host_memory": saving_bytes(shape, config.actor.dtype) if config.trainer.async_save else 0,
         },
         "suggestion": [] if fits else nearest_fit(config) or [],
     }
@@ -156,7 +156,8 @@ def _lines(config: RunConfig, plan: dict[str, Any]) -> Iterator[str]:
     )
     yield from _time_lines(plan)
     saved = plan["checkpoint"]
-    where = "; a copy waits in the host memory of the actor's nodes while it is written" if saved["host_memory"] else ""
+    kept = saved["host_memory"] / GIB
+    where = f"; to write it beside training, the actor's nodes need {kept:.1f} GiB of host memory" if kept else ""
     yield f"A checkpoint takes {saved['bytes'] / GIB:.1f} GiB on disk{where}."
     yield _verdict(plan)
 

@@ -13,7 +13,7 @@ from rlhfspec_mega.config.sglang import ENGINE_BYTES, uses_sglang
 from rlhfspec_mega.config.sizes import Sizes
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
-from rlhfspec_mega.planning.memory import GIB, checkpoint_bytes
+from rlhfspec_mega.planning.memory import GIB, saving_bytes
 from rlhfspec_mega.planning.placement import REFERENCE
 from rlhfspec_mega.stop import JOB_END
 
@@ -83,7 +83,7 @@ def check_memory(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
         need = sizes.actor_ranks * (actor.total + actor.weights) + sizes.engines * of_engine
         need += len(placement.devices(REFERENCE)) * sizes.reference_memory
         need += draft.actor + workers * PROCESS_BYTES + (sizes.engines * ENGINE_BYTES if uses_sglang(config) else 0)
-        need += checkpoint_bytes(shape, config.actor.dtype) if config.trainer.async_save else 0
+        need += saving_bytes(shape, config.actor.dtype) if config.trainer.async_save else 0
         need, have = need // config.cluster.nodes, host_memory()
         where, hint = "this machine", "choose a smaller model or a machine with GPUs"
     elif not device_memory(config.cluster):

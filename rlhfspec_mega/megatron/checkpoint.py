@@ -14,15 +14,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from rlhfspec_mega.megatron import adamw_fixes, random_state
 from rlhfspec_mega.megatron.build import unwrap
 from rlhfspec_mega.megatron.checkpoint_files import SavedPart
-from rlhfspec_mega.megatron.checkpoint_writer import StagedState, WriteFailed, stage, write
-from rlhfspec_mega.megatron.groups import saving
+from rlhfspec_mega.megatron.checkpoint_staging import METADATA, StagedState, name_of, sharded_models
+from rlhfspec_mega.megatron.checkpoint_writer import WriteFailed, write
 
 # Megatron saves these with the moments; a resumed run follows its configuration instead.
 _CONFIGURED = ("max_lr", "min_lr", "start_wd", "end_wd", "weight_decay", "betas", "eps")
-# The default (model-space) sharding of the optimizer fails in 0.16 and the DP one does not load in fp32.
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
-
-
 # The layers of Transformer Engine hold the norm before a linear layer in that layer, and name it so in checkpoints.
 _NORMS_IN_LAYERS = {
     "decoder.layers.input_layernorm.": "decoder.layers.self_attention.linear_qkv.layer_norm_",
@@ -37,36 +33,12 @@ def load_weights(directory: Path, chunks: list[Any], groups: ProcessGroupCollect
     """
     stored = dist_checkpointing.load_tensors_metadata(str(directory))
     for chunk in chunks:
-        with saving(groups):
-            wanted = unwrap(chunk).sharded_state_dict(metadata=_METADATA | {"dp_cp_group": groups.dp_cp})
+        (wanted,) = sharded_models([chunk], groups).values()
         spellings = {ours: theirs for ours, theirs in _NORMS_IN_LAYERS.items() if f"{theirs}weight" in stored}
         apply_prefix_mapping(wanted, spellings)
         with torch.no_grad():
             state = dist_checkpointing.load({"model": wanted}, str(directory))
         unwrap(chunk).load_state_dict(state["model"])
-
-
-def _sharded_state(
-    chunks: list[Any], optimizer: Any, scheduler: Any, groups: ProcessGroupCollection, loading: bool
-) -> dict[str, Any]:
-    state: dict[str, Any] = {}
-    metadata = _METADATA | {"dp_cp_group": groups.dp_cp}
-    for index, chunk in enumerate(chunks):
-        name = "model" if len(chunks) == 1 else f"model{index}"
-        with saving(groups):
-            state[name] = unwrap(chunk).sharded_state_dict(metadata=metadata)
-    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
-    state["scheduler"] = scheduler.state_dict()
-    return state
-
-
-def staged_state(
-    copy: bool, validate: bool, chunks: list[Any], optimizer: Any, scheduler: Any, groups: ProcessGroupCollection
-) -> StagedState:
-    """Model, optimizer, schedule and random state, ready to be written (see `stage`); collective over all ranks."""
-    state = _sharded_state(chunks, optimizer, scheduler, groups, loading=False)
-    state |= {"random_state": random_state.sharded_random_state(groups), "grid": random_state.grid(groups)}
-    return stage(state | {"content_metadata": dict(_METADATA)}, copy, validate)
 
 
 def save(staged: StagedState, directory: Path, group: dist.ProcessGroup) -> SavedPart:
@@ -86,14 +58,17 @@ def load(directory: Path, chunks: list[Any], optimizer: Any, scheduler: Any, gro
     Returns whether random states were restored: they belong to ranks, so only under the layout they were saved with.
     Raises megatron's CheckpointingException if the directory is not such a checkpoint.
     """
-    wanted = _sharded_state(chunks, optimizer, scheduler, groups, loading=True)
+    wanted: dict[str, Any] = sharded_models(chunks, groups)
+    metadata = METADATA | {"dp_cp_group": groups.dp_cp}
+    wanted["optimizer"] = optimizer.sharded_state_dict(wanted, is_loading=True, metadata=metadata)
+    wanted["scheduler"] = scheduler.state_dict()
     same_grid = dist_checkpointing.load_common_state_dict(str(directory))["grid"] == random_state.grid(groups)
     if same_grid:
         wanted["random_state"] = random_state.sharded_random_state(groups)
     with torch.no_grad():
         state = dist_checkpointing.load(wanted, str(directory))
     for index, chunk in enumerate(chunks):
-        unwrap(chunk).load_state_dict(state["model" if len(chunks) == 1 else f"model{index}"])
+        unwrap(chunk).load_state_dict(state[name_of(index, chunks)])
     configured = [{name: group[name] for name in _CONFIGURED if name in group} for group in optimizer.param_groups]
     optimizer.load_state_dict(state["optimizer"])
     for group, values in zip(optimizer.param_groups, configured, strict=True):

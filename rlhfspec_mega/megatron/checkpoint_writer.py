@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Mapping
-from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.serialization import get_default_save_common_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -26,10 +25,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,  # nothing public leads from Megatron's shards to torch's
     mcore_to_pyt_state_dict,
 )
+from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlhfspec_mega.megatron.checkpoint_files import FileSum, sync_and_sum
+from rlhfspec_mega.megatron.checkpoint_staging import StagedState
 
 T = TypeVar("T")
 _FORMAT = CheckpointingConfig("torch_dist", 1)
@@ -39,48 +40,11 @@ class WriteFailed(Exception):
     """A step failed on some rank. Raised on all ranks, with the same message: rank and cause."""
 
 
-@dataclass
-class StagedState:
-    """A sharded state that is ready to be written.
-
-    Attributes:
-        shards: this rank's shards, by name.
-        common: what is the same on all ranks.
-        failure: why it could not be copied; `write` reports it on all ranks.
-    """
-
-    shards: dict[str, Any]
-    common: dict[str, Any]
-    failure: Exception | None = None
-
-
-def stage(state: dict[str, Any], copy: bool, validate: bool) -> StagedState:
-    """Prepare a sharded state dict for `write`; collective over all ranks, inside `cuda_means_cpu`.
-
-    Args:
-        copy: copy everything to host memory, so that the model may change while the copy is written.
-        validate: check that the shards of all ranks make up whole tensors, which need be done once for a model.
-    """
-    sharded, common = save_preprocess(state, validate_access_integrity=validate)
-    shards, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-    try:
-        if copy:
-            for pieces in shards.values():
-                for piece in pieces:
-                    if isinstance(piece.data, torch.Tensor):
-                        piece.data = piece.data.detach().to("cpu", copy=True)
-            common = deepcopy(common)
-        return StagedState(shards, common)
-    except Exception as error:  # e.g. out of memory; nothing may keep this rank from the collectives of `write`
-        return StagedState({}, {}, error)
-
-
 def write(staged: StagedState, directory: Path, group: dist.ProcessGroup) -> dict[str, FileSum]:
     """Write a staged state into an existing empty directory; collective over all ranks, in any thread.
 
     Returns the files that this rank accounts for, forced to disk and with checksums: the shards it wrote and, on rank
-        0,
-    all files that are not shards.
+    0, all files that are not shards.
 
     Args:
         group: the ranks, over gloo, for nothing else at the same time.
@@ -89,12 +53,16 @@ def write(staged: StagedState, directory: Path, group: dist.ProcessGroup) -> dic
         WriteFailed: on every rank, if one of them could not write (usually a full disk). Files may be left.
     """
     path = str(directory)
+    _agreed(staged.require, group)  # before any rank waits for another
+    state = _agreed(staged.assemble, group)
+    sharded, common = save_preprocess(state, validate_access_integrity=False)
+    if staged.validate:
+        _agreed(lambda: _require_whole_tensors(sharded, group), group)
 
     def begin() -> dict[str, Any]:
-        if staged.failure is not None:
-            raise staged.failure
-        get_default_save_common_strategy().save_common(staged.common, path)  # writes on rank 0 only
-        return mcore_to_pyt_state_dict(staged.shards)
+        get_default_save_common_strategy().save_common(common, path)  # writes on rank 0 only
+        shards, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+        return mcore_to_pyt_state_dict(shards)
 
     _write_shards(_agreed(begin, group), path, group)
     # Last: this file tells Megatron that the directory is a checkpoint.
@@ -120,6 +88,13 @@ def write_beside(
         return sync_and_sum(directory, [name])
 
     return _agreed(step, group)
+
+
+def _require_whole_tensors(sharded: dict[str, Any], group: dist.ProcessGroup) -> None:
+    """Raise CheckpointingException on rank 0 unless the shards of all ranks make up whole tensors, each part once."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, [shard.without_data() for shard in nested_values(sharded)], group=group)
+    validate_sharding_integrity(everyone)
 
 
 def _write_shards(shards: dict[str, Any], path: str, group: dist.ProcessGroup) -> None:

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 import rlhfspec_mega.megatron.quick_start  # noqa: F401
 from rlhfspec_mega.megatron import checkpoint
 from rlhfspec_mega.megatron.build import build_chunks
 from rlhfspec_mega.megatron.checkpoint_files import SavedPart
+from rlhfspec_mega.megatron.checkpoint_staging import StagedState, Staging
 from rlhfspec_mega.megatron.cuda_shim import cuda_means_cpu
 from rlhfspec_mega.megatron.description import ModelDescription
 from rlhfspec_mega.megatron.groups import make_groups, make_saving_group, ranks_in
@@ -65,15 +67,17 @@ class MegatronModel:
         self.position = ranks_in(self.groups)
         self.chunks = build_chunks(description, self.groups, device)
         self._unread = description.checkpoint
-        self._validated = False  # whether the shards of a checkpoint have been compared between the ranks
         if description.learning is not None:
             self.optimizer = build_optimizer(
                 description.learning.optimizer, self.chunks, description.dtype, self.groups
             )
-            self.saving_group = make_saving_group(ranks, timedelta(seconds=call_timeout))
             self.scheduler = build_scheduler(
                 description.learning.optimizer, self.optimizer, description.learning.total_updates
             )
+            timeout = timedelta(seconds=call_timeout)
+            self.saving_group = make_saving_group(ranks, timeout)
+            data_group = make_saving_group(dist.get_process_group_ranks(self.groups.dp_cp), timeout)
+            self._staging = Staging(self.chunks, self.optimizer, self.scheduler, self.groups, data_group)
         self._rest()
 
     @on_megatron
@@ -154,16 +158,15 @@ class MegatronModel:
         return {"dtype": self.description.dtype} | asdict(self.shape)
 
     @on_megatron
-    def stage(self, copy: bool) -> checkpoint.StagedState:
-        """This rank's part of a distributed checkpoint, in host memory if it is copied (see checkpoint_writer)."""
-        validate, self._validated = not self._validated, True
-        return checkpoint.staged_state(copy, validate, *self._saved())
+    def stage(self, copy: bool) -> StagedState:
+        """This rank's part of a distributed checkpoint (see Staging.stage)."""
+        return self._staging.stage(copy)
 
-    def write(self, staged: checkpoint.StagedState, directory: Path) -> SavedPart:
+    def write(self, staged: StagedState, directory: Path) -> SavedPart:
         """Write what `stage` returned into an existing empty directory; one at a time, in any thread.
 
         A failure to write is returned, the same on all ranks, and not raised: the model is unchanged and the run may go
-            on.
+        on.
         """
         return checkpoint.save(staged, directory, self.saving_group)
 
@@ -173,7 +176,4 @@ class MegatronModel:
 
         Returns whether random states were restored.
         """
-        return checkpoint.load(directory, *self._saved())
-
-    def _saved(self) -> tuple[Any, ...]:
-        return self.chunks, self.optimizer, self.scheduler, self.groups
+        return checkpoint.load(directory, self.chunks, self.optimizer, self.scheduler, self.groups)

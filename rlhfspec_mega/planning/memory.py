@@ -12,6 +12,7 @@ from rlhfspec_mega.planning.tree import BACKLOG
 
 GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+OPTIMIZER_BYTES = 12  # of a parameter: fp32 weights and two moments of AdamW
 LOGITS_AT_ONCE = 2**25  # most scores (rows x vocabulary) that an engine, or its draft, holds at once
 # Bytes per score: fp32 logits, the same over the temperature, and noise and their sum in float64. Bytes of noise: the
 # float64 noise, and the random numbers that it is made from.
@@ -153,7 +154,16 @@ def stage_memory(shape: ModelShape, plan: ActorPlan, stage: int) -> ActorMemory:
 
 def checkpoint_bytes(shape: ModelShape, dtype: str) -> int:
     """Bytes of a checkpoint: weights, and the optimizer's fp32 weights and two moments."""
-    return shape.parameters * (DTYPE_BYTES[dtype] + 12)
+    return shape.parameters * (DTYPE_BYTES[dtype] + OPTIMIZER_BYTES)
+
+
+def saving_bytes(shape: ModelShape, dtype: str) -> int:
+    """Host memory of all nodes together for checkpoints in the background.
+
+    It is the copy of all ranks, which is kept for the next save, and while one is written the optimizer's shards once
+    more, gathered on the first data-parallel ranks.
+    """
+    return checkpoint_bytes(shape, dtype) + shape.parameters * OPTIMIZER_BYTES
 
 
 def actor_memory(shape: ModelShape, plan: ActorPlan) -> ActorMemory:

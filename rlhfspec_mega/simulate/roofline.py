@@ -85,21 +85,20 @@ def engine_roofline(
         for batch, seconds in zip(batches, plain, strict=True)
     ]
     room = gpus * memory - weights * (1.0 + draft_share)
-    parameters = {
-        "kind": "roofline",
-        "device": asdict(gpu),
-        "reached": vars(REACHED),
-        "target": asdict(shape) | {"draft_share": draft_share},
-        "drafting": vars(DRAFTING),
-        "engine": vars(ENGINE) | {"slots": slots, "gpus": gpus},
-        "draft_tokens": [number for _, _, number in best],  # per sample, at each batch of the curve
-    }
-    seconds, gained, _ = zip(*best, strict=True)
+    seconds, gained, draft_tokens = zip(*best, strict=True)
     # The KV cache is read once for all tokens of a step.
     drafting = DecodeCurve(batches, seconds, tuple(kv_pass / tokens for tokens in gained))
     return CostCurves(
         name=name,
-        source=parameters,
+        source={
+            "kind": "roofline",
+            "device": asdict(gpu),
+            "reached": vars(REACHED),
+            "target": asdict(shape) | {"draft_share": draft_share},
+            "drafting": vars(DRAFTING),
+            "engine": vars(ENGINE) | {"slots": slots, "gpus": gpus},
+            "draft_tokens": list(draft_tokens),  # per sample, at each batch of the curve
+        },
         slots=slots,
         kv_tokens=max(int(room / kv_bytes), 1),
         plain=DecodeCurve(batches, tuple(plain), (kv_pass,) * len(batches)),

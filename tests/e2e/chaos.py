@@ -1,6 +1,7 @@
 """Kills a random process of a run at a random moment, again and again, and compares each end with a quiet run's.
 
     python -m tests.e2e.chaos --runs 20 --seed 0
+    python -m tests.e2e.chaos --runs 10 --while-saving      the driver or an actor rank, while a checkpoint is written
 
 Every run is deterministic (trainer.deterministic=true): metrics, samples and trained weights must be, bit for bit,
 those of the run that nobody disturbed. A run whose driver died is resumed; so is one that ended before its first
@@ -34,6 +35,8 @@ PAIRED = ("speculation/paired_seconds", "speculation/paired_plain_seconds")
 # What the clock says, not the algorithm; and timing_s/<phase>.
 TIMED = ("time", "perf/generation_tokens_per_second", "speculation/speedup_vs_plain", *PAIRED)
 RUN_SECONDS = 300.0
+CHECKPOINT_EVERY = 3
+SAVE_SECONDS = 0.1  # about as long as a checkpoint of the small model is being written
 
 
 @dataclass
@@ -92,7 +95,7 @@ class Chaos:
         self._model = make_model(root / "model")
         self._options = [
             f"trainer.steps={steps}",
-            "trainer.checkpoint_every=3",
+            f"trainer.checkpoint_every={CHECKPOINT_EVERY}",
             "trainer.deterministic=true",
             "logger.console=false",
             *options,
@@ -118,17 +121,22 @@ class Chaos:
         while not (self._root / name / "logs" / "actor-0.log").exists() and process.poll() is None:
             time.sleep(0.01)
 
-    def disturb(self, number: int, chance: random.Random) -> Outcome:
+    def disturb(self, number: int, chance: random.Random, while_saving: bool) -> Outcome:
         """One run with one kill; a moment at which the victim was gone already is drawn anew."""
         for attempt in count():
             name, done = f"run{number}.{attempt}", chance.randint(0, self._steps)
-            moment = chance.random() * self._seconds[done]
+            if while_saving:
+                done = CHECKPOINT_EVERY * chance.randint(1, (self._steps - 1) // CHECKPOINT_EVERY)
+            moment = chance.random() * (SAVE_SECONDS if while_saving else self._seconds[done])
             process = self._start(name)
             self._wait_for_workers(name, process)
-            victims = ["driver", *sorted(log.stem for log in (self._root / name / "logs").glob("*-*.log"))]
-            victim = chance.choice(victims)
-            while steps_done(self._root / name) < done and process.poll() is None:
-                time.sleep(0.01)
+            workers = sorted(log.stem for log in (self._root / name / "logs").glob("*-*.log"))
+            victim = chance.choice(["driver", *(w for w in workers if not while_saving or w.startswith("actor"))])
+            begun = self._root / name / "checkpoints" / f"step_{done}.partial"
+            while not (begun.exists() if while_saving else steps_done(self._root / name) >= done):
+                if process.poll() is not None:
+                    break
+                time.sleep(0.001 if while_saving else 0.01)
             time.sleep(moment)
             target = process_of(process.pid, victim) if process.poll() is None else None
             if target is not None:
@@ -177,6 +185,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--while-saving", action="store_true", help="kill while a checkpoint is being written")
     parser.add_argument("options", nargs="*", help="option=value for every run")
     arguments = parser.parse_intermixed_args()
     chance = random.Random(arguments.seed)
@@ -186,7 +195,7 @@ def main() -> None:
         chaos.run_quietly()
         print(f"{'run':>3}  {'victim':9} {'steps':>5} {'seconds':>7}  {'ended':16} {'resumed':>7}  verdict")
         for number in range(arguments.runs):
-            outcomes.append(chaos.disturb(number, chance))
+            outcomes.append(chaos.disturb(number, chance, arguments.while_saving))
             run, victim, done, moment, ended, resumed, verdict = astuple(outcomes[-1])
             print(f"{run:>3}  {victim:9} {done:>5} {moment:>7}  {ended:16} {resumed:>7}  {verdict}", flush=True)
     good = sum(outcome.verdict == "same bits" for outcome in outcomes)
