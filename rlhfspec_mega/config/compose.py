@@ -83,8 +83,11 @@ def saved_config(file: Path) -> RunConfig:
         try:
             saved = OmegaConf.load(file)
             return to_run_config(cast(DictConfig, OmegaConf.merge(OmegaConf.structured(RunConfig), saved)))
-        except (OSError, yaml.YAMLError) as error:
-            raise UserError(f"{file} cannot be read ({error}): give the directory of a run.") from None
+        except OSError as error:
+            sentence = f"{file.parent} holds no run ({file.name}: {error.strerror}): give the directory of a run."
+            raise UserError(sentence) from None
+        except yaml.YAMLError:
+            raise UserError(f"{file} is damaged: give the directory of another run.") from None
 
 
 def to_run_config(composed: DictConfig) -> RunConfig:

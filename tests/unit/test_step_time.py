@@ -205,6 +205,7 @@ def test_bad_costs_are_refused(run: Path, tmp_path: Path, text: Any, words: str)
     ("file", "text", "words"),
     [
         ("config.yaml", None, "holds no run"),
+        ("config.yaml", "a: [", "damaged"),
         ("timeline.json", None, "wrote no timeline"),
         ("timeline.json", "[", "damaged"),
         ("timeline.json", "[]", "no decode steps"),
