@@ -41,7 +41,10 @@ def assert_same(
         a, b = first[request.sample_id], second[request.sample_id]
         same = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y), None)
         if same is None:
-            assert a.tokens == b.tokens and a.finish_reason == b.finish_reason, f"{request.sample_id}: lengths differ"
+            assert a.tokens == b.tokens and a.finish_reason == b.finish_reason, (
+                f"{request.sample_id}: {len(a.tokens)} tokens ({a.finish_reason}) and "
+                f"{len(b.tokens)} tokens ({b.finish_reason}) of at most {request.max_new_tokens}"
+            )
             same = len(a.tokens)
         else:
             partings += 1

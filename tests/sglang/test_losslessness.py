@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,7 @@ def test_losslessness(
     wanted = torch_results(made[0], requests)
     engine, control = ours(settings(*made, **FP32 | {"slots": 16}, shapes=shapes), tmp_path / "engine")
     assert control is not None
+    ends_within_drafts(requests, wanted, made[0], partial(finish, engine), judge)
     total = 0
     while total < TOKENS / len(DRAFTED):
         for count in counts:
@@ -55,6 +58,24 @@ def test_losslessness(
                 assert_same(wanted, found, requests, judge)
                 total += sum(len(result.tokens) for result in found.values())
     print(f"{kind}: {total} tokens")
+
+
+def ends_within_drafts(
+    requests: list[GenerationRequest],
+    whole: dict[str, GenerationResult],
+    model: Path,
+    decode: Callable[[list[GenerationRequest]], dict[str, GenerationResult]],
+    judge: Callable[[list[int]], torch.Tensor],
+) -> None:
+    """A sample's stop token and its limit come within tokens that one step accepts: the earlier one ends it."""
+    chances = random.Random(0)
+    early = []
+    for one in requests:
+        tokens = whole[one.sample_id].tokens
+        end = chances.randrange(len(tokens))
+        limit = end + chances.randint(1, 4)
+        early.append(replace(one, stop_tokens=(tokens[end],), max_new_tokens=limit))
+    assert_same(torch_results(model, early), decode(early), early, judge)
 
 
 @pytest.mark.parametrize("drafted", [0, 3])

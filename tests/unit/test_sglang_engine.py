@@ -13,6 +13,7 @@ import torch
 from rlhfspec_mega.errors import RunError, SilentEngineError
 from rlhfspec_mega.rollout.sglang_engine import engine as engine_module
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
+from rlhfspec_mega.rollout.sglang_engine.samples import SGLangSample
 from rlhfspec_mega.types import FinishReason, GenerationRequest, TensorInfo, WeightTarget
 from tests.sglang_fake import STOP, FakeEngine, install, token_at
 
@@ -146,6 +147,17 @@ def test_another_end_than_was_asked_for_ends_the_run(
     engine.submit([request(1)])
     with pytest.raises(RunError, match=words):
         drain(engine)
+
+
+def test_tokens_behind_a_stop_token_are_dropped() -> None:
+    """SGLang returns them if the step that accepted the stop token reached the limit, and calls it an end by length."""
+    sample = SGLangSample(request(1, most=5))
+    sample.take({"output_ids": [3, 4], "meta_info": {"output_token_logprobs": [(-0.1, 3), (-0.2, 4)]}}, 0)
+    found = [(-0.1 * (at + 1), token) for at, token in enumerate((3, 4, STOP, 6, 7))]
+    meta = {"output_token_logprobs": found, "finish_reason": {"type": "length", "length": 5}}
+    sample.take({"output_ids": [token for _, token in found], "meta_info": meta}, 0)
+    assert sample.reason is FinishReason.STOP and sample.tokens == [3, 4, STOP]
+    assert len(sample.logprobs) == len(sample.versions) == 3
 
 
 def test_lost_logprobs_end_the_run(engine: SGLangEngine, fake: FakeEngine) -> None:

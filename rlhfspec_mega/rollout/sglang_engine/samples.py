@@ -82,24 +82,15 @@ class SGLangSample(LiveSample):
                 f"SGLang returned {len(found)} log-probs for the {len(tokens)} tokens of sample "
                 f"{self.request.sample_id}, or those of other tokens."
             )
-        self.tokens += [token for token, _ in fresh]
-        self.logprobs += [pair[0] for _, pair in fresh]
-        self.versions += [version] * len(fresh)
+        # SGLang compares the number of tokens with the limit before it looks for a stop token: if one speculative step
+        # accepts a stop token and enough tokens to reach the limit, its output goes on behind the stop token.
+        if self.reason is None:
+            self.reason = self.extend([token for token, _ in fresh], [pair[0] for _, pair in fresh], version)
         self.started |= bool(fresh)
         self.outputs += bool(fresh)
-        if reason is not None:
-            self._end(reason)
-
-    def _end(self, reason: Mapping[str, Any]) -> None:
-        """Record why the sample ended; SGLang calls it an end by length if the last allowed token is a stop token.
-
-        Raises RunError for any other reason.
-        """
-        stopped = self.tokens[-1] in self.request.stop_tokens
-        if not stopped and (reason["type"] == "stop" or len(self.tokens) < self.request.max_new_tokens):
+        if reason is not None and self.reason is None:
             raise RunError(
                 f"SGLang ended sample {self.request.sample_id} after {len(self.tokens)} of "
                 f"{self.request.max_new_tokens} tokens by {dict(reason)}: its model's own end-of-text tokens, or a "
                 "shorter context than this engine was told, are not those of the run."
             )
-        self.reason = FinishReason.STOP if stopped else FinishReason.LENGTH
