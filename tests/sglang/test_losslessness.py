@@ -25,7 +25,8 @@ from tests.near_tie import assert_same
 from tests.sglang.conftest import requests_of, torch_results
 from tests.sglang.support import FP32
 
-DRAFTED = {"chains": (chains(8), (0, 5, NOT_FIXED)), "trees": (trees(12, 4, 4), (12, NOT_FIXED))}
+# Shapes of drafts, numbers of draft tokens, and groups of requests, which come once per number and batch size.
+DRAFTED = {"chains": (chains(8), (0, 5, NOT_FIXED), 6), "trees": (trees(12, 4, 4), (12, NOT_FIXED), 9)}
 BATCHES = (1, 3, 8, 16)
 TOKENS = 20_000
 
@@ -43,8 +44,8 @@ def test_losslessness(
     kind: str, made: tuple[Path, Path], judge: Callable[[list[int]], torch.Tensor], tmp_path: Path
 ) -> None:
     """Each kind decodes half of the tokens: plainly (0), a fixed number of draft tokens, and adaptively (NOT_FIXED)."""
-    shapes, counts = DRAFTED[kind]
-    requests = [replace(one, temperature=float(at % 2)) for at, one in enumerate(requests_of(made[0], 12))]
+    shapes, counts, groups = DRAFTED[kind]
+    requests = [replace(one, temperature=float(at % 2)) for at, one in enumerate(requests_of(made[0], groups))]
     wanted = torch_results(made[0], requests)
     engine, control = ours(settings(*made, **FP32 | {"slots": 16}, shapes=shapes), tmp_path / "engine")
     assert control is not None
