@@ -21,11 +21,13 @@ def make_cluster(
     places: Mapping[str, Sequence[tuple[int, ...]]],
     *,
     use_gpus: bool,
+    training_devices: int | None,
 ) -> SupervisedCluster:
     """The cluster of a run, by its launcher.
 
     Args:
         places: device indices of every rank of every role (planning.placement).
+        training_devices: how many of them lie on nodes for training; None: nodes are alike.
 
     Raises:
         UserError: Ray is not installed, its cluster cannot be reached, or it has too few devices.
@@ -46,6 +48,7 @@ def make_cluster(
         use_gpus=use_gpus,
         places=places,
         address=ray_address(launcher),
+        training_devices=training_devices,
         **limits,
     )
 

@@ -120,6 +120,7 @@ class RayCluster(SupervisedCluster):
         threads: CPUs of a worker, and threads of its computation.
         use_gpus: one GPU per device, shared by the workers on it, which see theirs by CUDA_VISIBLE_DEVICES.
         places: device indices of every rank of every role that will be launched, see Reservation.
+        training_devices: how many of them lie on nodes for training, see Reservation.
         address: of a running Ray cluster; None: RAY_ADDRESS, else an own instance on this machine.
         supervision: log_dir, deadlines and limits; see SupervisedCluster.
 
@@ -138,6 +139,7 @@ class RayCluster(SupervisedCluster):
         use_gpus: bool,
         places: Mapping[str, Sequence[tuple[int, ...]]],
         address: str | None,
+        training_devices: int | None = None,
         **supervision: Any,
     ) -> None:
         self._threads, self._use_gpus = threads, use_gpus
@@ -151,6 +153,7 @@ class RayCluster(SupervisedCluster):
                 places,
                 threads=threads,
                 use_gpus=use_gpus,
+                training_devices=training_devices,
                 seconds=supervision["start_timeout"],
                 where=self._instance.name,
             )

@@ -32,6 +32,11 @@ class Place:
     visible: tuple[str, ...] | None = None
 
 
+# Ray resources of nodes that a run with placement.training_nodes tells apart; a bundle takes a trace of one.
+TRAINING, GENERATION = "training", "generation"
+_TRACE = 0.001
+
+
 class Reservation:
     """One placement group per role, or one for all roles that share devices; one bundle per device, or per several.
 
@@ -44,6 +49,7 @@ class Reservation:
         *,
         threads: int,
         use_gpus: bool,
+        training_devices: int | None,
         seconds: float,
         where: str,
     ) -> None:
@@ -53,6 +59,8 @@ class Reservation:
             places: device indices of every rank of every role: a number of neighbours, from a multiple of it on, which
                 lie on one node.
             threads: CPUs per worker.
+            training_devices: the first so many devices lie on nodes that offer the resource TRAINING, the others on
+                such with GENERATION; None: on any node.
             where: name of the cluster, for messages.
 
         Raises:
@@ -64,7 +72,10 @@ class Reservation:
         bundle_of = {role: [devices[0] // each for devices in ranks] for role, ranks in places.items()}
         workers = Counter(bundle for bundles in bundle_of.values() for bundle in bundles)
         gpus = {"GPU": float(each)} if use_gpus else {}
-        asked = {bundle: {"CPU": float(threads * count)} | gpus for bundle, count in workers.items()}
+        asked = {
+            bundle: {"CPU": float(threads * count)} | gpus | _kind_of_node(bundle * each, training_devices)
+            for bundle, count in workers.items()
+        }
         _check_total(list(asked.values()), where)
         end = time.monotonic() + seconds
         try:
@@ -122,6 +133,13 @@ class Reservation:
         return sorted(range(len(bundles)), key=lambda bundle: (nodes[bundle], bundle))
 
 
+def _kind_of_node(device: int, training_devices: int | None) -> dict[str, float]:
+    """What a bundle that begins with this device asks for besides CPUs and GPUs."""
+    if training_devices is None:
+        return {}
+    return {TRAINING if device < training_devices else GENERATION: _TRACE}
+
+
 def devices_of_bundle(places: Mapping[str, Sequence[tuple[int, ...]]]) -> int:
     """Devices per bundle: as many as the worker with most devices has."""
     return max(len(devices) for ranks in places.values() for devices in ranks)
@@ -165,6 +183,13 @@ def _check_total(bundles: list[dict[str, float]], where: str) -> None:
             f"This run wants {total['GPU']:g} GPUs, and Ray at {where} sees {has.get('GPU', 0.0):g}: "
             f"{nodes_in_words(ray.nodes())}. Start Ray on the nodes that lack, or set cluster.nodes and "
             "cluster.devices_per_node to what is there."
+        )
+    kinds = {kind for bundle in bundles for kind in bundle if kind in (TRAINING, GENERATION)}
+    if missing := sorted(kind for kind in kinds if kind not in has):
+        raise UserError(
+            f"No node of the Ray cluster at {where} offers the resource {' or '.join(missing)}, which "
+            "placement.training_nodes asks for: start those nodes with "
+            f"`ray start --resources='{{\"{missing[0]}\": 1}}'`, or leave placement.training_nodes out."
         )
     if any(amount > has.get(name, 0.0) for name, amount in total.items()):
         raise UserError(

@@ -23,6 +23,7 @@ from rlhfspec_mega.config.machine import check_memory
 from rlhfspec_mega.config.reach import weight_transport
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sizes import Sizes, actor_layout, size_rows
+from rlhfspec_mega.config.slurm import SlurmNodes, lacking, slurm_line, slurm_nodes
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.megatron_tensors import parameters_per_rank
@@ -44,6 +45,7 @@ def plan_of(config: RunConfig) -> dict[str, Any]:
     plans = _with_capacity(config, device_plans(config, shape, sizes))
     fullest = fullest_device(plans)
     fits = _fits(config, shape, sizes)
+    slurm = slurm_nodes()
     sent = shape.parameters * DTYPE_BYTES[config.rollout.dtype or config.actor.dtype]
     return {
         "fits": fits,
@@ -66,16 +68,22 @@ def plan_of(config: RunConfig) -> dict[str, Any]:
             "bytes": checkpoint_bytes(shape, config.actor.dtype),
             "host_memory": saving_bytes(shape, config.actor.dtype) if config.trainer.async_save else 0,
         },
+        "slurm": None if slurm is None else asdict(slurm) | {"lacking": lacking(slurm, config.cluster)},
         "suggestion": [] if fits else nearest_fit(config) or [],
     }
 
 
 def dry_run(config: RunConfig) -> tuple[str, bool]:
-    """The text that `dry_run=` prints, and whether the run fits. Raises UserError as `plan_of`."""
+    """The text that `dry_run=` prints, and whether the run fits: each device, and the Slurm nodes chosen for it.
+
+    Raises UserError as `plan_of`.
+    """
     plan = plan_of(config)
+    slurm = plan["slurm"]
+    fits = plan["fits"] and not (slurm and slurm["chosen"] and slurm["lacking"])
     if config.dry_run == "json":
-        return json.dumps(plan), plan["fits"]
-    return "\n".join(_lines(config, plan)), plan["fits"]
+        return json.dumps(plan), fits
+    return "\n".join(_lines(config, plan)), fits
 
 
 def _times(config: RunConfig, shape: ModelShape, sizes: Sizes) -> dict[str, Any]:
@@ -160,6 +168,9 @@ def _lines(config: RunConfig, plan: dict[str, Any]) -> Iterator[str]:
     where = f"; to write it beside training, the actor's nodes need {kept:.1f} GiB of host memory" if kept else ""
     yield f"A checkpoint takes {saved['bytes'] / GIB:.1f} GiB on disk{where}."
     yield _verdict(plan)
+    if plan["slurm"] is not None:
+        known = {name: value for name, value in plan["slurm"].items() if name != "lacking"}
+        yield slurm_line(SlurmNodes(**known), cluster)
 
 
 def _time_lines(plan: dict[str, Any]) -> Iterator[str]:

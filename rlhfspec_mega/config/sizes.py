@@ -112,6 +112,19 @@ def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
     )
 
 
+def training_devices(config: RunConfig) -> int | None:
+    """Devices of the nodes that only train; None if nodes are alike. Raises UserError if none is left to generate."""
+    nodes = config.placement.training_nodes
+    if nodes is None or config.placement.mode != "separate":
+        return None
+    if nodes >= config.cluster.nodes:
+        raise UserError(
+            f"placement.training_nodes={nodes} leaves none of cluster.nodes={config.cluster.nodes} to generate: "
+            "lower it, or use placement=colocated."
+        )
+    return nodes * config.cluster.devices_per_node
+
+
 def _placement(config: RunConfig, devices: int) -> Placement:
     """The placement by placement.mode; only this function reads that option."""
     actor = config.actor
@@ -125,8 +138,9 @@ def _placement(config: RunConfig, devices: int) -> Placement:
         devices,
         copy,
         actor.data_parallel,
-        config.rollout.engines,
-        engine_gpus(config),
+        training_devices=training_devices(config),
+        engines=config.rollout.engines,
+        engine_devices=engine_gpus(config),
         devices_per_node=config.cluster.devices_per_node,
         reference=reference_home(config),
         reference_devices=config.placement.reference_tensor_parallel,

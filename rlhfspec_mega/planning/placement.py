@@ -76,6 +76,7 @@ class PlacementRequest:
         devices: number of devices of the cluster.
         replica_devices: devices of one data-parallel replica of the actor: tensor x pipeline parallel size.
         data_parallel: number of data-parallel replicas of the actor; None: as many as the devices allow.
+        training_devices: number of devices for the actor under `separate`; None: what the engines leave.
         engines: number of engines; None: as many as the devices allow.
         engine_devices: devices of one engine, which lie next to each other on one node.
         devices_per_node: number of devices of a node.
@@ -86,6 +87,7 @@ class PlacementRequest:
     devices: int
     replica_devices: int
     data_parallel: int | None = None
+    training_devices: int | None = None
     engines: int | None = None
     engine_devices: int = 1
     devices_per_node: int = 1
@@ -110,15 +112,21 @@ def colocated(request: PlacementRequest) -> Placement:
 
 
 def separate(request: PlacementRequest) -> Placement:
-    """The actor has the first devices and engines have the next ones: half of all if their number is not set.
+    """The actor has the first devices and engines have the next ones: half of all if neither number is set.
 
     Raises UserError if the cluster has too few devices.
     """
     of_engines = (request.engines or 0) * request.engine_devices or request.devices // 2
-    ranks = _actor_ranks(request, request.devices - of_engines)
-    engines = request.engines or max(request.devices - ranks, 0) // request.engine_devices
+    of_actor = request.training_devices or request.devices - of_engines
+    ranks = _actor_ranks(request, of_actor)
+    if request.training_devices is not None and ranks > request.training_devices:
+        raise UserError(
+            f"The actor needs {ranks} devices (tensor x pipeline x data parallel) and the nodes of "
+            f"placement.training_nodes have {request.training_devices}: raise it, or lower the actor's parallel sizes."
+        )
     # Engines begin at a multiple of their size, so that each of them lies on one node.
-    first_engine = -(-ranks // request.engine_devices) * request.engine_devices
+    first_engine = -(-(request.training_devices or ranks) // request.engine_devices) * request.engine_devices
+    engines = request.engines or max(request.devices - first_engine, 0) // request.engine_devices
     needed = max(engines, 1) * request.engine_devices
     if first_engine + needed > request.devices:
         raise UserError(

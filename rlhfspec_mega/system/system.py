@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhfspec_mega.cluster.launchers import make_cluster, transport
 from rlhfspec_mega.config.reach import weight_transport
+from rlhfspec_mega.config.sizes import training_devices
 from rlhfspec_mega.planning.placement import ACTOR, ENGINE, REFERENCE
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.session import Session
@@ -48,6 +49,7 @@ class System:
             setup.run_dir / "logs",
             setup.placement.processes(),
             use_gpus=setup.device == "cuda",
+            training_devices=training_devices(config),
         )
         self._learnt = Learnt(setup.run_dir, config.trainer.resume)
         self._lengths = length_predictor(config, self._learnt.load("lengths"))

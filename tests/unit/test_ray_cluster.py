@@ -282,7 +282,7 @@ def test_roles_that_share_devices_share_a_group() -> None:
 def test_what_a_cluster_does_not_have_is_refused(ray_cluster: RayCluster) -> None:
     def reserve(devices: int, threads: int, gpus: bool = False) -> None:
         places = {"engine": [(device,) for device in range(devices)]}
-        Reservation(places, threads=threads, use_gpus=gpus, seconds=1.0, where="here")
+        Reservation(places, threads=threads, use_gpus=gpus, training_devices=None, seconds=1.0, where="here")
 
     with pytest.raises(UserError, match="asks for 9 CPUs and 0 GPUs and the cluster has 8 CPUs and 0 GPUs"):
         reserve(9, 1)

@@ -12,6 +12,13 @@ class PlacementConfig:
     mode: str = option(
         "colocated", "actor and engines share devices, or have their own", choices=("colocated", "separate")
     )
+    training_nodes: int | None = option(
+        None,
+        "the actor's nodes, the others generate; under Ray, nodes offer the resource `training` or `generation`; null: "
+        "by devices, whatever node they are on",
+        least=1,
+        only_with="placement.mode=separate",
+    )
     reference: str = option(
         "auto",
         "devices of the frozen reference: those of the engines, where it scores finished samples while others decode, "

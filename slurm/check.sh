@@ -1,0 +1,50 @@
+#!/bin/bash
+# The plan of a job against what Slurm has, before it waits in a queue: what sbatch would refuse, and what train.py would.
+#   slurm/check.sh [sbatch's options] slurm/colocated.sbatch model=70b model.path=DIR ...
+# Options before the script's name are sbatch's (--nodes=8 --partition=gpu ...), the others train.py's. Starts nothing;
+# exit status 2 if the run does not fit.
+set -u
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
+PYTHON=${PYTHON:-$PWD/.venv/bin/python}
+
+options=()
+while (($# > 0)) && [[ $1 != *.sbatch ]]; do
+    options+=("$1")
+    shift
+done
+if (($# == 0)); then
+    sed -n '2,5s/^# *//p' "${BASH_SOURCE[0]}"
+    exit 2
+fi
+script=$1
+shift
+
+# The value of an sbatch option for a component of the job (0, or 1 after the script's hetjob and the command line's
+# colon): the last of the command line, else that of the script; empty if neither has it.
+value_of() {
+    {
+        sed -n 's/^#SBATCH //p' "$script" | awk -v wanted="$2" '/^hetjob/ { at++ } at + 0 == wanted'
+        printf '%s\n' "${options[@]}" | awk -v wanted="$2" '$0 == ":" { at++ } at + 0 == wanted'
+    } | sed -n "s/^--$1=//p" | tail -n 1
+}
+
+if answer=$(sbatch --test-only "${options[@]}" "$script" 2>&1); then
+    echo "$answer"
+else
+    echo "sbatch refuses the job: $answer"
+    exit 2
+fi
+given=" $* "
+overrides=()
+[[ $given == *" cluster="* ]] || overrides+=("cluster=${CLUSTER:-1n8g}")
+nodes=$(value_of nodes 0)
+if grep -q '^#SBATCH hetjob' "$script"; then
+    overrides+=(placement=separate "placement.training_nodes=$nodes")
+    nodes=$((nodes + $(value_of nodes 1)))
+fi
+[[ $given == *" cluster.nodes="* ]] || overrides+=("cluster.nodes=$nodes")
+gpus=$(value_of gpus-per-node 0)
+[[ $given == *" cluster.devices_per_node="* || ${gpus##*:} == 0 ]] || overrides+=("cluster.devices_per_node=${gpus##*:}")
+partition=$(value_of partition 0)
+((${#partition} == 0)) || export SBATCH_PARTITION=$partition
+exec "$PYTHON" train.py "${overrides[@]}" "$@" dry_run=true

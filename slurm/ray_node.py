@@ -1,0 +1,323 @@
+"""One node of a job's Ray cluster: checks it, starts Ray, and ends Ray again. `srun` starts this once per node.
+
+It works in a directory of this attempt that all nodes share and slurm/job.sh reads:
+
+  canary            a word that only the job knows; a node that does not read it does not see the job's files
+  nodes/NAME.json   the node has passed its checks; what it found
+  head              address of Ray's head, "host:port"
+  ready             every node has joined
+  ray-NAME.log      output of `ray start`
+
+Slurm sends SIGTERM to every process of a job that it pre-empts, and the run has to save before its workers end. So
+SIGTERM and SIGUSR1 are blocked here and, by inheritance, in all processes of Ray. SIGUSR2 ends Ray.
+"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from rlhfspec_mega.cluster.sweeper import Sweeper, sweep
+
+REFUSED = 2  # exit status: this node cannot take part, and another attempt would not mend it
+_POLL_SECONDS = 0.5
+_FIXED_PORTS = (
+    "port",
+    "node-manager-port",
+    "object-manager-port",
+    "dashboard-agent-listen-port",
+    "dashboard-agent-grpc-port",
+    "runtime-env-agent-port",
+    "metrics-export-port",
+)
+_PORTS = 256  # of a node of a job: the fixed ones, and one for each worker process
+_FIRST_PORT = 10_000
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")  # the kernel gives these to any connection
+
+
+class NodeError(Exception):
+    """This node cannot take part; the message says why and what to do."""
+
+    status = REFUSED
+
+
+class RayEndedError(NodeError):
+    """Ray ended by itself, which another attempt may mend."""
+
+    status = 1
+
+
+def main() -> None:
+    given = arguments()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
+    signal.signal(signal.SIGUSR2, lambda *_: sys.exit(0))
+    try:
+        check_shared(given.directory, given.canary)
+        gpus = check_gpus(given.gpus, given.gpu_memory_gib)
+        if given.only_check:
+            return
+        temporary = own_directory(given)
+        sweeper = Sweeper(temporary)  # also if this process is killed
+        try:
+            run_ray(given, gpus, temporary)
+        finally:
+            sweeper.close()
+    except NodeError as error:
+        print(f"{given.node}: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.status)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, required=True, help="of this attempt, shared by all nodes")
+    parser.add_argument("--canary", required=True, help="the word in its file canary")
+    parser.add_argument("--job", required=True, help="id of the job; ports and temporary files are its own")
+    parser.add_argument("--nodes", required=True, help="names of all nodes, by commas; the first one is Ray's head")
+    parser.add_argument("--cpus", type=int, required=True, help="that Ray may give to workers of this node")
+    parser.add_argument("--gpus", type=int, required=True, help="the same for GPUs")
+    parser.add_argument("--gpu-memory-gib", type=float, default=0.0, help="least memory of each GPU")
+    parser.add_argument("--object-store-gib", type=float, required=True, help="memory of Ray's object store")
+    parser.add_argument("--interface", default="", help="network interface; else the one that leads to other nodes")
+    parser.add_argument("--training", default="", help="nodes that train, by commas; the others generate")
+    parser.add_argument("--seconds", type=float, required=True, help="longest wait for the other nodes")
+    parser.add_argument("--only-check", action="store_true", help="start no Ray")
+    given = parser.parse_args()
+    given.node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    given.names = given.nodes.split(",")
+    return given
+
+
+def check_shared(directory: Path, canary: str) -> None:
+    """Raises NodeError unless this node reads the word that the first node wrote."""
+    end = time.monotonic() + 10.0  # a network file system shows a new file late
+    while True:
+        with suppress(OSError):
+            if (directory / "canary").read_text() == canary:
+                return
+        if time.monotonic() > end:
+            raise NodeError(
+                f"this node does not see {directory}, which the job's first node has written: put output_dir= on a "
+                "file system that all nodes share."
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def check_gpus(count: int, least_gib: float) -> list[dict[str, float]]:
+    """The node's GPUs: total and used memory in MiB. Raises NodeError unless all are there, as large, and unused."""
+    if not count:
+        return []
+    query = ["nvidia-smi", "--query-gpu=memory.total,memory.used", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=60.0)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NodeError(f"nvidia-smi does not answer ({error}): drain this node.") from None
+    if answer.returncode:
+        raise NodeError(f"nvidia-smi fails ({answer.stdout.strip() or answer.stderr.strip()}): drain this node.")
+    rows = [[float(cell) for cell in line.split(",")] for line in answer.stdout.splitlines()]
+    gpus = [{"total": total, "used": used} for total, used in rows]
+    if len(gpus) < count:
+        raise NodeError(f"it has {len(gpus)} GPUs of the {count} that the job asked for: drain it, or exclude it.")
+    for index, gpu in enumerate(gpus):
+        if gpu["total"] < least_gib * 1024:
+            raise NodeError(f"GPU {index} has {gpu['total'] / 1024:.0f} GiB, not {least_gib:g}: exclude this node.")
+        if gpu["used"] > max(1024.0, 0.03 * gpu["total"]):  # drivers and persistence take some hundred MiB
+            raise NodeError(
+                f"GPU {index} holds {gpu['used'] / 1024:.1f} GiB of another process{_users_of_gpus()}: end it, or "
+                "exclude this node."
+            )
+    return gpus
+
+
+def _users_of_gpus() -> str:
+    query = ["nvidia-smi", "--query-compute-apps=pid,process_name", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.TimeoutExpired):
+        found = subprocess.run(query, capture_output=True, text=True, timeout=60.0).stdout.split("\n")
+        return f" ({'; '.join(line for line in found if line)})" if any(found) else ""
+    return ""
+
+
+def own_directory(given: argparse.Namespace) -> Path:
+    """A new directory for Ray's files; those of earlier attempts, which a killed node left behind, are removed.
+
+    It is short and in /tmp: the kernel takes 107 characters for the name of a socket, and Ray adds 60.
+    """
+    prefix = f"rlhfspec.{given.job}.{given.names.index(given.node)}."
+    for left in Path("/tmp").glob(f"{prefix}*"):
+        if left.owner() == getpass.getuser():
+            sweep(left, os.getpid())
+    return Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
+
+
+def run_ray(given: argparse.Namespace, gpus: list[dict[str, float]], temporary: Path) -> None:
+    """Start Ray, tell the job, and return when Ray has ended. Raises NodeError if that was not wanted."""
+    own = {"addresses": addresses(), "gpus": gpus}
+    nodes = given.directory / "nodes"
+    nodes.mkdir(exist_ok=True)
+    _write(nodes / f"{given.node}.json", json.dumps(own))
+    head = given.names[0] == given.node
+    if head:
+        wait_for([nodes / f"{name}.json" for name in given.names], given.seconds, "passed its checks")
+        others = [json.loads((nodes / f"{name}.json").read_text())["addresses"] for name in given.names[1:]]
+        ip = own_address(own["addresses"], others, given.interface)
+    else:
+        wait_for([given.directory / "head"], given.seconds, "started Ray's head")
+        ip = own_address(
+            own["addresses"], [{"": (given.directory / "head").read_text().split(":")[0]}], given.interface
+        )
+    ports = free_ports(given.job, given.names.index(given.node))
+    log = given.directory / f"ray-{given.node}.log"
+    with log.open("wb") as output:
+        ray = subprocess.Popen(
+            ray_start(given, ip, ports, temporary), stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
+    if head:
+        announce(given, ray, f"{ip}:{ports['port']}")
+    ray.wait()
+    lines = log.read_text(errors="replace").strip().splitlines()[-3:]
+    raise RayEndedError(f"Ray ended with status {ray.returncode}; the last lines of {log}: {' / '.join(lines)}")
+
+
+def ray_start(given: argparse.Namespace, ip: str, ports: dict[str, int], temporary: Path) -> list[str]:
+    """The command: CPUs, GPUs and ports are told to Ray, which else would take what the machine has."""
+    head = given.names[0] == given.node
+    resources = {}
+    if given.training:
+        resources = {"training" if given.node in given.training.split(",") else "generation": 1_000_000}
+    worker_ports = (ports["port"] + len(_FIXED_PORTS), ports["port"] + _PORTS - 1)
+    command = [
+        str(Path(sys.executable).with_name("ray")),
+        "start",
+        "--block",
+        f"--node-ip-address={ip}",
+        f"--num-cpus={given.cpus}",
+        f"--num-gpus={given.gpus}",
+        f"--object-store-memory={int(given.object_store_gib * 2**30)}",
+        f"--resources={json.dumps(resources)}",
+        f"--temp-dir={temporary}",
+        f"--min-worker-port={worker_ports[0]}",
+        f"--max-worker-port={worker_ports[1]}",
+        "--disable-usage-stats",
+    ]
+    command += [f"--{name}={number}" for name, number in ports.items() if name != "port"]
+    if head:
+        return [*command, "--head", f"--port={ports['port']}", "--include-dashboard=false"]
+    return [*command, f"--address={(given.directory / 'head').read_text()}"]
+
+
+def announce(given: argparse.Namespace, ray: subprocess.Popen[bytes], address: str) -> None:
+    """Tell the other nodes where the head is, and the job when all have joined. Raises NodeError after the deadline."""
+    end = time.monotonic() + given.seconds
+    host, _, port = address.rpartition(":")
+    while not _listens(host, int(port)):
+        if ray.poll() is not None or time.monotonic() > end:
+            return
+        time.sleep(_POLL_SECONDS)
+    _write(given.directory / "head", address)
+    joined = 0
+    while joined < len(given.names):
+        if ray.poll() is not None:
+            return
+        if time.monotonic() > end:
+            raise NodeError(f"{joined} of {len(given.names)} nodes have joined Ray within {given.seconds:g} s.")
+        joined = _alive(address)
+    _write(given.directory / "ready", address)
+
+
+def _alive(address: str) -> int:
+    """Nodes that Ray has. In a process of its own: a driver that lasts would hold Ray's ports and files."""
+    code = f"import ray; ray.init({address!r}, log_to_driver=False, logging_level='error'); print(len(ray.nodes()))"
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return int(asked.stdout.split()[-1]) if asked.returncode == 0 else 0
+
+
+def wait_for(files: list[Path], seconds: float, what: str) -> None:
+    """Raises NodeError that names the files, called as their nodes, which do not exist by then."""
+    end = time.monotonic() + seconds
+    while missing := [file.stem for file in files if not file.exists()]:
+        if time.monotonic() > end:
+            raise NodeError(f"not {what} within {seconds:g} s: {', '.join(missing)}")
+        time.sleep(_POLL_SECONDS)
+
+
+def addresses() -> dict[str, str]:
+    """IPv4 address of each interface that is up, loopback included."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    return {
+        name: entry.address
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if name in up and entry.family == socket.AF_INET
+    }
+
+
+def own_address(own: dict[str, str], others: list[dict[str, str]], interface: str) -> str:
+    """The address of the named interface, else the one from which the kernel would reach another node.
+
+    Raises NodeError for an interface that this node does not have.
+    """
+    if interface:
+        if interface not in own:
+            raise NodeError(f"INTERFACE={interface} is not one of this node's: {', '.join(sorted(own))}")
+        return own[interface]
+    outside = [address for found in others for address in found.values() if not address.startswith("127.")]
+    for address in outside:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+            probe.connect((address, 1))  # sends nothing: it asks the routing table
+            return str(probe.getsockname()[0])
+    return next((address for address in own.values() if not address.startswith("127.")), "127.0.0.1")
+
+
+def free_ports(job: str, node: int) -> dict[str, int]:
+    """Ports of this node by Ray's name for them: a block of the job's own, outside the kernel's ephemeral ones.
+
+    Jobs that share a node begin to look at different blocks; one that others use is skipped. `port` is the first, and
+    is followed by the other fixed ones and those of the workers.
+
+    Raises NodeError if there is no free block.
+    """
+    low, high = (int(number) for number in _EPHEMERAL.read_text().split())
+    first, last = (_FIRST_PORT, low) if low >= _FIRST_PORT + _PORTS else (high + 1, 65_536)
+    blocks = max(1, (last - first) // _PORTS)
+    for step in range(blocks):
+        start = first + (int(job) + node + step) % blocks * _PORTS
+        ports = {name: start + at for at, name in enumerate(_FIXED_PORTS)}
+        if all(_is_free(number) for number in ports.values()):
+            return ports
+    raise NodeError(f"no {_PORTS} ports in a row are free between {first} and {last}: end other programs on this node.")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe, suppress(OSError):
+        probe.bind(("", port))
+        return True
+    return False
+
+
+def _listens(host: str, port: int) -> bool:
+    with suppress(OSError):
+        socket.create_connection((host, port), timeout=2.0).close()
+        return True
+    return False
+
+
+def _write(file: Path, text: str) -> None:
+    """Whole or not at all: others read it as soon as it exists."""
+    partial = file.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(text)
+    os.replace(partial, file)
+
+
+if __name__ == "__main__":
+    main()

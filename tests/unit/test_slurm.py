@@ -1,0 +1,123 @@
+"""What is read of Slurm, and what a node checks before it starts Ray; make test-slurm runs whole jobs."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rlhfspec_mega.config.schema.system import ClusterConfig
+from rlhfspec_mega.config.slurm import SlurmNodes, gpus_of, lacking, slurm_line, slurm_nodes
+from tests.e2e.conftest import REPOSITORY
+
+TABLE = """\
+debug*|idle|1|(null)
+gpu|idle|4|gpu:h100:8(S:0-1)
+gpu|mix|2|gpu:h100:8(S:0-1),nvme:1
+gpu|idle~|1|gpu:h100:4
+gpu|down*|1|gpu:h100:8
+gpu|drain|1|gpu:h100:2
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Put a program before all others that prints a text."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def make(name: str, text: str) -> None:
+        (tmp_path / f"{name}.txt").write_text(text)
+        (tmp_path / name).write_text(f"#!/bin/sh\ncat {tmp_path / name}.txt\n")
+        (tmp_path / name).chmod(0o755)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def ray_node() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("ray_node", REPOSITORY / "slurm/ray_node.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus"),
+    [("(null)", 0), ("gpu:8", 8), ("gpu:h100:8(S:0-1)", 8), ("nvme:2,gpu:a:2,gpu:b:1", 3), ("mygpu:4", 0)],
+)
+def test_gpus_of_generic_resources(text: str, gpus: int) -> None:
+    assert gpus_of(text) == gpus
+
+
+def test_a_partition_counts_nodes_in_service(program: Callable[[str, str], None]) -> None:
+    program("sinfo", TABLE)
+    assert slurm_nodes({}) == SlurmNodes("partition debug", False, 1, 1, 0)
+    gpu = slurm_nodes({"SBATCH_PARTITION": "gpu"})
+    assert gpu == SlurmNodes("partition gpu", True, nodes=7, idle=5, gpus=4)
+    program("sinfo", "gpu|idle|2|gpu:8\n")
+    assert slurm_nodes({}) is None, "there is no default partition"
+
+
+def test_a_job_is_its_own_nodes_and_without_slurm_there_are_none(program: Callable[[str, str], None]) -> None:
+    job = slurm_nodes({"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8"})
+    assert job == SlurmNodes("job 17", True, 2, 2, 8)
+    assert slurm_nodes({}) is None
+
+
+def test_the_line_says_whether_a_job_could_start() -> None:
+    run = ClusterConfig(device="cuda", nodes=4, devices_per_node=8)
+    free = SlurmNodes("partition gpu", True, nodes=8, idle=6, gpus=8)
+    assert "6 of the 8 nodes in Slurm's partition gpu are free: a job of 4 nodes could start" in slurm_line(free, run)
+    busy = SlurmNodes("partition gpu", True, nodes=8, idle=3, gpus=8)
+    assert "has to wait" in slurm_line(busy, run) and not lacking(busy, run)
+    small = SlurmNodes("partition gpu", True, nodes=3, idle=3, gpus=8)
+    assert "cannot hold it: 4 nodes are asked for and 3 are in service" in slurm_line(small, run)
+    poor = SlurmNodes("partition debug", False, nodes=8, idle=8, gpus=0)
+    assert "set SBATCH_PARTITION" in slurm_line(poor, run)
+    assert "job 17 holds it" in slurm_line(SlurmNodes("job 17", True, 4, 4, 8), run)
+
+
+def test_gpus_that_are_missing_small_or_used_refuse_the_node(
+    ray_node: ModuleType, program: Callable[[str, str], None]
+) -> None:
+    program("nvidia-smi", "81559, 4\n81559, 4\n")
+    assert [gpu["total"] for gpu in ray_node.check_gpus(2, 70.0)] == [81559.0, 81559.0]
+    with pytest.raises(ray_node.NodeError, match="2 GPUs of the 8"):
+        ray_node.check_gpus(8, 70.0)
+    with pytest.raises(ray_node.NodeError, match="80 GiB, not 100"):
+        ray_node.check_gpus(2, 100.0)
+    program("nvidia-smi", "81559, 4\n81559, 20480\n")
+    with pytest.raises(ray_node.NodeError, match=r"GPU 1 holds 20\.0 GiB of another process"):
+        ray_node.check_gpus(2, 70.0)
+
+
+def test_a_node_without_nvidia_smi_is_refused(ray_node: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert ray_node.check_gpus(0, 70.0) == []
+    with pytest.raises(ray_node.NodeError, match="nvidia-smi does not answer"):
+        ray_node.check_gpus(1, 70.0)
+
+
+def test_ports_are_outside_the_ephemeral_range_and_skip_used_blocks(ray_node: ModuleType) -> None:
+    low, high = (int(number) for number in Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = ray_node.free_ports("17", 0)
+    assert all(not low <= port <= high for port in ports.values()) and len(set(ports.values())) == len(ports)
+    with socket.socket() as user:
+        user.bind(("", ports["node-manager-port"]))
+        assert set(ray_node.free_ports("17", 0).values()).isdisjoint(ports.values())
+    assert set(ray_node.free_ports("17", 1).values()).isdisjoint(ports.values())
+
+
+def test_the_address_is_that_of_the_named_interface_or_of_the_route(ray_node: ModuleType) -> None:
+    own = {"lo": "127.0.0.1", "ib0": "10.1.0.5"}
+    assert ray_node.own_address(own, [], "ib0") == "10.1.0.5"
+    with pytest.raises(ray_node.NodeError, match="INTERFACE=ib1"):
+        ray_node.own_address(own, [], "ib1")
+    assert ray_node.own_address({"lo": "127.0.0.1"}, [{"lo": "127.0.0.1"}], "") == "127.0.0.1"
+    found = ray_node.addresses()
+    assert ray_node.own_address(found, [found], "") in found.values()
