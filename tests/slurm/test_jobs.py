@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -139,7 +140,7 @@ def test_an_array_runs_each_line_of_a_file(slurm: SlurmCluster, output: Path, op
     job = Job(slurm, output, *command, *short, "trainer.steps=2")
     slurm.wait(lambda: not slurm.run("squeue", "-h", f"--jobs={job.id}"), "the array to end", RUN_SECONDS)
     for name in ("a0", "a1", "a2"):
-        assert steps_done(output / name) == 2, job.text
+        assert json.loads((output / name / "summary.json").read_text())["steps"] == 2, job.text
         assert (output / f"{name}.slurm" / "attempt-1" / "train.log").exists()
 
 
@@ -150,7 +151,7 @@ def test_a_heterogeneous_job_trains_on_its_first_nodes_and_generates_on_the_othe
     job = Job(slurm, output, *components, script("separate.sbatch"), "name=separate", *options, "trainer.steps=2")
     job.wait_for("COMPLETED")
     assert "placement.training_nodes=1" in job.text and "beside the actor" not in job.text
-    assert steps_done(output / "separate") == 2
+    assert json.loads((output / "separate" / "summary.json").read_text())["steps"] == 2
 
 
 def test_a_node_that_does_not_join_is_named(slurm: SlurmCluster, output: Path, options: list[str]) -> None:
