@@ -146,31 +146,43 @@ gpus_of_job() {
 }
 
 wait_until_ready() {
-    local end=$((SECONDS + NODE_SECONDS)) name missing=()
+    local end=$((SECONDS + NODE_SECONDS)) begun=$SECONDS
     until [[ -e $ATTEMPT/ready ]]; do
         if [[ -n $stop_asked ]]; then
             say "SIG$stop_asked came before the nodes were ready."
             return 75
         fi
         if ! kill -0 "$NODES_PID" 2>/dev/null; then
-            wait "$NODES_PID"
-            local status=$?
             NODES_PID=""
-            show_end "$ATTEMPT/nodes.log"
-            return "$status"
+            break
         fi
-        if ((SECONDS > end)); then
-            for name in ${1//,/ }; do
-                [[ -e $ATTEMPT/nodes/$name.json ]] || missing+=("$name")
-            done
-            say "not joined within $NODE_SECONDS s: ${missing[*]:-none, but Ray did not start; see $ATTEMPT/ray-*.log}." \
-                "Look at these nodes (scontrol show node), or submit again with --exclude=$(IFS=,; echo "${missing[*]}")."
-            show_end "$ATTEMPT/nodes.log"
-            return 2
-        fi
+        ((SECONDS <= end)) || break
         sleep 0.5
     done
-    say "Ray runs on $1, its head at $(cat "$ATTEMPT/ready")"
+    if [[ -e $ATTEMPT/ready ]]; then
+        say "Ray runs on $1, its head at $(cat "$ATTEMPT/ready")"
+        return 0
+    fi
+    say "the nodes are not ready after $((SECONDS - begun)) s"
+    why_not_ready "$1"
+}
+
+# Say what kept the nodes from being ready: what they said themselves, else which of them did not come. Returns 2 if
+# another attempt would not mend it.
+why_not_ready() {
+    local name missing=()
+    show_end "$ATTEMPT/nodes.log"
+    for name in ${1//,/ }; do
+        [[ -e $ATTEMPT/nodes/$name.json ]] || missing+=("$name")
+    done
+    if own_lines "$ATTEMPT/nodes.log" | grep -q .; then
+        grep -q "Exited with exit code 2" "$ATTEMPT/nodes.log" && return 2  # ray_node.REFUSED
+        return 1
+    fi
+    ((${#missing[@]} > 0)) || return 1
+    say "these nodes have not joined: ${missing[*]}. Look at them (scontrol show node), or submit again with" \
+        "--exclude=$(IFS=,; echo "${missing[*]}")"
+    return 2
 }
 
 end_nodes() {
@@ -293,10 +305,11 @@ show_failure() {
     show_end "$ATTEMPT/nodes.log"
 }
 
-# The last lines of a log without those that srun and slurmstepd add when a step ends.
+own_lines() { grep -vE '^(srun|slurmstepd)[^:]*: ' "$1"; }  # a log without what Slurm adds when a step ends
+
 show_end() {
     local lines
-    lines=$(grep -vE '^(srun|slurmstepd)[^:]*: ' "$1" | tail -n 15)
+    lines=$(own_lines "$1" | tail -n 15)
     if [[ -n $lines ]]; then
         say "the last lines of $1:"
         echo "${lines//$'\n'/$'\n'    }" | sed '1s/^/    /'

@@ -169,11 +169,11 @@ def run_ray(given: argparse.Namespace, gpus: list[dict[str, float]], temporary: 
     _write(nodes / f"{given.node}.json", json.dumps({"addresses": own, "gpus": gpus}))
     head = given.names[0] == given.node
     if head:
-        wait_for([nodes / f"{name}.json" for name in given.names], given.seconds, "passed its checks")
+        wait_for({name: nodes / f"{name}.json" for name in given.names}, given.seconds)
         others = [json.loads((nodes / f"{name}.json").read_text())["addresses"] for name in given.names[1:]]
         ip = own_address(own, others, given.interface)
     else:
-        wait_for([given.directory / "head"], given.seconds, "started Ray's head")
+        wait_for({f"Ray's head on {given.names[0]}": given.directory / "head"}, given.seconds)
         ip = own_address(own, [{"": (given.directory / "head").read_text().split(":")[0]}], given.interface)
     ports = free_ports(given.job, given.names.index(given.node))
     log = given.directory / f"ray-{given.node}.log"
@@ -193,7 +193,7 @@ def ray_start(given: argparse.Namespace, ip: str, ports: dict[str, int], tempora
     head = given.names[0] == given.node
     resources = {}
     if given.training:
-        resources = {"training" if given.node in given.training.split(",") else "generation": 1_000_000}
+        resources = {"training" if given.node in given.training.split(",") else "generation": 1}
     worker_ports = (ports["port"] + len(_FIXED_PORTS), ports["port"] + _PORTS - 1)
     command = [
         str(Path(sys.executable).with_name("ray")),
@@ -241,12 +241,12 @@ def _alive(address: str) -> int:
     return int(asked.stdout.split()[-1]) if asked.returncode == 0 else 0
 
 
-def wait_for(files: list[Path], seconds: float, what: str) -> None:
-    """Raises NodeError that names the files, called as their nodes, which do not exist by then."""
+def wait_for(files: dict[str, Path], seconds: float) -> None:
+    """Wait for files that others write. Raises NodeError, after so many seconds, with the names of those missing."""
     end = time.monotonic() + seconds
-    while missing := [file.stem for file in files if not file.exists()]:
+    while missing := [name for name, file in files.items() if not file.exists()]:
         if time.monotonic() > end:
-            raise NodeError(f"not {what} within {seconds:g} s: {', '.join(missing)}")
+            raise NodeError(f"not ready within {seconds:g} s: {', '.join(missing)}.")
         time.sleep(_POLL_SECONDS)
 
 

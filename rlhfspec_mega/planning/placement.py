@@ -76,23 +76,23 @@ class PlacementRequest:
         devices: number of devices of the cluster.
         replica_devices: devices of one data-parallel replica of the actor: tensor x pipeline parallel size.
         data_parallel: number of data-parallel replicas of the actor; None: as many as the devices allow.
-        training_devices: number of devices for the actor under `separate`; None: what the engines leave.
         engines: number of engines; None: as many as the devices allow.
         engine_devices: devices of one engine, which lie next to each other on one node.
         devices_per_node: number of devices of a node.
         reference: devices of the frozen reference, GENERATION or ACTOR; None: there is no reference.
         reference_devices: devices of one replica of the reference on generation devices: its tensor parallel size.
+        training_devices: number of devices for the actor under `separate`; None: what the engines leave.
     """
 
     devices: int
     replica_devices: int
     data_parallel: int | None = None
-    training_devices: int | None = None
     engines: int | None = None
     engine_devices: int = 1
     devices_per_node: int = 1
     reference: str | None = None
     reference_devices: int = 1
+    training_devices: int | None = None
 
 
 def colocated(request: PlacementRequest) -> Placement:

@@ -200,6 +200,15 @@ def test_where_no_numbers_are_given_the_room_is_filled(devices: int, copy: int) 
         assert len(made.devices(ENGINE)) == devices - ranks
 
 
+def test_training_devices_are_the_actors_alone() -> None:
+    made = separate(PlacementRequest(24, 4, engine_devices=2, training_devices=8))
+    assert len(made.devices(ACTOR)) == 8 and [place[0] for place in made.devices(ENGINE)] == list(range(8, 24, 2))
+    some = separate(PlacementRequest(24, 4, data_parallel=1, engines=3, training_devices=8))
+    assert len(some.devices(ACTOR)) == 4 and some.devices(ENGINE) == [(8,), (9,), (10,)]
+    with pytest.raises(UserError, match=r"needs 12 devices .* placement\.training_nodes have 8"):
+        separate(PlacementRequest(24, 4, data_parallel=3, training_devices=8))
+
+
 def test_separate_without_room_for_an_engine_says_how_many_devices() -> None:
     with pytest.raises(UserError, match=r"cluster\.devices_per_node=3"):
         separate(PlacementRequest(devices=2, replica_devices=2))

@@ -293,6 +293,9 @@ def test_what_a_cluster_does_not_have_is_refused(ray_cluster: RayCluster) -> Non
     with pytest.raises(UserError, match=r"no room .* within 1 s: it asks for 2 x \(3 CPUs and 0 GPUs\)"):
         reserve(2, 3)  # the module's cluster holds all
     assert ray.cluster_resources()["CPU"] == 2 * CPUS
+    places = {"actor": [(0,)], "engine": [(1,)]}
+    with pytest.raises(UserError, match="offers the resource generation or training, which"):
+        Reservation(places, threads=1, use_gpus=False, training_devices=1, seconds=1.0, where="here")
 
 
 def test_the_nodes_that_lack_gpus_are_named() -> None:

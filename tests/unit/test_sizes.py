@@ -49,6 +49,18 @@ def test_worlds(mode: str, devices: int, engines: int | None, expected: tuple[in
     assert (sizes.actor_ranks, sizes.data_parallel, sizes.engines) == expected
 
 
+def test_training_nodes_are_counted_in_devices_and_leave_some_to_generate() -> None:
+    config = default_run()
+    config.placement.mode, config.cluster.nodes, config.cluster.devices_per_node = "separate", 4, 2
+    config.trainer.prompts_per_step = 12
+    config.placement.training_nodes = 1
+    sizes = sizes_of(config)
+    assert (sizes.actor_ranks, sizes.engines) == (2, 6)
+    config.placement.training_nodes = 4
+    with pytest.raises(UserError, match=r"training_nodes=4 leaves none of cluster\.nodes=4 to generate"):
+        sizes_of(config)
+
+
 @given(
     prompts=st.integers(1, 64),
     members=st.integers(2, 16),
