@@ -125,7 +125,7 @@ check_nodes_and_start_ray() {
     python_command "$REPO/slurm/ray_node.py" --directory "$ATTEMPT" --canary "$CANARY" --job "$SLURM_JOB_ID" \
         --nodes "$names" --cpus "$CPUS" --gpus "$GPUS" --gpu-memory-gib "${GPU_MEMORY_GIB:-0}" \
         --object-store-gib "${OBJECT_STORE_GIB:-8}" --interface "${INTERFACE:-}" --training "${TRAINING_NODES:-}" \
-        --seconds "$NODE_SECONDS"
+        --seconds "$((NODE_SECONDS + 60))"  # this script decides first
     ((count == 1)) && PYTHON_COMMAND+=(--only-check)
     (step "${groups[@]}" --ntasks-per-node=1 --cpus-per-task="$CPUS" "${PYTHON_COMMAND[@]}") >"$ATTEMPT/nodes.log" 2>&1 &
     NODES_PID=$!
