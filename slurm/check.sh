@@ -9,7 +9,16 @@ PYTHON=${PYTHON:-$PWD/.venv/bin/python}
 
 options=()
 while (($# > 0)) && [[ $1 != *.sbatch ]]; do
-    options+=("$1")
+    case $1 in  # in the one form that value_of looks for
+        -N | --nodes | -p | --partition | --gpus-per-node)
+            declare -A long=([-N]=--nodes [-p]=--partition)
+            options+=("${long[$1]:-$1}=${2:-}")
+            shift
+            ;;
+        -N*) options+=("--nodes=${1#-N}") ;;
+        -p*) options+=("--partition=${1#-p}") ;;
+        *) options+=("$1") ;;
+    esac
     shift
 done
 if (($# == 0)); then

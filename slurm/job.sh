@@ -95,7 +95,13 @@ step() {
     local container=()
     case ${CONTAINER:-} in
         "") ;;
-        pyxis:*) container=(--container-image="${CONTAINER#pyxis:}" --container-mounts="$REPO:$REPO,$OUTPUT_DIR:$OUTPUT_DIR${MOUNTS:+,$MOUNTS}" --container-workdir="$REPO") ;;
+        pyxis:*)
+            # Every step is a container of its own; in /tmp are the sockets by which the run reaches Ray.
+            container=(
+                --container-image="${CONTAINER#pyxis:}" --container-workdir="$REPO"
+                --container-mounts="/tmp:/tmp,$REPO:$REPO,$OUTPUT_DIR:$OUTPUT_DIR${MOUNTS:+,$MOUNTS}"
+            )
+            ;;
         apptainer:*) ;;
         *)
             say "CONTAINER=$CONTAINER is neither pyxis:IMAGE nor apptainer:IMAGE nor empty."
@@ -109,7 +115,7 @@ step() {
 python_command() {
     PYTHON_COMMAND=("$PYTHON")
     if [[ ${CONTAINER:-} == apptainer:* ]]; then
-        PYTHON_COMMAND=(apptainer exec --nv --bind "$REPO,$OUTPUT_DIR${MOUNTS:+,$MOUNTS}" --pwd "$REPO" "${CONTAINER#apptainer:}" "$PYTHON")
+        PYTHON_COMMAND=(apptainer exec --nv --bind "/tmp,$REPO,$OUTPUT_DIR${MOUNTS:+,$MOUNTS}" --pwd "$REPO" "${CONTAINER#apptainer:}" "$PYTHON")
     fi
     PYTHON_COMMAND+=("$@")
 }
@@ -214,12 +220,15 @@ train() {
     say "train.py ${overrides[*]} $*"
     local group=()
     ((${SLURM_HET_SIZE:-0} > 0)) && group=(--het-group=0)
-    (step "${group[@]}" --nodes=1 --ntasks=1 --nodelist="$first" --cpus-per-task="$CPUS" "${PYTHON_COMMAND[@]}") \
-        > >(tee -a "$ATTEMPT/train.log") 2>&1 &
+    exec 3> >(tee "$ATTEMPT/train.log")
+    local tee=$!
+    (step "${group[@]}" --nodes=1 --ntasks=1 --nodelist="$first" --cpus-per-task="$CPUS" "${PYTHON_COMMAND[@]}") >&3 2>&1 &
     TRAIN_PID=$!
+    exec 3>&-
     wait_for_end "$TRAIN_PID"
     local status=$?
     TRAIN_PID=""
+    wait_for_end "$tee"  # the log is complete
     return "$status"
 }
 
@@ -280,6 +289,7 @@ conclude() {
         exit "$status"
     fi
     sleep 60  # Slurm ends this script
+    exit "$status"
 }
 
 newest_checkpoint() {
