@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -115,8 +116,10 @@ def errors_in_one_sentence() -> Iterator[None]:
     try:
         yield
     except NoPresetError as error:
-        from rlhfspec_mega.config.advice import with_advice
+        from rlhfspec_mega.config.advice import unplanned, with_advice
 
+        if error.config.dry_run == "json":
+            print(json.dumps(unplanned(error)))
         sys.exit(_say(with_advice(error), 2))
     except UserError as error:
         sys.exit(_say(error, 2))

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+import psutil
+
 # SIGUSR1 is what `sbatch --signal=USR1@300` sends ahead of the time limit.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 JOB_END = "SLURM_JOB_END_TIME"  # seconds since 1970, in every Slurm job
@@ -65,14 +67,20 @@ class JobEnd:
 
     Args:
         seconds: how long before the end the checkpoint must begin; 0: never stop.
-        time_limit: seconds from now to the end, where Slurm does not give it.
+        time_limit: seconds from `began` to the end, where Slurm does not give it.
+        began: seconds since 1970; None: when this process was started.
     """
 
-    def __init__(self, seconds: float, time_limit: float) -> None:
+    def __init__(self, seconds: float, time_limit: float, began: float | None = None) -> None:
         self._last = time.time()
         self._longest = 0.0
-        end = float(os.environ[JOB_END]) if JOB_END in os.environ else self._last + time_limit
+        time_limit += psutil.Process().create_time() if began is None else began
+        end = float(os.environ[JOB_END]) if JOB_END in os.environ else time_limit
         self._latest = end - seconds if seconds > 0 else float("inf")
+
+    def steps_begin(self) -> None:
+        """Call before the first step, and before the first one after a recovery, whose time is none of a step."""
+        self._last = time.time()
 
     def reached(self) -> bool:
         """Call after each step: whether the next one, if it is as long as the longest, would end too late."""

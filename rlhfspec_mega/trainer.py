@@ -47,6 +47,7 @@ def train(run: Run, reporter: Reporter, first: int, signals: StopSignals, job_en
     trainer = run.config.trainer
     with run.phases.measure("reshard"):
         run.system.reshard(first)
+    job_end.steps_begin()
     for step in range(first, trainer.steps):
         metrics = evaluate(run, step) if is_due(step, trainer.eval_every) else {}
         samples, learnt = train_step(run, step)

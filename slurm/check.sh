@@ -43,17 +43,34 @@ else
     echo "sbatch refuses the job: $answer"
     exit 2
 fi
-given=" $* "
-overrides=()
-[[ $given == *" cluster="* ]] || overrides+=("cluster=${CLUSTER:-1n8g}")
-nodes=$(value_of nodes 0)
-if grep -q '^#SBATCH hetjob' "$script"; then
-    overrides+=(placement=separate "placement.training_nodes=$nodes")
-    nodes=$((nodes + $(value_of nodes 1)))
-fi
-[[ $given == *" cluster.nodes="* ]] || overrides+=("cluster.nodes=$nodes")
-gpus=$(value_of gpus-per-node 0)
-[[ $given == *" cluster.devices_per_node="* || ${gpus##*:} == 0 ]] || overrides+=("cluster.devices_per_node=${gpus##*:}")
 partition=$(value_of partition 0)
 ((${#partition} == 0)) || export SBATCH_PARTITION=$partition
-exec "$PYTHON" train.py "${overrides[@]}" "$@" dry_run=true
+
+# The plan of one run with these overrides.
+plan() {
+    local given=" $* " overrides=() nodes gpus
+    [[ $given == *" cluster="* ]] || overrides+=("cluster=${CLUSTER:-1n8g}")
+    nodes=$(value_of nodes 0)
+    if grep -q '^#SBATCH hetjob' "$script"; then
+        overrides+=(placement=separate "placement.training_nodes=$nodes")
+        nodes=$((nodes + $(value_of nodes 1)))
+    fi
+    [[ $given == *" cluster.nodes="* ]] || overrides+=("cluster.nodes=$nodes")
+    gpus=$(value_of gpus-per-node 0)
+    [[ $given == *" cluster.devices_per_node="* || ${gpus##*:} == 0 ]] || overrides+=("cluster.devices_per_node=${gpus##*:}")
+    "$PYTHON" train.py "${overrides[@]}" "$@" dry_run=true
+}
+
+if ! grep -q run_job_of_line "$script"; then
+    plan "$@"
+    exit
+fi
+file=${1:?"an array needs a file of overrides, one line per run"}
+shift
+status=0
+while read -r line; do
+    echo "--- $line"
+    mapfile -t words < <(xargs -n 1 printf '%s\n' <<<"$line")
+    plan "$@" "${words[@]}" || status=$?
+done < <(grep -vE '^[[:space:]]*(#|$)' "$file")
+exit "$status"

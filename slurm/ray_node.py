@@ -29,7 +29,7 @@ from pathlib import Path
 
 import psutil
 
-from rlhfspec_mega.cluster.sweeper import Sweeper, sweep
+from rlhfspec_mega.cluster.sweeper import Sweeper, processes_using, sweep
 
 REFUSED = 2  # exit status: this node cannot take part, and another attempt would not mend it
 _POLL_SECONDS = 0.5
@@ -43,7 +43,8 @@ _FIXED_PORTS = (
     "runtime-env-agent-port",
     "metrics-export-port",
 )
-_PORTS = 256  # of a node of a job: the fixed ones, and one for each worker process
+_SPARE_PORTS = 64  # for Ray's own workers, besides one for each CPU
+_STALE_SECONDS = 600.0  # a directory without users is left over after so long
 _FIRST_PORT = 10_000
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")  # the kernel gives these to any connection
 
@@ -120,6 +121,8 @@ def check_gpus(count: int, least_gib: float) -> list[dict[str, float]]:
     if not count:
         return []
     query = ["nvidia-smi", "--query-gpu=memory.total,memory.used", "--format=csv,noheader,nounits"]
+    if mine := os.environ.get("CUDA_VISIBLE_DEVICES"):  # Slurm sets it; other jobs may use the node's other GPUs
+        query.append(f"--id={mine}")
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=60.0)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -152,12 +155,16 @@ def _users_of_gpus() -> str:
 def own_directory(given: argparse.Namespace) -> Path:
     """A new directory for Ray's files; those of earlier attempts, which a killed node left behind, are removed.
 
-    It is short and in /tmp: the kernel takes 107 characters for the name of a socket, and Ray adds 60.
+    Slurm may end a node's processes before they remove it: those of this job, and others that no process uses, are
+    removed by the next job on the node. It is short and in /tmp: the kernel takes 107 characters for the name of a
+    socket, and Ray adds 60.
     """
     prefix = f"rlhfspec.{given.job}.{given.names.index(given.node)}."
-    for left in Path("/tmp").glob(f"{prefix}*"):
-        if left.owner() == getpass.getuser():
-            sweep(left, os.getpid())
+    for left in Path("/tmp").glob("rlhfspec.*"):
+        with suppress(OSError, KeyError):  # it is being removed, or of a user without a name
+            stale = time.time() - left.stat().st_mtime > _STALE_SECONDS and not processes_using(left)
+            if left.owner() == getpass.getuser() and (stale or left.name.startswith(prefix)):
+                sweep(left, os.getpid())
     return Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
 
 
@@ -175,11 +182,11 @@ def run_ray(given: argparse.Namespace, gpus: list[dict[str, float]], temporary: 
     else:
         wait_for({f"Ray's head on {given.names[0]}": given.directory / "head"}, given.seconds)
         ip = own_address(own, [{"": (given.directory / "head").read_text().split(":")[0]}], given.interface)
-    ports = free_ports(given.job, given.names.index(given.node))
+    ports, workers = free_ports(given.job, given.names.index(given.node), given.cpus)
     log = given.directory / f"ray-{given.node}.log"
     with log.open("wb") as output:
         ray = subprocess.Popen(
-            ray_start(given, ip, ports, temporary), stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            ray_start(given, ip, ports, workers, temporary), stdin=subprocess.DEVNULL, stdout=output, stderr=output
         )
     if head:
         announce(given, ray, f"{ip}:{ports['port']}")
@@ -188,13 +195,12 @@ def run_ray(given: argparse.Namespace, gpus: list[dict[str, float]], temporary: 
     raise RayEndedError(f"Ray ended with status {ray.returncode}; the last lines of {log}: {' / '.join(lines)}")
 
 
-def ray_start(given: argparse.Namespace, ip: str, ports: dict[str, int], temporary: Path) -> list[str]:
+def ray_start(given: argparse.Namespace, ip: str, ports: dict[str, int], workers: range, temporary: Path) -> list[str]:
     """The command: CPUs, GPUs and ports are told to Ray, which else would take what the machine has."""
     head = given.names[0] == given.node
     resources = {}
     if given.training:
         resources = {"training" if given.node in given.training.split(",") else "generation": 1}
-    worker_ports = (ports["port"] + len(_FIXED_PORTS), ports["port"] + _PORTS - 1)
     command = [
         str(Path(sys.executable).with_name("ray")),
         "start",
@@ -205,8 +211,8 @@ def ray_start(given: argparse.Namespace, ip: str, ports: dict[str, int], tempora
         f"--object-store-memory={int(given.object_store_gib * 2**30)}",
         f"--resources={json.dumps(resources)}",
         f"--temp-dir={temporary}",
-        f"--min-worker-port={worker_ports[0]}",
-        f"--max-worker-port={worker_ports[1]}",
+        f"--min-worker-port={workers[0]}",
+        f"--max-worker-port={workers[-1]}",
         "--disable-usage-stats",
     ]
     command += [f"--{name}={number}" for name, number in ports.items() if name != "port"]
@@ -264,37 +270,47 @@ def addresses() -> dict[str, str]:
 def own_address(own: dict[str, str], others: list[dict[str, str]], interface: str) -> str:
     """The address of the named interface, else the one from which the kernel would reach another node.
 
+    Another node is one at an address that this node does not have: bridges of containers have the same on all nodes.
+
     Raises NodeError for an interface that this node does not have.
     """
     if interface:
         if interface not in own:
             raise NodeError(f"INTERFACE={interface} is not one of this node's: {', '.join(sorted(own))}")
         return own[interface]
-    outside = [address for found in others for address in found.values() if not address.startswith("127.")]
+    mine = set(own.values())
+    outside = [address for found in others for address in found.values() if address not in mine and _routed(address)]
     for address in outside:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
             probe.connect((address, 1))  # sends nothing: it asks the routing table
             return str(probe.getsockname()[0])
-    return next((address for address in own.values() if not address.startswith("127.")), "127.0.0.1")
+    return next((address for address in own.values() if _routed(address)), "127.0.0.1")
 
 
-def free_ports(job: str, node: int) -> dict[str, int]:
-    """Ports of this node by Ray's name for them: a block of the job's own, outside the kernel's ephemeral ones.
+def _routed(address: str) -> bool:
+    return not address.startswith(("127.", "169.254."))  # loopback, and links that lead nowhere else
 
-    Jobs that share a node begin to look at different blocks; one that others use is skipped. `port` is the first, and
-    is followed by the other fixed ones and those of the workers.
+
+def free_ports(job: str, node: int, cpus: int) -> tuple[dict[str, int], range]:
+    """Ports of this node, outside the kernel's ephemeral ones: Ray's fixed ports by name, and those of its workers.
+
+    A job's nodes and jobs that share a node begin to look at different blocks; one that others use is skipped.
 
     Raises NodeError if there is no free block.
     """
     low, high = (int(number) for number in _EPHEMERAL.read_text().split())
-    first, last = (_FIRST_PORT, low) if low >= _FIRST_PORT + _PORTS else (high + 1, 65_536)
-    blocks = max(1, (last - first) // _PORTS)
+    size = len(_FIXED_PORTS) + cpus + _SPARE_PORTS
+    first, last = max((_FIRST_PORT, low), (high + 1, 65_536), key=lambda ends: ends[1] - ends[0])
+    blocks = max(0, last - first) // size
     for step in range(blocks):
-        start = first + (int(job) + node + step) % blocks * _PORTS
+        start = first + (31 * int(job) + node + step) % blocks * size
         ports = {name: start + at for at, name in enumerate(_FIXED_PORTS)}
         if all(_is_free(number) for number in ports.values()):
-            return ports
-    raise NodeError(f"no {_PORTS} ports in a row are free between {first} and {last}: end other programs on this node.")
+            return ports, range(start + len(_FIXED_PORTS), start + size)
+    raise NodeError(
+        f"no {size} ports in a row are free between {first} and {last}: end other programs on this node, or narrow "
+        "net.ipv4.ip_local_port_range."
+    )
 
 
 def _is_free(port: int) -> bool:

@@ -26,16 +26,30 @@ def with_advice(error: NoPresetError) -> UserError:
     For this hardware, or for the smallest cluster in conf/ on which the model fits.
     """
     sentence = str(error).rsplit(": set ", 1)[0]
+    here, words = _advice(error)
+    if here:
+        return UserError(f"{sentence}: add {' '.join(words)}.")
+    remedy = f"use {' '.join(words)}" if words else "choose a smaller model"
+    return UserError(f"{sentence}, and no parallel sizes make it fit: {remedy}.")
+
+
+def unplanned(error: NoPresetError) -> dict[str, Any]:
+    """What dry_run=json prints of a run that has no sizes yet: that it does not fit, and what to add."""
+    _, words = _advice(error)
+    return {"fits": False, "bound_by": None, "step_seconds": None, "devices": [], "suggestion": words}
+
+
+def _advice(error: NoPresetError) -> tuple[bool, list[str]]:
+    """Whether this hardware can hold the model, and the options to type; [] if no cluster can."""
     found = _fitting(error.config, error.unset)
     if found is not None:
-        return UserError(f"{sentence}: add {' '.join(found)}.")
+        return True, found
     for cluster, config in _larger(error.config):
         for search in (_as_the_table_says, _fitting):
             found = search(config, error.unset)
             if found is not None:
-                words = " ".join([*cluster, *found])
-                return UserError(f"{sentence}, and no parallel sizes make it fit: use {words}.")
-    return UserError(f"{sentence}, and no parallel sizes make it fit: choose a smaller model.")
+                return False, [*cluster, *found]
+    return False, []
 
 
 def nearest_fit(config: RunConfig) -> list[str] | None:

@@ -111,3 +111,9 @@ def check_job_end(config: RunConfig) -> None:
             f"trainer.save_before_end={trainer.save_before_end} needs the job's end, and {JOB_END} is not set: add "
             "trainer.time_limit=SECONDS."
         )
+    text = os.environ.get(JOB_END, "0")
+    if trainer.save_before_end > 0 and not text.isdigit():
+        raise UserError(
+            f"trainer.save_before_end={trainer.save_before_end} needs the job's end, and {JOB_END}={text} is no number "
+            f"of seconds: unset {JOB_END} and add trainer.time_limit=SECONDS."
+        )

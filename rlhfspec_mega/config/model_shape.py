@@ -43,13 +43,16 @@ def check_weights(model: ModelConfig) -> None:
     """
     if model.path is not None:
         # Here: they bring torch, and refusals are quick.
-        from rlhfspec_mega.conversion.from_megatron import MegatronWeights
         from rlhfspec_mega.models.hf_directory import HfWeights
         from rlhfspec_mega.models.mapping import mapping_for
         from rlhfspec_mega.models.model_directory import find_model
 
         found, shape = find_model(Path(model.path)), model_shape(model)
         if found.checkpoint is not None:
+            from rlhfspec_mega.conversion.from_megatron import (
+                MegatronWeights,
+            )  # torch.distributed.checkpoint takes long
+
             MegatronWeights(found.checkpoint, shape)
         else:
             HfWeights(found.hf_files).check(mapping_for(shape.architecture).hf_tensors(shape))

@@ -99,11 +99,13 @@ class Reporter:
         rows = read_lines(self._directory / METRICS_FILE)
         summary = {"start_model": start_model} | summarize(rows, time.monotonic() - started)
         write_summary(self._directory, summary)
-        plot_curves(self._directory, rows)
-        if self._rollout.counts:
+        plots = self._config.logger.plots
+        if plots:
+            plot_curves(self._directory, rows)
+        if plots and self._rollout.counts:
             plot_live_samples(self._directory, self._rollout)
         self._console.note(summary_in_words(summary))
         self._console.note(
-            f"Everything is in {self._directory}: summary.json, curves, rollouts.jsonl, the model, and "
+            f"Everything is in {self._directory}: summary.json, {'curves, ' if plots else ''}rollouts.jsonl, the model, and "
             "timeline.json, which ui.perfetto.dev shows."
         )

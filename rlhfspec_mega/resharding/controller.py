@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import closing
@@ -208,10 +208,11 @@ class Resharder:
                 engines.confirm(call.rank, version)
         return [call.rank for call in held]
 
-    def stream(self, target: WeightTarget = WeightTarget.ACTOR) -> Iterator[tuple[str, torch.Tensor]]:
+    def stream(self, target: WeightTarget = WeightTarget.ACTOR) -> Generator[tuple[str, torch.Tensor], None, None]:
         """(Hugging Face name, full CPU tensor) of every tensor of a target; at most one incomplete tensor is held.
 
-        Each tensor is valid until the next one is requested.
+        Each tensor is valid until the next one is requested. Whoever takes only some of them closes the generator: it
+        waits until the ranks have sent what they are about to send.
         """
         host = self._open_host(1, "cpu")
         with ThreadPoolExecutor(1) as beside, closing(host):  # the host is closed first, which ends the thread's wait
@@ -223,7 +224,13 @@ class Resharder:
                     calls = self._start_sending("export", stage, buckets, target)
                     arrived = (self._result(beside.submit(receiver.receive, bucket), calls) for bucket in buckets)
                     sums: dict[int, int] = {}
-                    yield from self._assemble(self._plans[target], buckets, arrived, sums)
+                    try:
+                        yield from self._assemble(self._plans[target], buckets, arrived, sums)
+                    except GeneratorExit:
+                        for _ in arrived:
+                            pass
+                        self._cluster.wait(calls, "export")
+                        raise
                     self._cluster.wait(calls, "export")
                     self._compare(target, calls[0].result(), sums, "this process")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 from rlhfspec_mega.draft.directory import load_target_ids, read_draft_shape, write_draft
@@ -18,7 +19,8 @@ def keep_hf_files(run_dir: Path, model: Path) -> None:
 
 def export_model(training: Training, path: Path, source: Path) -> None:
     """Write the actor's weights as a Hugging Face directory, with the tokenizer of `source`."""
-    write_directory(path, training.setup.shape, training.resharder.stream(), source)
+    with closing(training.resharder.stream()) as tensors:  # also if the directory cannot be written
+        write_directory(path, training.setup.shape, tensors, source)
 
 
 def export_draft(training: Training, path: Path) -> None:

@@ -56,6 +56,7 @@ def small_run(model: Path, output: Path, name: str, *more: str) -> list[str]:
         "trainer.max_tokens_per_microbatch=128",
         "reward.function=tests.e2e.rewards.evenness",
         "logger.tensorboard=false",
+        "logger.plots=false",
         *([] if placed else ["placement.reference=actor"]),
         *more,
     ]
@@ -99,7 +100,11 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps with a checkpoint and an export after two; its reference lies over both engines' devices."""
     output = tmp_path_factory.mktemp("runs")
     spread = "placement.reference_tensor_parallel=2"
-    result = train(*small_run(model, output, "whole", "trainer.checkpoint_every=2", "trainer.export_every=2", spread))
+    result = train(
+        *small_run(
+            model, output, "whole", "trainer.checkpoint_every=2", "trainer.export_every=2", spread, "logger.plots=true"
+        )
+    )
     assert result.returncode == 0, result.stderr
     assert "4 steps" in result.stdout
     return output / "whole"

@@ -108,6 +108,19 @@ def long_run(model: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
+def test_an_export_that_fails_does_not_end_the_run(model: Path, tmp_path: Path) -> None:
+    """The ranks' weights are on their way when the directory turns out not to be writable."""
+    options = ("trainer.steps=3", "trainer.export_every=1", "resharding.bucket_mib=0.01", "trainer.export=false")
+    process = start(*small_run(model, tmp_path, "blocked", *options), mark=f"{tmp_path}")
+    while not (tmp_path / "blocked" / "logs").exists() and process.poll() is None:
+        time.sleep(0.01)
+    (tmp_path / "blocked" / "exports").write_text("a file where the directory should be")
+    output, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    assert "step_1 was not written" in output + errors and "3 steps in" in output
+    assert marked(f"{tmp_path}") == []
+
+
 def test_a_killed_driver_takes_its_workers_with_it(long_run: subprocess.Popen[str], tmp_path: Path) -> None:
     long_run.kill()
     long_run.wait()

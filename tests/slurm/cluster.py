@@ -179,7 +179,7 @@ class SlurmCluster:
 @contextmanager
 def slurm_cluster(directory: Path, mark: str) -> Iterator[SlurmCluster]:
     """A cluster of which nothing is left behind: no process, mount, port or file (checked)."""
-    mounts = _mounts()
+    mounts, ports = _mounts(), _listening()
     cluster = SlurmCluster(directory, mark)
     try:
         cluster.start()
@@ -190,7 +190,8 @@ def slurm_cluster(directory: Path, mark: str) -> Iterator[SlurmCluster]:
     while (left := marked(mark)) and time.monotonic() < end:
         time.sleep(0.2)
     assert not left, [psutil.Process(pid).cmdline() for pid in left]
-    assert _mounts() == mounts
+    assert _mounts() <= mounts
+    assert _listening() <= ports
     assert not directory.exists()
 
 
@@ -205,7 +206,19 @@ def _target(file: Path) -> str:
 
 
 def _mounts() -> set[str]:
-    return set(Path("/proc/self/mounts").read_text().splitlines())
+    """Those of all mount namespaces that a process is in."""
+    found: set[str] = set()
+    for file in Path("/proc").glob("[0-9]*/mounts"):
+        with contextlib.suppress(OSError):
+            found.update(file.read_text().splitlines())
+    return found
+
+
+def _listening() -> set[int]:
+    """Ports outside the kernel's ephemeral range that some process listens at."""
+    return {one.laddr.port for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN} - set(
+        range(32_768, 61_000)
+    )
 
 
 def _free_ports(count: int) -> list[int]:

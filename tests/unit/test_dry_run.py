@@ -96,6 +96,9 @@ def test_the_command_starts_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0 and json.loads(done.stdout)["fits"]
     done = run("model=8b", "cluster=1n8g", "rollout.sglang.mem_fraction_static=0.8", "dry_run=true")
     assert done.returncode == 2 and "It does not fit" in done.stdout and not done.stderr
+    done = run("model=70b", "cluster=1n8g", "dry_run=json")
+    plan = json.loads(done.stdout)
+    assert done.returncode == 2 and not plan["fits"] and plan["suggestion"][0] == "cluster=4n8g"
     assert not (tmp_path / "out").exists()
 
 

@@ -20,6 +20,7 @@ gpu|idle|4|gpu:h100:8(S:0-1)
 gpu|mix|2|gpu:h100:8(S:0-1),nvme:1
 gpu|idle~|1|gpu:h100:4
 gpu|down*|1|gpu:h100:8
+gpu|mix-|1|gpu:h100:8
 gpu|drain|1|gpu:h100:2
 """
 
@@ -58,7 +59,8 @@ def test_a_partition_counts_nodes_in_service(program: Callable[[str, str], None]
     program("sinfo", TABLE)
     assert slurm_nodes({}) == SlurmNodes("partition debug", False, 1, 1, 0)
     gpu = slurm_nodes({"SBATCH_PARTITION": "gpu"})
-    assert gpu == SlurmNodes("partition gpu", True, nodes=7, idle=5, gpus=4)
+    assert gpu == SlurmNodes("partition gpu", True, nodes=8, free=5, gpus=4)
+    assert slurm_nodes({"SBATCH_PARTITION": "debug,gpu"}) == gpu
     program("sinfo", "gpu|idle|2|gpu:8\n")
     assert slurm_nodes({}) is None, "there is no default partition"
 
@@ -67,17 +69,21 @@ def test_a_job_is_its_own_nodes_and_without_slurm_there_are_none(program: Callab
     job = slurm_nodes({"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8"})
     assert job == SlurmNodes("job 17", True, 2, 2, 8)
     assert slurm_nodes({}) is None
+    parts = {"SLURM_JOB_NUM_NODES_HET_GROUP_0": "2", "SLURM_JOB_NUM_NODES_HET_GROUP_1": "6"}
+    whole = slurm_nodes({"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"} | parts)
+    assert whole == SlurmNodes("job 17", True, 8, 8, None), "a shell of salloc does not know the GPUs"
+    assert not lacking(whole, ClusterConfig(device="cuda", nodes=8, devices_per_node=8))
 
 
 def test_the_line_says_whether_a_job_could_start() -> None:
     run = ClusterConfig(device="cuda", nodes=4, devices_per_node=8)
-    free = SlurmNodes("partition gpu", True, nodes=8, idle=6, gpus=8)
+    free = SlurmNodes("partition gpu", True, nodes=8, free=6, gpus=8)
     assert "6 of the 8 nodes in Slurm's partition gpu are free: a job of 4 nodes could start" in slurm_line(free, run)
-    busy = SlurmNodes("partition gpu", True, nodes=8, idle=3, gpus=8)
+    busy = SlurmNodes("partition gpu", True, nodes=8, free=3, gpus=8)
     assert "has to wait" in slurm_line(busy, run) and not lacking(busy, run)
-    small = SlurmNodes("partition gpu", True, nodes=3, idle=3, gpus=8)
+    small = SlurmNodes("partition gpu", True, nodes=3, free=3, gpus=8)
     assert "cannot hold it: 4 nodes are asked for and 3 are in service" in slurm_line(small, run)
-    poor = SlurmNodes("partition debug", False, nodes=8, idle=8, gpus=0)
+    poor = SlurmNodes("partition debug", False, nodes=8, free=8, gpus=0)
     assert "set SBATCH_PARTITION" in slurm_line(poor, run)
     assert "job 17 holds it" in slurm_line(SlurmNodes("job 17", True, 4, 4, 8), run)
 
@@ -105,12 +111,25 @@ def test_a_node_without_nvidia_smi_is_refused(ray_node: ModuleType, monkeypatch:
 
 def test_ports_are_outside_the_ephemeral_range_and_skip_used_blocks(ray_node: ModuleType) -> None:
     low, high = (int(number) for number in Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    ports = ray_node.free_ports("17", 0)
-    assert all(not low <= port <= high for port in ports.values()) and len(set(ports.values())) == len(ports)
+    ports, workers = ray_node.free_ports("17", 0, cpus=192)
+    used = {*ports.values(), *workers}
+    assert len(used) == len(ports) + len(workers) and len(workers) > 192
+    assert all(not low <= port <= high and 1024 < port < 65_536 for port in used)
     with socket.socket() as user:
         user.bind(("", ports["node-manager-port"]))
-        assert set(ray_node.free_ports("17", 0).values()).isdisjoint(ports.values())
-    assert set(ray_node.free_ports("17", 1).values()).isdisjoint(ports.values())
+        assert used.isdisjoint(ray_node.free_ports("17", 0, cpus=192)[0].values())
+    for job, node in (("17", 1), ("18", 0)):
+        others, theirs = ray_node.free_ports(job, node, cpus=192)
+        assert used.isdisjoint({*others.values(), *theirs})
+
+
+def test_a_node_whose_ports_are_all_ephemeral_is_refused(
+    ray_node: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "range").write_text("1024\t65535\n")
+    monkeypatch.setattr(ray_node, "_EPHEMERAL", tmp_path / "range")
+    with pytest.raises(ray_node.NodeError, match="ip_local_port_range"):
+        ray_node.free_ports("17", 0, cpus=8)
 
 
 def test_the_address_is_that_of_the_named_interface_or_of_the_route(ray_node: ModuleType) -> None:
@@ -119,5 +138,7 @@ def test_the_address_is_that_of_the_named_interface_or_of_the_route(ray_node: Mo
     with pytest.raises(ray_node.NodeError, match="INTERFACE=ib1"):
         ray_node.own_address(own, [], "ib1")
     assert ray_node.own_address({"lo": "127.0.0.1"}, [{"lo": "127.0.0.1"}], "") == "127.0.0.1"
+    bridges = {"docker0": "172.17.0.1", "usb0": "169.254.3.1"}
+    assert ray_node.own_address(own | bridges, [bridges], "") == "10.1.0.5", "they lead to no other node"
     found = ray_node.addresses()
     assert ray_node.own_address(found, [found], "") in found.values()

@@ -100,7 +100,7 @@ class TrainerConfig:
     )
     time_limit: int = option(
         0,
-        "how long the run may take, where Slurm does not say it; 0: no limit",
+        "how long the run may take from the start of its process, where Slurm does not say it; 0: no limit",
         unit="seconds",
         least=0,
         only_with="trainer.save_before_end>0",
