@@ -106,6 +106,6 @@ class Reporter:
             plot_live_samples(self._directory, self._rollout)
         self._console.note(summary_in_words(summary))
         self._console.note(
-            f"Everything is in {self._directory}: summary.json, {'curves, ' if plots else ''}rollouts.jsonl, the model, and "
-            "timeline.json, which ui.perfetto.dev shows."
+            f"Everything is in {self._directory}: summary.json, {'curves, ' if plots else ''}rollouts.jsonl, the model, "
+            "and timeline.json, which ui.perfetto.dev shows."
         )
