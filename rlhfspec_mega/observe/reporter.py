@@ -105,7 +105,8 @@ class Reporter:
         if plots and self._rollout.counts:
             plot_live_samples(self._directory, self._rollout)
         self._console.note(summary_in_words(summary))
+        drawn = "curves, " if plots else ""
         self._console.note(
-            f"Everything is in {self._directory}: summary.json, {'curves, ' if plots else ''}rollouts.jsonl, the model, "
+            f"Everything is in {self._directory}: summary.json, {drawn}rollouts.jsonl, the model, "
             "and timeline.json, which ui.perfetto.dev shows."
         )
