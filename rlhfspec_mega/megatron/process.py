@@ -38,6 +38,18 @@ def join(rendezvous: Rendezvous, device: torch.device) -> None:
         ) from None
 
 
+def set_deterministic(on: bool) -> None:
+    """Refuse operations whose result depends on timing, or allow them, as torch.use_deterministic_algorithms does.
+
+    That function also tells torch's compiler, and for this loads it, which takes a process more than a second; it is
+    called only where Megatron compiles something.
+    """
+    if on and torch.cuda.is_available():
+        torch.use_deterministic_algorithms(True)
+    else:
+        torch.set_deterministic_debug_mode("error" if on else "default")
+
+
 def seed_megatron(seed: int, ranks: ParallelRanks) -> None:
     """Seed Megatron's CUDA generators; before models are built.
 

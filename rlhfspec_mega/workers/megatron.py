@@ -17,7 +17,7 @@ from rlhfspec_mega.megatron.description import ModelDescription, ParallelRanks
 from rlhfspec_mega.megatron.draft import ActorDraft
 from rlhfspec_mega.megatron.groups import positions
 from rlhfspec_mega.megatron.model import MegatronModel
-from rlhfspec_mega.megatron.process import join, seed_megatron
+from rlhfspec_mega.megatron.process import join, seed_megatron, set_deterministic
 from rlhfspec_mega.megatron.random_state import seed_generators
 from rlhfspec_mega.megatron.rendezvous import Rendezvous
 from rlhfspec_mega.observe.spans import SpanRecorder
@@ -34,7 +34,7 @@ class MegatronWorker:
 
     Args:
         device: "cpu" or "cuda".
-        deterministic: refuse operations whose result depends on timing (torch.use_deterministic_algorithms).
+        deterministic: refuse operations whose result depends on timing (process.set_deterministic).
         launch: how many times these processes have been started before; see Rendezvous.again.
     """
 
@@ -47,7 +47,7 @@ class MegatronWorker:
         deterministic: bool = False,
         launch: int | None = None,
     ) -> None:
-        torch.use_deterministic_algorithms(deterministic)
+        set_deterministic(deterministic)
         place = torch.device("cuda:0" if device == "cuda" else device)
         join(rendezvous if launch is None else rendezvous.again(launch), place)
         position = positions(models[0].parallel)[rendezvous.rank]

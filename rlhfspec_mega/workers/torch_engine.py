@@ -26,7 +26,7 @@ class TorchEngineWorker(EngineWorker):
     """An engine worker with a TorchEngine and models of how fast it decodes.
 
     Args:
-        deterministic: refuse operations whose result depends on timing (torch.use_deterministic_algorithms), draft by
+        deterministic: refuse operations whose result depends on timing (torch.set_deterministic_debug_mode), draft by
             nominal costs, and reset what was learnt whenever the engine is idle.
         draft: directory of a draft, for its shape and vocabulary; weights arrive by resharding, like the actor's.
         drafting_state: what `drafting_state` returned in an earlier process, maybe on another machine; see
@@ -46,7 +46,8 @@ class TorchEngineWorker(EngineWorker):
         drafting: SpeculationConfig | None = None,
         drafting_state: Any = None,
     ) -> None:
-        torch.use_deterministic_algorithms(deterministic)
+        # As torch.use_deterministic_algorithms, but it does not load torch's compiler, which this engine does not use.
+        torch.set_deterministic_debug_mode("error" if deterministic else "default")
         self._drafting = None
         given: dict[str, Any] = {}
         if draft is not None and drafting is not None:
