@@ -6,6 +6,7 @@ import random
 import re
 import sys
 from copy import deepcopy
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,13 @@ def set_option(config: RunConfig, key: str, value: object) -> None:
     setattr(attrgetter(section)(config) if section else config, name, value)
 
 
+@cache
+def default_config() -> RunConfig:
+    return load_config([])
+
+
 def with_value(key: str, value: object) -> RunConfig:
-    config = deepcopy(load_config([]))
+    config = deepcopy(default_config())
     set_option(config, key, value)
     return config
 
@@ -123,7 +129,7 @@ def test_choices_are_those_that_their_readers_know() -> None:
 def test_conditions_speak_of_options_that_exist() -> None:
     for one in options():
         for condition in one.option.only_with:
-            missing(condition, load_config([]))
+            missing(condition, default_config())
             for comparison in condition.split(" or ") if condition not in FACTS else []:
                 key, _, values = comparison.replace(">", "=").partition("=")
                 choices = known()[key].option.choices
