@@ -9,28 +9,41 @@ log-probs of the text in float32, one with transformers and one with Megatron-co
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.models.hf_config import read_shape
 from rlhfspec_mega.models.model_directory import find_model
 from tools.command import exit_status, progress_in_bytes
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 TOLERANCE = 1e-3  # nats: two float32 implementations of one model differ by less
 TEXT = "The quick brown fox jumps over the lazy dog. 12 + 30 = 42."
 
 
 def compare_tensors(hf: Path, checkpoint: Path) -> int:
-    """Compare all tensors; returns their number. Raises RunError naming the first that differs."""
+    """Compare all tensors; returns their number.
+
+    Raises:
+        UserError: one of the two is damaged or of another model.
+        RunError: names the first tensor that differs.
+    """
     import torch
 
+    from rlhfspec_mega.checkpoints.verifying import require_intact
     from rlhfspec_mega.conversion.from_megatron import MegatronWeights
     from rlhfspec_mega.conversion.hf_source import exact_weights
 
     shape = read_shape(hf)
+    require_intact(checkpoint)
     theirs, ours = exact_weights(hf, shape), MegatronWeights(checkpoint, shape)
     dtype, compared = getattr(torch, ours.dtype), 0
     with progress_in_bytes("comparing", shape.parameters * dtype.itemsize) as progress:
@@ -38,11 +51,26 @@ def compare_tensors(hf: Path, checkpoint: Path) -> int:
             merged = [torch.empty(theirs.info(name).shape, dtype=dtype) for name in names]
             ours.read_into(names, merged)
             for name, tensor in zip(names, merged, strict=True):
-                if not torch.equal(theirs.get(name).to(dtype), tensor):
+                if not same_bits(theirs.get(name).to(dtype), tensor):
                     raise RunError(f"{name} differs between {hf} and {checkpoint}.")
                 progress(tensor.nbytes)
             compared += len(names)
     return compared
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one dtype are the same bit by bit: NaN is then equal to itself, and 0.0 is not -0.0."""
+    import torch
+
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
+    return torch.equal(one.contiguous().view(bits), other.contiguous().view(bits))
+
+
+def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
+    """The largest absolute difference between two lists of one length; NaN if any difference is NaN."""
+    differences = [abs(a - b) for a, b in zip(one, other, strict=True)]
+    # max() passes over a NaN that is not the first.
+    return math.nan if any(math.isnan(difference) for difference in differences) else max(differences)
 
 
 def logprobs_of_transformers(hf: Path, tokens: list[int]) -> list[float]:
@@ -98,10 +126,12 @@ def check(arguments: argparse.Namespace) -> None:
         raise UserError(f"--text {arguments.text!r} has {len(tokens)} tokens: give a longer one.")
     theirs = logprobs_of_transformers(arguments.hf, tokens)
     ours = logprobs_of_megatron(arguments.hf, model.checkpoint, tokens)
-    worst = max(abs(a - b) for a, b in zip(theirs, ours, strict=True))
+    worst = largest_difference(theirs, ours)
     mean = sum(theirs) / len(theirs)
     print(f"Log-probs of {len(theirs)} tokens (mean {mean:.4f} nats) differ by {worst:.1e} nats at most.")
-    if not worst <= TOLERANCE:
+    if not math.isfinite(worst):
+        raise RunError("A difference is not finite: a log-prob of one of the two is infinite or no number.")
+    if worst > TOLERANCE:
         raise RunError(f"That is more than {TOLERANCE:g} nats: the two are not the same model.")
 
 

@@ -14,10 +14,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rlhfspec_mega.errors import RunError, UserError
 
 _GIB = 2**30
+_NOTHING_LEFT = "nothing half-written is left behind."
 
 
 def exit_status(work: Callable[[], None]) -> int:
-    """Run a tool; errors are one sentence on standard error: status 2 for bad input, 1 for what failed, 130 for ^C."""
+    """Run a tool; errors are one sentence on standard error: status 2 for bad input, 1 for what failed, 130 for ^C.
+
+    The sentence about ^C and the system's errors promises that nothing half-written is left: `work` must write under
+    another name, rename at the end, and remove what it wrote if that does not come.
+    """
     try:
         work()
     except UserError as error:
@@ -27,7 +32,7 @@ def exit_status(work: Callable[[], None]) -> int:
         print(error if isinstance(error, RunError) else _of_system(error), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("Interrupted; nothing is left behind.", file=sys.stderr)
+        print(f"Interrupted; {_NOTHING_LEFT}", file=sys.stderr)
         return 130
     return 0
 
@@ -54,4 +59,4 @@ def require_room(path: Path, needed: int) -> None:
 
 def _of_system(error: OSError) -> str:
     where = f"{error.filename}: " if error.filename else ""
-    return f"{where}{error.strerror or error}; nothing is left behind."
+    return f"{where}{error.strerror or error}; {_NOTHING_LEFT}"

@@ -10,6 +10,7 @@ a Hugging Face directory that has them. The optimizer's state in a checkpoint is
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -26,15 +27,17 @@ def convert(arguments: argparse.Namespace) -> None:
         raise UserError(f"{arguments.source} is no Megatron distributed checkpoint: it has no metadata.json.")
     if arguments.out.exists():
         raise UserError(f"{arguments.out} exists already: name a new directory, or move it away.")
-    if arguments.max_shard_gib <= 0:
-        raise UserError(f"--max-shard-gib {arguments.max_shard_gib:g} must be above 0.")
+    if not 0 < arguments.max_shard_gib < math.inf:
+        raise UserError(f"--max-shard-gib {arguments.max_shard_gib:g} must be a number above 0.")
     shape = read_shape(model.hf_files)
     # Here: they take seconds to import.
     import torch
 
+    from rlhfspec_mega.checkpoints.verifying import require_intact
     from rlhfspec_mega.conversion.from_megatron import MegatronWeights
     from rlhfspec_mega.models.hf_directory import new_directory
 
+    require_intact(model.checkpoint)
     weights = MegatronWeights(model.checkpoint, shape)
     dtype = arguments.dtype or weights.dtype
     nbytes = shape.parameters * getattr(torch, dtype).itemsize

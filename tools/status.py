@@ -109,13 +109,17 @@ def _config(run: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load((run / CONFIG_FILE).read_text(encoding="utf-8"))
         int(config["trainer"]["steps"])
-    except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError):
+    except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError, OverflowError):
         raise UserError(f"{run} holds no run: its {CONFIG_FILE} is missing or cannot be read.") from None
     return config
 
 
-def _rows(file: Path) -> list[dict[str, Any]]:
-    """The metrics of the finished steps; the last line may be half written while the run goes on."""
+def _rows(file: Path) -> list[dict[str, float]]:
+    """The metrics of the finished steps, numbers only.
+
+    The last line may be half written while the run goes on; what else is no number is damaged, and the rest still says
+    where the run stands.
+    """
     rows = []
     for line in text_lines(file) if file.is_file() else []:
         try:
@@ -123,8 +127,12 @@ def _rows(file: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
         if isinstance(row, dict):
-            rows.append(row)
+            rows.append({name: value for name, value in row.items() if _finite(value)})
     return rows
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def _median(values: Any) -> float | None:
@@ -179,7 +187,7 @@ def _notes(
             f"It has stopped before its end: the same command with output_dir={parent} name={name} trainer.resume=true "
             f"goes on {after}."
         )
-    elif state == "runs" and newest is None and not config["trainer"]["checkpoint_every"]:
+    elif state == "runs" and newest is None and config["trainer"].get("checkpoint_every") == 0:
         notes.append("It writes no checkpoints: trainer.checkpoint_every=0.")
     return notes
 

@@ -18,6 +18,7 @@ from rlhfspec_mega.draft.shape import TAPS, DraftShape, draft_tensors
 from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.models.hf_config import (
     CONFIG,
+    above_zero,
     positive,
     read_json,
     read_rope,
@@ -77,7 +78,7 @@ def _compare(path: Path, config: dict[str, Any], target: ModelShape, heads: int)
         "head_dim": (positive(path, config, "head_dim", hidden // heads), target.head_dim),
         "rope_theta": (theta, target.rope_theta),
         "rope_scaling": (scaling, target.rope_scaling),
-        "rms_norm_eps": (float(config.get("rms_norm_eps", 1e-6)), target.norm_eps),
+        "rms_norm_eps": (above_zero(path, config, "rms_norm_eps", 1e-6), target.norm_eps),
     }
     for key, (found, wanted) in pairs.items():
         if found != wanted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ def read_shape(path: Path | str) -> ModelShape:
     path = Path(path)
     config = read_json(path / CONFIG, "the directory of a Hugging Face model holds one")
     architecture = config.get("model_type")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise UserError(
             f"{path / CONFIG} describes a model of type {architecture!r}: use one of {', '.join(ARCHITECTURES)}."
         )
@@ -32,19 +33,22 @@ def read_shape(path: Path | str) -> ModelShape:
     if heads % kv_heads:
         raise UserError(f"{path / CONFIG} has {heads} attention heads, not a multiple of its {kv_heads} KV heads.")
     theta, scaling = read_rope(path, config)
+    head_dim = positive(path, config, "head_dim", ARCHITECTURES[architecture].head_dim or hidden // heads)
+    if head_dim % 2:
+        raise UserError(f"{path / CONFIG} has heads of width {head_dim}: RoPE turns pairs, so it must be even.")
     return ModelShape(
         architecture=architecture,
         hidden_size=hidden,
         num_layers=positive(path, config, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=positive(path, config, "head_dim", ARCHITECTURES[architecture].head_dim or hidden // heads),
+        head_dim=head_dim,
         ffn_size=positive(path, config, "intermediate_size"),
         vocab_size=positive(path, config, "vocab_size"),
         max_positions=positive(path, config, "max_position_embeddings"),
         rope_theta=theta,
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        norm_eps=above_zero(path, config, "rms_norm_eps", 1e-6),
+        tie_embeddings=_flag(path, config, "tie_word_embeddings"),
         rope_scaling=scaling,
     )
 
@@ -89,33 +93,41 @@ def rope_config(shape: ModelShape) -> dict[str, Any]:
 
 def refuse_features(path: Path, config: dict[str, Any]) -> None:
     """Raise UserError for a feature that changes the computation and that this project does not implement."""
-    layer_types = set(config.get("layer_types") or ()) - {"full_attention"}
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise UserError(f"{path / CONFIG} has layer_types = {layer_types!r}: a list of names is needed.")
+    other_layers = any(one != "full_attention" for one in layer_types)
     windows = config.get("use_sliding_window") and config.get("sliding_window") is not None
     refused = {
         "mixture of experts": any(config.get(key) for key in ("num_experts", "num_local_experts")),
-        "sliding-window attention": bool(layer_types) or windows,
+        "sliding-window attention": other_layers or windows,
         "a bias in attention (attention_bias)": config.get("attention_bias"),
         "a bias in the MLP (mlp_bias)": config.get("mlp_bias"),
         f"the activation {config.get('hidden_act')!r}": config.get("hidden_act", "silu") != "silu",
         "quantized weights": config.get("quantization_config"),
-        "partial rotary embedding": _rope(config).get("partial_rotary_factor", 1.0) != 1.0,
+        "partial rotary embedding": _rope(path, config).get("partial_rotary_factor", 1.0) != 1.0,
     }
     for feature, present in refused.items():
         if present:
             raise UserError(f"{path / CONFIG} asks for {feature}, which is not supported: choose another one.")
 
 
-def _rope(config: dict[str, Any]) -> dict[str, Any]:
+def _rope(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     """RoPE settings in one dictionary, from the spellings before and since transformers 5 (the older one wins)."""
-    top = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
-    return {**top, **(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
+    rope = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
+    for key in ("rope_parameters", "rope_scaling"):
+        given = config.get(key)
+        if given is not None and not isinstance(given, dict):
+            raise UserError(f"{path / CONFIG} has {key} = {given!r}: an object or null is needed.")
+        rope |= given or {}
+    return rope
 
 
 def read_rope(path: Path, config: dict[str, Any]) -> tuple[float, dict[str, float] | None]:
-    """RoPE base and, where present, the parameters of Llama-3's scaling."""
-    rope = _rope(config)
+    """RoPE base and, where present, the parameters of Llama-3's scaling. Raises UserError for what is neither."""
+    rope = _rope(path, config)
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    theta = float(rope.get("rope_theta", 10000.0))
+    theta = above_zero(path, rope, "rope_theta", 10000.0)
     if kind == "default":
         return theta, None
     if kind != "llama3":
@@ -123,15 +135,34 @@ def read_rope(path: Path, config: dict[str, Any]) -> tuple[float, dict[str, floa
     missing = [key for key in _LLAMA3_ROPE if key not in rope]
     if missing:
         raise UserError(f"{path / CONFIG} asks for llama3 RoPE scaling without {listed(missing)}: add it.")
-    return theta, {key: float(rope[key]) for key in _LLAMA3_ROPE}
+    return theta, {key: above_zero(path, rope, key) for key in _LLAMA3_ROPE}
 
 
 def positive(path: Path, config: dict[str, Any], key: str, default: int | None = None) -> int:
     """A size in the config.json of directory `path`. Raises UserError unless it is a positive whole number."""
     value = config.get(key) if config.get(key) is not None else default
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UserError(f"{path / CONFIG} has {key} = {value!r}: a positive whole number is needed.")
     return value
+
+
+def above_zero(path: Path, settings: dict[str, Any], key: str, default: float | None = None) -> float:
+    """A number of the config.json of directory `path`, or of an object in it.
+
+    Raises UserError unless it is above 0 and finite; null is no number.
+    """
+    value = settings.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        raise UserError(f"{path / CONFIG} has {key} = {value!r}: a finite number above 0 is needed.")
+    return float(value)
+
+
+def _flag(path: Path, config: dict[str, Any], key: str) -> bool:
+    """A truth value in the config.json of directory `path`; null is false. Raises UserError for anything else."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise UserError(f"{path / CONFIG} has {key} = {value!r}: true or false is needed.")
+    return bool(value)
 
 
 def read_json(path: Path, hint: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from rlhfspec_mega.types import TensorInfo
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_AGAIN = "download the directory again"
 MAX_SHARD_BYTES = 4 << 30  # of a file, unless one tensor is larger
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -58,17 +59,25 @@ class HfWeights:
     """Lazy reader of the weights in a directory: model.safetensors or an index with its shards."""
 
     def __init__(self, path: Path | str) -> None:
-        """Read the index and open the files. Raises UserError for a missing, truncated or damaged file."""
+        """Read the index and open the files.
+
+        Raises UserError for a missing, truncated or damaged file, and where two files could be meant for a tensor:
+        every tool must read the same model here.
+        """
         self.path = Path(path)
-        if (self.path / INDEX).exists():
-            index = read_json(self.path / INDEX, "download the directory again")
-            files = sorted(set(index.get("weight_map", {}).values()))
-        else:
-            files = [WEIGHTS]
+        index = self._index()
         self._handles: dict[str, Any] = {}
-        for file in files:
+        held_by: dict[str, str] = {}
+        for file in sorted(set(index.values())) or [WEIGHTS]:
             handle = self._open(file)
-            self._handles.update(dict.fromkeys(handle.keys(), handle))
+            names: list[str] = handle.keys()  # the handle itself cannot be iterated over
+            for name in names:
+                if name in held_by:
+                    raise UserError(f"{self.path} holds {name} in {held_by[name]} and in {file}: {_AGAIN}.")
+                held_by[name], self._handles[name] = file, handle
+        for name, file in index.items():
+            if held_by.get(name) != file:
+                raise UserError(f"{self.path / INDEX} says that {file} holds {name}, which it does not: {_AGAIN}.")
 
     def names(self) -> list[str]:
         return list(self._handles)
@@ -109,12 +118,25 @@ class HfWeights:
         if wrong:
             raise UserError(f"The weights in {self.path} do not fit its config.json: {listed(wrong)}.")
 
+    def _index(self) -> dict[str, str]:
+        """The file of each tensor, by name; empty where there is no index."""
+        if not (self.path / INDEX).exists():
+            return {}
+        files = read_json(self.path / INDEX, _AGAIN).get("weight_map")
+        if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
+            raise UserError(f"{self.path / INDEX} has no weight_map from names to files: {_AGAIN}.")
+        if (self.path / WEIGHTS).exists() and set(files.values()) != {WEIGHTS}:
+            raise UserError(
+                f"{self.path} holds {WEIGHTS} and {INDEX}, which names other files: remove what is not the model."
+            )
+        return files
+
     def _open(self, file: str) -> Any:
         try:
+            if not (self.path / file).is_file():
+                hint = _AGAIN if file != WEIGHTS else "other formats must be converted to it first"
+                raise UserError(f"{self.path} has no file {file}: {hint}.")
             return safe_open(self.path / file, framework="pt")
-        except FileNotFoundError:
-            hint = "download the directory again" if file != WEIGHTS else "other formats must be converted to it first"
-            raise UserError(f"{self.path} has no file {file}: {hint}.") from None
         except (SafetensorError, OSError) as error:
             raise UserError(f"{self.path / file} is damaged or truncated ({error}): download it again.") from None
 

@@ -11,6 +11,8 @@ MEGATRON_CONFIG = "metadata.json"  # written last by Megatron: a directory with 
 HF_FILES = "huggingface"  # in a run's directory: config.json and tokenizer of its model
 _ACTOR = "actor"  # in a checkpoint of a run
 _HF_CONFIG = "config.json"
+# Of directories that a run has found damaged, has not finished, or was replacing (checkpoints.directory).
+_UNUSABLE = (".bad", ".partial", ".replaced")
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,11 @@ def find_model(path: Path, hf_files: Path | None = None) -> ModelDirectory:
         hf_files: directory with config.json and tokenizer, for a Megatron checkpoint that has none with it.
 
     Raises:
-        UserError: the directory is none of these, or there is no config.json.
+        UserError: the directory is none of these, a run has put it aside, or there is no config.json.
     """
     if not path.is_dir():
         raise UserError(f"{path} does not exist: give a directory with config.json and *.safetensors, or a checkpoint.")
+    _refuse_put_aside(path)
     for checkpoint in (path, path / _ACTOR):
         if (checkpoint / MEGATRON_CONFIG).is_file():
             return ModelDirectory(hf_files or _hf_files_of(checkpoint), checkpoint)
@@ -50,11 +53,21 @@ def find_model(path: Path, hf_files: Path | None = None) -> ModelDirectory:
     return ModelDirectory(hf_files or path, None)
 
 
+def _refuse_put_aside(path: Path) -> None:
+    actual = path.resolve()  # "." has no name
+    directory = actual.parent if actual.name == _ACTOR else actual
+    if directory.suffix in _UNUSABLE:
+        raise UserError(
+            f"{directory} is no checkpoint to use: a run names so what is damaged (.bad), half written (.partial) or "
+            "replaced (.replaced); name another one."
+        )
+
+
 def _checkpoint_within(path: Path) -> Path | None:
     """The newest checkpoint in the directory of a run, of its checkpoints, or of Megatron's."""
-    found = [
-        file.parent for pattern in ("step_*", "checkpoints/step_*") for file in path.glob(f"{pattern}/manifest.json")
-    ]
+    patterns = ("step_*", "checkpoints/step_*")
+    found = [file.parent for pattern in patterns for file in path.glob(f"{pattern}/manifest.json")]
+    found = [directory for directory in found if directory.suffix not in _UNUSABLE]
     found += [file.parent for file in path.glob(f"iter_*/{MEGATRON_CONFIG}")]
     return max(found, key=lambda directory: directory.stat().st_mtime, default=None)
 

@@ -29,6 +29,7 @@ def write_progress(directory: Path, phase: str) -> None:
 def read_progress(directory: Path) -> Progress | None:
     """The last record; None if there is none yet."""
     try:
-        return Progress(**json.loads((directory / PROGRESS_FILE).read_text(encoding="utf-8")))
+        found = Progress(**json.loads((directory / PROGRESS_FILE).read_text(encoding="utf-8")))
+        return Progress(str(found.phase), float(found.since))
     except (OSError, ValueError, TypeError):
         return None

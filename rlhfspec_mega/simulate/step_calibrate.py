@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,29 +34,11 @@ from rlhfspec_mega.observe.timeline import (
 )
 from rlhfspec_mega.simulate.calibrate import Measurements, calibrate, decode_samples
 from rlhfspec_mega.simulate.step import simulated_rollouts
-from rlhfspec_mega.simulate.step_costs import MeasuredLengths, StepCosts, setting
+from rlhfspec_mega.simulate.step_costs import SHARED, MeasuredLengths, StepCosts, setting
 from rlhfspec_mega.simulate.workload import Workload
 from rlhfspec_mega.types import Span
 
 LEAST_STEPS = 3  # after the first one, in which engines measure their own costs
-# A run whose step is to be predicted must have these in common with the measured one.
-SHARED = (
-    "model.name",
-    "model.path",
-    "cluster.device",
-    "placement.mode",
-    "placement.reference",
-    "actor.dtype",
-    "actor.tensor_parallel",
-    "actor.pipeline_parallel",
-    "actor.recompute",
-    "trainer.max_tokens_per_microbatch",
-    "rollout.engine",
-    "rollout.dtype",
-    "rollout.max_new_tokens",
-    "rollout.sglang.tensor_parallel",
-    "speculation.policy",
-)
 
 
 @dataclass(frozen=True)
@@ -79,9 +63,9 @@ class _Step:
 def measured_costs(run: Path) -> StepCosts:
     """Costs of the steps of a finished or stopped run, the first step left out.
 
-    Raises UserError if the directory has no run, one without a timeline, or one with too few steps.
+    Raises UserError if the directory has no run, one without a timeline, one with too few steps, or damaged files.
     """
-    config = saved_config(run / CONFIG_FILE)
+    config = _config(run / CONFIG_FILE)
     _, sizes = shape_and_sizes(config)
     steps = _steps(run)
     lanes = _lanes(run / TIMELINE_FILE)
@@ -145,10 +129,16 @@ def _workload_of(step: _Step, limit: int) -> Workload:
 def _measurements(
     run: Path, config: RunConfig, engines: Sequence[Sequence[Span]], scores: Sequence[Span]
 ) -> Measurements:
-    samples = [sample for spans in engines for sample in decode_samples(spans)]
+    prefills = [span for spans in engines for span in spans if span.name == "prefill"]
+    try:
+        samples = [sample for spans in engines for sample in decode_samples(spans)]
+        prefill_tokens, scoring_tokens = (
+            sum(int(span.arguments["tokens"]) for span in spans) for spans in (prefills, scores)
+        )
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        raise UserError(f"{run / TIMELINE_FILE} is damaged: give another run.") from None
     if not samples:
         raise UserError(f"{run / TIMELINE_FILE} has no decode steps after the first step: give a longer run.")
-    prefills = [span for spans in engines for span in spans if span.name == "prefill"]
     slots = config.rollout.max_running_requests
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     return Measurements(
@@ -157,9 +147,9 @@ def _measurements(
         kv_tokens=slots * longest,
         plain=samples,  # as they came: with drafts, if the run drafted
         drafting=[] if config.speculation.policy == "off" else samples,
-        prefill_tokens=sum(int(span.arguments["tokens"]) for span in prefills),
+        prefill_tokens=prefill_tokens,
         prefill_seconds=sum(span.seconds for span in prefills),
-        scoring_tokens=sum(int(span.arguments["tokens"]) for span in scores),
+        scoring_tokens=scoring_tokens,
         scoring_seconds=sum(span.seconds for span in scores),
         scoring_start=0.0,
         copied_tokens=0,
@@ -193,15 +183,31 @@ def _outside_engines(windows: Sequence[tuple[float, float]], engines: Sequence[S
 # The files
 
 
+def _config(file: Path) -> RunConfig:
+    try:
+        return saved_config(file)
+    except UnicodeDecodeError:
+        raise UserError(f"{file} is damaged: give the directory of another run.") from None
+
+
 def _steps(run: Path) -> dict[int, _Step]:
-    """Steps by number, without the first."""
+    """Steps by number, without the first. Raises UserError for rows that no run writes."""
     samples: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    for row in read_lines(run / ROLLOUTS_FILE):
-        lengths = (len(row["prompt_tokens"]), len(row["response_tokens"]))
-        samples[row["step"]].append((row["prompt_index"], *lengths))
+    for number, row in enumerate(read_lines(run / ROLLOUTS_FILE), start=1):
+        prompt, response = row.get("prompt_tokens"), row.get("response_tokens")
+        if not isinstance(prompt, list) or not isinstance(response, list) or not _whole(row, "step", "prompt_index"):
+            raise UserError(
+                f"{run / ROLLOUTS_FILE}, line {number} is no sample (step, prompt_index, prompt_tokens, "
+                "response_tokens): give another run."
+            )
+        samples[row["step"]].append((row["prompt_index"], len(prompt), len(response)))
     steps = {}
-    for row in read_lines(run / METRICS_FILE):
+    for number, row in enumerate(read_lines(run / METRICS_FILE), start=1):
         seconds = {name.removeprefix(TIMING): value for name, value in row.items() if name.startswith(TIMING)}
+        if not _whole(row, "step") or not all(map(_is_time, seconds.values())):
+            raise UserError(
+                f"{run / METRICS_FILE}, line {number} has no step, or a {TIMING}... that is no time: give another run."
+            )
         if row["step"] in samples and row["step"] > min(samples):
             steps[row["step"]] = _Step(seconds, samples[row["step"]])
     if len(steps) < LEAST_STEPS:
@@ -209,21 +215,27 @@ def _steps(run: Path) -> dict[int, _Step]:
     return steps
 
 
+def _whole(row: Mapping[str, Any], *names: str) -> bool:
+    """Whether the row has whole numbers under all these names."""
+    return all(isinstance(row.get(name), int) for name in names)
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value <= sys.float_info.max
+
+
 def _lanes(file: Path) -> dict[tuple[int, int], list[Span]]:
     """Spans by process and thread number within it, in order of time."""
+    lanes: dict[tuple[int, int], list[Span]] = defaultdict(list)
     try:
-        text = file.read_text(encoding="utf-8")
+        for event in json.loads(file.read_text(encoding="utf-8")):
+            if event["ph"] == "X":
+                lane = lane_of(event["pid"], event["tid"])
+                lanes[lane].append(Span(event["name"], event["ts"] / 1e6, event["dur"] / 1e6, event["args"]))
     except OSError:
         raise UserError(f"There is no {file}: the run wrote no timeline.") from None
-    try:
-        events = json.loads(text)
-    except ValueError:
+    except (ValueError, TypeError, KeyError):
         raise UserError(f"{file} is damaged: give another run.") from None
-    lanes: dict[tuple[int, int], list[Span]] = defaultdict(list)
-    for event in events:
-        if event["ph"] == "X":
-            lane = lane_of(event["pid"], event["tid"])
-            lanes[lane].append(Span(event["name"], event["ts"] / 1e6, event["dur"] / 1e6, event["args"]))
     return {lane: sorted(spans, key=lambda span: span.start) for lane, spans in lanes.items()}
 
 

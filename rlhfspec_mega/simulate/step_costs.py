@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +19,63 @@ from rlhfspec_mega.simulate.curves import CostCurves, curves_of
 from rlhfspec_mega.simulate.workload import LengthDistribution, Workload
 
 _HOW = "make it with python -m tools.calibrate RUN --out FILE."
+# Options that the cost of a phase depends on: a run whose step is to be predicted must have these in common with the
+# measured one. "a>0" stands for whether option a is above 0.
+SHARED = (
+    "model.name",
+    "model.path",
+    "model.architecture",
+    "model.hidden_size",
+    "model.num_layers",
+    "model.num_heads",
+    "model.num_kv_heads",
+    "model.head_dim",
+    "model.ffn_size",
+    "model.vocab_size",
+    "cluster.device",
+    "cluster.gpu.name",
+    "cluster.threads_per_worker",
+    "launcher.kind",
+    "placement.mode",
+    "placement.reference",
+    "placement.reference_tensor_parallel",
+    "algorithm.kl_coef>0",
+    "actor.dtype",
+    "actor.tensor_parallel",
+    "actor.pipeline_parallel",
+    "actor.virtual_pipeline",
+    "actor.sequence_parallel",
+    "actor.recompute",
+    "actor.overlap_p2p",
+    "actor.batch_p2p",
+    "actor.logprob_chunk",
+    "trainer.max_tokens_per_microbatch",
+    "trainer.deterministic",
+    "rollout.engine",
+    "rollout.dtype",
+    "rollout.temperature",
+    "rollout.max_prompt_tokens",
+    "rollout.max_new_tokens",
+    "rollout.chunked_prefill_size",
+    "rollout.sglang.tensor_parallel",
+    "rollout.sglang.mem_fraction_static",
+    "rollout.sglang.enable_memory_saver",
+    "rollout.sglang.trees",
+    "rollout.sglang.engine_kwargs",
+    "speculation.policy",
+    "speculation.draft_model_path",
+    "speculation.max_num_steps",
+    "speculation.max_num_draft_tokens",
+    "speculation.topk",
+    "speculation.num_steps",
+    "speculation.num_draft_tokens",
+    "reallocation.policy",
+    "resharding.transport",
+    "resharding.bucket_mib",
+    "reward.function",
+    "data.kind",
+    "data.train",
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +131,7 @@ class StepCosts:
         reshard: of a weight update of all engines.
         bounds: by phase, what its time is bound by, e.g. "memory bandwidth"; empty if that was not found out.
         source: where the costs come from: `kind` ("measured" or "roofline") and what they were made from.
-        settings: options by name that the run to be predicted must share; empty for a roofline.
+        settings: by name the options of SHARED in the measured run; empty for a roofline.
     """
 
     engine: CostCurves
@@ -91,9 +149,15 @@ class StepCosts:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def check_for(self, config: RunConfig, file: str) -> None:
-        """Raises UserError if they were measured with other settings than this run's."""
-        for name, measured in self.settings.items():
-            wanted = setting(config, name)
+        """Raises UserError if they were measured with other settings than this run's, or do not say with which."""
+        missing = [name for name in SHARED if name not in self.settings]
+        if missing:
+            raise UserError(
+                f"The costs in {file} do not say with which {missing[0]} they were measured: measure again (python -m "
+                "tools.calibrate), or leave out cluster.costs."
+            )
+        for name in SHARED:
+            measured, wanted = self.settings[name], setting(config, name)
             if wanted != measured:
                 raise UserError(
                     f"The costs in {file} were measured with {name}={measured}, and this run has {wanted}: measure a "
@@ -102,16 +166,29 @@ class StepCosts:
 
 
 def setting(config: RunConfig, name: str) -> Any:
-    """The value of an option by its name, e.g. "actor.dtype"."""
+    """What SHARED has under this name: the value of an option, e.g. "actor.dtype", or whether it is above 0."""
+    name, compared, _ = name.partition(">")
     value: Any = config
     for part in name.split("."):
         value = getattr(value, part)
-    return value
+    return value > 0 if compared else value
 
 
 def write_costs(costs: StepCosts, path: Path) -> None:
-    """Write measured costs as JSON. Raises OSError."""
-    path.write_text(json.dumps(asdict(costs)) + "\n", encoding="utf-8")
+    """Write measured costs as JSON. The file appears when it is complete; until then an older one stays.
+
+    Raises OSError.
+    """
+    text, path = json.dumps(asdict(costs)) + "\n", path.resolve()
+    if path.exists() and not path.is_file():  # a device or a pipe must not be replaced by a file
+        path.write_text(text, encoding="utf-8")
+        return
+    partial = path.parent / f".{path.name}.partial-{os.getpid()}"
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_costs(path: Path) -> StepCosts:
@@ -123,24 +200,47 @@ def read_costs(path: Path) -> StepCosts:
     except ValueError:
         raise UserError(f"cluster.costs={path} is not a JSON file: {_HOW}") from None
     try:
-        seconds = {name: float(data[name]) for name in _SECONDS}
-        if not all(math.isfinite(value) and value >= 0 for value in seconds.values()):
-            raise ValueError("all numbers must be 0 or more")
-        lengths = MeasuredLengths(**data["lengths"])
-        if not lengths.prompts or len(lengths.prompts) != len(lengths.responses) or not all(lengths.responses):
-            raise ValueError("lengths need a list of responses for each prompt, none of them empty")
-        return StepCosts(
-            engine=curves_of(data["engine"]),
-            lengths=lengths,
-            **seconds,
-            bounds=dict(data["bounds"]),
-            source=dict(data["source"]),
-            settings=dict(data["settings"]),
-        )
+        return _costs_of(data)
     except KeyError as error:
         raise UserError(f"cluster.costs={path} lacks {error.args[0]}: {_HOW}") from None
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UserError(f"cluster.costs={path} is invalid ({error}): {_HOW}") from None
+
+
+def _costs_of(data: Mapping[str, Any]) -> StepCosts:
+    """Raises KeyError for what is missing; TypeError, ValueError, AttributeError, OverflowError for what is invalid."""
+    seconds = {name: float(data[name]) for name in _SECONDS}
+    if not all(math.isfinite(value) and value >= 0 for value in seconds.values()):
+        raise ValueError("all numbers must be 0 or more")
+    lengths = MeasuredLengths(**data["lengths"])
+    _check_lengths(lengths)
+    source, settings = dict(data["source"]), dict(data["settings"])
+    if source["kind"] != "measured" or not isinstance(source["run"], str):
+        raise ValueError("its source is no measured run")
+    unknown = [name for name in settings if name not in SHARED]
+    if unknown:
+        raise ValueError(f"its settings name {unknown[0]}, which is none that costs depend on")
+    return StepCosts(
+        engine=curves_of(data["engine"]),
+        lengths=lengths,
+        **seconds,
+        bounds=dict(data["bounds"]),
+        source=source,
+        settings=settings,
+    )
+
+
+def _check_lengths(lengths: MeasuredLengths) -> None:
+    """Raise TypeError or ValueError for lengths that no run has."""
+    if not lengths.prompts or len(lengths.prompts) != len(lengths.responses) or not all(lengths.responses):
+        raise ValueError("lengths need a list of responses for each prompt, none of them empty")
+    if type(lengths.limit) is not int or lengths.limit < 1:
+        raise ValueError("the limit of lengths must be a whole number of tokens above 0")
+    responses = [length for group in lengths.responses for length in group]
+    if not all(type(length) is int and length >= 0 for length in (*lengths.prompts, *responses)):
+        raise ValueError("lengths must be whole numbers of tokens, 0 or more")
+    if max(responses) > lengths.limit:
+        raise ValueError(f"a response is longer than the limit of {lengths.limit} tokens")
 
 
 _SECONDS = ("rollout_start", "stretch", "reward", "reference", "logprobs", "update", "optimizer", "reshard")

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,11 +18,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.bootstrap.converted import hf_directory_of
+from rlhfspec_mega.checkpoints.directory import CheckpointDirectory
+from rlhfspec_mega.checkpoints.manifest import Manifest
+from rlhfspec_mega.config.compose import load_config
+from rlhfspec_mega.errors import RunError, UserError
+from rlhfspec_mega.megatron.checkpoint_files import sync_and_sum
 from rlhfspec_mega.models.hf_directory import HfWeights, write_directory
 from rlhfspec_mega.models.mapping import mapping_for
+from rlhfspec_mega.models.model_directory import find_model
 from rlhfspec_mega.models.shape import ModelShape
-from tools import hf_to_megatron, megatron_to_hf
+from rlhfspec_mega.observe.console import Console
+from tools import check_conversion, hf_to_megatron, megatron_to_hf
 from tools.command import exit_status
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -216,6 +224,126 @@ def test_a_bad_megatron_checkpoint_is_refused(tmp_path: Path, converted: Path, f
         run(megatron_to_hf, tmp_path / "m", tmp_path / "hf")
     assert "\n" not in str(found.value) and str(found.value).endswith(".")
     assert {path.name for path in tmp_path.iterdir()} <= {"m"}
+
+
+# Checkpoints of a run
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, converted: Path) -> Path:
+    """A run with one checkpoint, step_2, of a format that the run's workers write, and its manifest."""
+    directory = tmp_path / "run"
+    checkpoint = directory / "checkpoints" / "step_2"
+    shutil.copytree(converted, checkpoint / "actor")
+    (checkpoint / "state.json").write_text("{}")
+    names = [str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file()]
+    Manifest(2, {}, sync_and_sum(checkpoint, names)).write(checkpoint)
+    return directory
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    file.write_bytes(content)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a changed bit": (
+        lambda p: flip_a_bit(p / "actor" / "__0_0.distcp"),
+        "the checksum of actor/__0_0.distcp is wrong",
+    ),
+    "another length": (lambda p: (p / "actor" / "common.pt").write_bytes(b"x"), "common.pt has 1 bytes instead of"),
+    "a missing file": (lambda p: (p / "state.json").unlink(), "state.json cannot be read"),
+    "a damaged manifest": (lambda p: cut(p / "manifest.json"), "its manifest.json cannot be read"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_of_a_run_is_not_converted(run_dir: Path, tmp_path: Path, damage: str) -> None:
+    """The reader compares no checksum: without the manifest, a changed bit is a changed weight."""
+    checkpoint = run_dir / "checkpoints" / "step_2"
+    run(megatron_to_hf, checkpoint, tmp_path / "good")
+    spoil, sentence = DAMAGE[damage]
+    spoil(checkpoint)
+    for source in (checkpoint, checkpoint / "actor"):
+        with pytest.raises(UserError, match=sentence) as found:
+            run(megatron_to_hf, source, tmp_path / "hf")
+        assert "\n" not in str(found.value) and str(found.value).endswith("put back a good copy.")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_run_does_not_start_from_a_damaged_checkpoint(run_dir: Path, tmp_path: Path) -> None:
+    checkpoint = run_dir / "checkpoints" / "step_2"
+    config = load_config([f"model.path={checkpoint}", f"model.cache_dir={tmp_path / 'cache'}"])
+    flip_a_bit(checkpoint / "actor" / "__0_0.distcp")
+    with pytest.raises(UserError, match=r"the checksum of actor/__0_0\.distcp is wrong"):
+        hf_directory_of(config, checkpoint, SHAPE, Console(1, enabled=False))
+    assert not list(tmp_path.glob("cache/**/config.json"))
+
+
+def test_a_checkpoint_that_a_run_put_aside_is_not_used(run_dir: Path, tmp_path: Path) -> None:
+    directory = CheckpointDirectory(run_dir / "checkpoints")
+    with pytest.raises(UserError, match=r"name one of them, for instance .*step_2\."):
+        find_model(run_dir)
+    directory.mark_bad(2)
+    assert find_model(run_dir).checkpoint is None, "a bad one is not suggested"
+    bad = directory.set_aside()[0]
+    for name in (bad.name, directory.partial(2).name, "step_2.replaced"):
+        bad = bad.rename(bad.with_name(name))
+        for source in (bad, bad / "actor"):
+            with pytest.raises(UserError, match=f"{name} is no checkpoint to use"):
+                run(megatron_to_hf, source, tmp_path / "hf")
+
+
+@pytest.mark.parametrize("size", ["nan", "inf", "0", "-1"])
+def test_an_impossible_size_of_a_file_is_refused(tmp_path: Path, converted: Path, size: str) -> None:
+    with pytest.raises(UserError, match=f"--max-shard-gib {size} must be a number above 0"):
+        run(megatron_to_hf, converted, tmp_path / "hf", f"--max-shard-gib={size}")
+
+
+# check_conversion
+
+
+def test_tensors_are_compared_bit_by_bit(tmp_path: Path) -> None:
+    source = model(tmp_path / "hf")
+    edit_tensors(source, lambda t: t["model.norm.weight"].__setitem__(slice(0, 2), torch.tensor([float("nan"), 0.0])))
+    run(hf_to_megatron, source, tmp_path / "m")
+    assert check_conversion.compare_tensors(source, tmp_path / "m") == len(HfWeights(source).names())
+    edit_tensors(source, lambda t: t["model.norm.weight"].__setitem__(1, -0.0))
+    with pytest.raises(RunError, match=r"model\.norm\.weight differs"):
+        check_conversion.compare_tensors(source, tmp_path / "m")
+
+
+def test_check_conversion_verifies_a_runs_checkpoint(run_dir: Path, tmp_path: Path) -> None:
+    actor = run_dir / "checkpoints" / "step_2" / "actor"
+    flip_a_bit(actor / "__0_0.distcp")
+    with pytest.raises(UserError, match=r"the checksum of actor/__0_0\.distcp is wrong"):
+        check_conversion.compare_tensors(model(tmp_path / "hf"), actor)
+
+
+@pytest.mark.parametrize("strange", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [0, 1])
+def test_log_probs_that_are_no_numbers_fail(
+    tmp_path: Path, converted: Path, monkeypatch: pytest.MonkeyPatch, strange: float, place: int
+) -> None:
+    theirs = [-1.0, -2.0]
+    ours = [*theirs[:place], strange, *theirs[place + 1 :]]
+    monkeypatch.setattr(check_conversion, "compare_tensors", lambda *_: 0)
+    monkeypatch.setattr(check_conversion, "logprobs_of_transformers", lambda *_: theirs)
+    monkeypatch.setattr(check_conversion, "logprobs_of_megatron", lambda *_: ours)
+    monkeypatch.setattr("rlhfspec_mega.data.tokenizer.load_tokenizer", lambda _: Words())
+    arguments = Namespace(hf=converted, megatron=converted, text="a b c")
+    with pytest.raises(RunError, match="A difference is not finite"):
+        check_conversion.check(arguments)
+    ours[place] = theirs[place]
+    check_conversion.check(arguments)
+
+
+class Words:
+    """A tokenizer with a token for each word."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(range(len(text.split())))
 
 
 @pytest.mark.parametrize(

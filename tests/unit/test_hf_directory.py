@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.models.hf_config import read_shape
@@ -134,6 +134,57 @@ def test_damaged_weights_are_named(tmp_path):
         HfWeights(path)
 
 
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        (None, "has no weight_map"),
+        ([1], "has no weight_map"),
+        ({}, "has no weight_map"),
+        ({"a": 1}, "has no weight_map"),
+        ({"a": None}, "has no weight_map"),
+        ({"a": "x.safetensors"}, "no file x.safetensors"),
+        ({"a": "."}, "no file ."),
+    ],
+)
+def test_a_bad_index_is_refused(tmp_path, weight_map, message):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(UserError, match=message):
+        HfWeights(tmp_path)
+
+
+def test_two_models_in_one_directory_are_refused(tmp_path):
+    """Transformers would read model.safetensors, and others the shards."""
+    write_directory(tmp_path, SHAPE, weights().items(), max_shard_bytes=4000)
+    save_file(weights(), tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"which names other files: remove what is not the model\."):
+        HfWeights(tmp_path)
+
+
+def test_an_index_of_a_single_file_is_read(tmp_path):
+    """Some tools write one beside it; both ways lead to the same tensors."""
+    write_directory(tmp_path, SHAPE, weights().items())
+    index = {"weight_map": dict.fromkeys(weights(), "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    HfWeights(tmp_path).check(TENSORS)
+
+
+def test_a_tensor_has_one_file_and_that_is_the_indexs(tmp_path):
+    write_directory(tmp_path, SHAPE, weights().items(), max_shard_bytes=4000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    first, last = (index["weight_map"][name] for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    assert first != last
+    swapped = index["weight_map"] | {"lm_head.weight": first}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": swapped}))
+    with pytest.raises(UserError, match=f"says that {first} holds lm_head.weight, which it does not"):
+        HfWeights(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    HfWeights(tmp_path).check(TENSORS)
+    twice = load_file(tmp_path / last) | {"model.embed_tokens.weight": torch.zeros(50, 16)}
+    save_file(twice, tmp_path / last)
+    with pytest.raises(UserError, match=f"holds model.embed_tokens.weight in {first} and in {last}"):
+        HfWeights(tmp_path)
+
+
 def test_weights_that_do_not_fit_are_named(tmp_path):
     write_directory(tmp_path / "model", SHAPE, weights().items())
     reader = HfWeights(tmp_path / "model")
@@ -178,6 +229,26 @@ def test_sizes_that_configs_leave_out(tmp_path):
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "without low_freq_factor"),
         ({"hidden_size": None}, "hidden_size = None"),
         ({"num_key_value_heads": 3}, "not a multiple of its 3 KV heads"),
+        ({"model_type": ["llama"]}, r"of type \['llama'\]"),
+        ({"model_type": {}}, "of type {}"),
+        ({"hidden_size": True}, "hidden_size = True: a positive whole number"),
+        ({"head_dim": 15}, "heads of width 15"),
+        ({"rms_norm_eps": None}, "rms_norm_eps = None: a finite number above 0"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps = 'x'"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps = -1"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan"),
+        ({"rope_theta": "x"}, "rope_theta = 'x'"),
+        ({"rope_theta": [1]}, r"rope_theta = \[1\]"),
+        ({"rope_theta": 0}, "rope_theta = 0"),
+        ({"rope_theta": 10**400}, "rope_theta = 1000"),
+        ({"rope_scaling": "linear"}, "rope_scaling = 'linear': an object or null"),
+        ({"rope_scaling": [1]}, r"rope_scaling = \[1\]"),
+        ({"rope_parameters": "x"}, "rope_parameters = 'x'"),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "factor": None}}, "has factor = None"),
+        ({"rope_scaling": {"rope_type": ["llama3"], **LLAMA3}}, "asks for RoPE scaling"),
+        ({"layer_types": 5}, "layer_types = 5: a list of names"),
+        ({"layer_types": [{}]}, "sliding-window"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false': true or false"),
     ],
 )
 def test_unsupported_configs_are_refused(tmp_path, changes, message):

@@ -91,11 +91,24 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     assert "from the beginning" in found.notes[0] and "0 of 20" in in_words(tmp_path, found)
 
 
+def test_values_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path, done=12)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for strange in (None, "x", [1], float("nan")):
+        bad = dict.fromkeys([*rows[0], "actor/skipped_updates"], strange)
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows[:11], bad]))
+        found = status(run, now=START + 100.0)
+        assert (found.step, found.step_seconds, found.tokens_per_second, found.reward) == (12, 4.0, 800.0, 0.5)
+        (run / "metrics.jsonl").write_text((json.dumps(bad) + "\n") * 12)
+        nothing = status(run, now=START + 100.0)
+        assert (nothing.step, nothing.reward, nothing.phases) == (12, None, {}) and in_words(run, nothing)
+
+
 def test_bad_directories_are_refused_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="There is no directory"):
         status(tmp_path / "nowhere", now=START)
-    for content in ("", "a: [", "trainer: 3", "trainer: {steps: many}"):
-        (tmp_path / "config.yaml").write_text(content)
+    for content in (b"", b"a: [", b"trainer: 3", b"trainer: {steps: many}", b"trainer: {steps: .inf}", b"\xff\xfe\x00"):
+        (tmp_path / "config.yaml").write_bytes(content)
         with pytest.raises(UserError, match="holds no run"):
             status(tmp_path, now=START)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhfspec_mega.config.compose import load_config
+from rlhfspec_mega.config.compose import load_config, saved_config
 from rlhfspec_mega.config.describe import plain
 from rlhfspec_mega.config.dry_run import dry_run, plan_of
 from rlhfspec_mega.config.sizes import shape_and_sizes
@@ -20,7 +21,8 @@ from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.simulate.curves import CostCurves, DecodeCurve, MigrationTimes
 from rlhfspec_mega.simulate.step import StepForecast, forecast_run, forecast_step
 from rlhfspec_mega.simulate.step_calibrate import measured_costs
-from rlhfspec_mega.simulate.step_costs import MeasuredLengths, StepCosts, read_costs, write_costs
+from rlhfspec_mega.simulate.step_costs import SHARED, MeasuredLengths, StepCosts, read_costs, setting, write_costs
+from tools.command import exit_status
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PER_TOKEN, PREFILL = 0.1, 0.01
@@ -188,6 +190,16 @@ def test_the_tool_writes_what_a_plan_reads(run: Path, tmp_path: Path) -> None:
         ({"update": -1.0}, "0 or more"),
         ({"lengths": {"prompts": [3], "responses": [[]], "limit": 4}}, "none of them empty"),
         ({"engine": {}}, "lacks name"),
+        ({"lengths": {"prompts": ["a"], "responses": [["b"]], "limit": 4}}, "must be whole numbers of tokens"),
+        ({"lengths": {"prompts": [-4], "responses": [[-4]], "limit": 4}}, "must be whole numbers of tokens"),
+        ({"lengths": {"prompts": [3], "responses": [[5]], "limit": 4}}, "longer than the limit of 4"),
+        ({"lengths": {"prompts": [3], "responses": [[3]], "limit": "x"}}, "limit of lengths"),
+        ({"lengths": {"prompts": 3, "responses": [[3]], "limit": 4}}, "is invalid"),
+        ({"settings": {"foo.bar": 1}}, "its settings name foo.bar"),
+        ({"settings": {}}, "do not say with which model.name"),
+        ({"source": {}}, "lacks kind"),
+        ({"update": 10**400}, "is invalid"),
+        ({"update": None}, "is invalid"),
     ],
 )
 def test_bad_costs_are_refused(run: Path, tmp_path: Path, text: Any, words: str) -> None:
@@ -197,8 +209,83 @@ def test_bad_costs_are_refused(run: Path, tmp_path: Path, text: Any, words: str)
         file.write_text(json.dumps(json.loads(file.read_text()) | text))
     elif text is not None:
         file.write_text(text)
-    with pytest.raises(UserError, match=words):
-        read_costs(file)
+    with pytest.raises(UserError, match=words) as found:
+        read_costs(file).check_for(saved_config(run / "config.yaml"), str(file))
+    assert "\n" not in str(found.value) and str(found.value).endswith(".")
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"null", b"5"])
+def test_costs_that_are_no_object_are_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "costs.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"(is not a JSON file|is invalid)"):
+        read_costs(tmp_path / "costs.json")
+
+
+GPUS = ["model=8b", "cluster=1n8g", "cluster/gpu=h100"]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "cluster/gpu=h200",
+        "reallocation=queue",
+        "actor.sequence_parallel=false",
+        "actor.logprob_chunk=512",
+        "rollout.max_prompt_tokens=2048",
+        "rollout.temperature=0.5",
+        "placement.reference_tensor_parallel=2",
+        "trainer.deterministic=true",
+        "algorithm.kl_coef=0",
+        "launcher.kind=ray",
+        "model.ffn_size=14464",
+    ],
+)
+def test_costs_of_a_run_with_other_settings_are_refused(option: str) -> None:
+    measured = load_config(GPUS)
+    costs = replace(COSTS, settings={name: setting(measured, name) for name in SHARED})
+    costs.check_for(measured, "costs.json")
+    with pytest.raises(UserError, match=r"^The costs in costs.json were measured with .*=.*, and this run has "):
+        costs.check_for(load_config([*GPUS, option]), "costs.json")
+
+
+@pytest.mark.parametrize(
+    "option", ["trainer.prompts_per_step=8", "trainer.samples_per_prompt=4", "algorithm.kl_coef=0.02", "seed=3"]
+)
+def test_costs_are_used_where_they_do_not_depend_on_what_differs(option: str) -> None:
+    measured = load_config(GPUS)
+    costs = replace(COSTS, settings={name: setting(measured, name) for name in SHARED})
+    costs.check_for(load_config([*GPUS, option]), "costs.json")
+
+
+def test_costs_are_written_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "costs.json"
+    write_costs(COSTS, file)
+    before = file.read_bytes()
+    write = Path.write_text
+
+    def full(self: Path, text: str, **options: Any) -> int:
+        write(self, text[: len(text) // 2], **options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert exit_status(lambda: write_costs(replace(COSTS, update=1.0), file)) == 1
+    assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
+    with pytest.raises(OSError, match="No space"):
+        write_costs(COSTS, tmp_path / "other.json")
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_costs_replace_what_a_link_names_and_no_device(tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to(tmp_path / "costs.json")
+    write_costs(COSTS, tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink() and (tmp_path / "costs.json").is_file()
+    os.mkfifo(tmp_path / "pipe")
+    descriptor = os.open(tmp_path / "pipe", os.O_RDWR)
+    try:
+        write_costs(COSTS, tmp_path / "pipe")
+        assert (tmp_path / "pipe").is_fifo() and os.read(descriptor, 1 << 16).startswith(b"{")
+    finally:
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize(
@@ -211,12 +298,40 @@ def test_bad_costs_are_refused(run: Path, tmp_path: Path, text: Any, words: str)
         ("timeline.json", "[]", "no decode steps"),
         ("rollouts.jsonl", "", "0 steps after its first one"),
         ("metrics.jsonl", "x", "line 1 is not a JSON object"),
+        ("config.yaml", b"\xff\xfe\x00", "damaged"),
+        ("timeline.json", b"\xff\xfe\x00", "damaged"),
+        ("timeline.json", "[1]", "damaged"),
+        ("timeline.json", "5", "damaged"),
+        ("timeline.json", '[{"ph": "X", "pid": "a", "tid": 1, "name": "x", "ts": 1, "dur": 1, "args": {}}]', "damaged"),
+        (
+            "timeline.json",
+            '[{"ph": "X", "pid": 1, "tid": 1, "name": "x", "ts": null, "dur": 1, "args": {}}]',
+            "damaged",
+        ),
+        ("rollouts.jsonl", '{"step": 1}', "line 1 is no sample"),
+        ("rollouts.jsonl", b"\xff\xfe\x00", "line 1 is not a JSON object"),
+        ("metrics.jsonl", '{"timing_s/generate": 3.0}', "line 1 has no step"),
+        ("metrics.jsonl", '{"step": null}', "line 1 has no step"),
+        ("metrics.jsonl", '{"step": 1, "timing_s/generate": null}', "line 1 has no step, or a timing"),
+        ("metrics.jsonl", '{"step": 1, "timing_s/generate": NaN}', "line 1 has no step, or a timing"),
     ],
 )
-def test_runs_without_what_is_needed_are_refused(run: Path, file: str, text: str | None, words: str) -> None:
+def test_runs_without_what_is_needed_are_refused(run: Path, file: str, text: str | bytes | None, words: str) -> None:
     if text is None:
         (run / file).unlink()
     else:
-        (run / file).write_text(text)
-    with pytest.raises(UserError, match=words):
+        (run / file).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError, match=words) as found:
+        measured_costs(run)
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(("name", "value"), [("steps", 0), ("batch", None), ("tokens", "x")])
+def test_spans_with_impossible_arguments_are_refused(run: Path, name: str, value: Any) -> None:
+    events = json.loads((run / "timeline.json").read_text())
+    for event in events:
+        if event["name"] == "decode":
+            event["args"][name] = value
+    (run / "timeline.json").write_text(json.dumps(events))
+    with pytest.raises(UserError, match=r"timeline.json is damaged"):
         measured_costs(run)
