@@ -1,9 +1,10 @@
-"""What is read of Slurm, and what a node checks before it starts Ray; make test-slurm runs whole jobs."""
+"""What is read of Slurm, what a node checks, what a job decides; make test-slurm runs whole jobs."""
 
 from __future__ import annotations
 
 import importlib.util
 import socket
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -142,3 +143,69 @@ def test_the_address_is_that_of_the_named_interface_or_of_the_route(ray_node: Mo
     assert ray_node.own_address(own | bridges, [bridges], "") == "10.1.0.5", "they lead to no other node"
     found = ray_node.addresses()
     assert ray_node.own_address(found, [found], "") in found.values()
+
+
+def bash(code: str, *arguments: str) -> str:
+    """What code prints that has job.sh's functions and these arguments."""
+    command = ["bash", "-c", f"source slurm/job.sh; {code}", "bash", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+
+
+def test_failures_without_a_new_checkpoint_are_counted(tmp_path: Path) -> None:
+    """Attempts that a signal has stopped are none, and another job begins to count anew."""
+    (tmp_path / "run.slurm").mkdir()
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    latest = tmp_path / "run" / "checkpoints" / "latest"
+
+    def may_come_back(status: int, job: int = 7) -> bool:
+        settings = f"RUN_DIR={tmp_path}/run JOB={job} MAX_ATTEMPTS=3"
+        return bash(f"{settings}; attempts_left {status} && echo yes || echo no") == "yes\n"
+
+    assert [may_come_back(1), may_come_back(75), may_come_back(143), may_come_back(137)] == [True] * 4
+    assert not may_come_back(1)
+    assert may_come_back(1, job=8)
+    latest.write_text("step_40\n")
+    assert [may_come_back(1, job=8) for _ in range(3)] == [True, True, False]
+    latest.write_text("step_60\n")
+    assert may_come_back(1, job=8)
+
+
+def test_names_come_from_the_overrides_or_the_job(tmp_path: Path) -> None:
+    job = f"SLURM_JOB_NAME=rl JOB=17_2 REPO={tmp_path}; "
+    shown = (
+        'read_arguments "$@"; echo "$RUN_DIR"; printf "%s;" "${ARGUMENTS[@]}"; if is_given name; then echo given; fi'
+    )
+    assert bash(job + shown, "seed=3").splitlines() == [f"{tmp_path}/outputs/rl-17_2", "seed=3;"]
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    given = ("name=mine", "data.train=[a b.jsonl]", f"output_dir={tmp_path}/link")
+    assert bash(job + shown, *given).splitlines() == [f"{tmp_path}/real/mine", "name=mine;data.train=[a b.jsonl];given"]
+
+
+def test_a_task_of_an_array_gets_its_line(tmp_path: Path) -> None:
+    lines = tmp_path / "lines"
+    lines.write_text("# a comment\nseed=1\n\nseed=2 'data.train=[a b]'\nname=it's\n")
+    show = "run_job() { printf '%s;' \"$@\"; }; "
+    assert (
+        bash(f'{show} SLURM_ARRAY_TASK_ID=2 run_job_of_line "$@"', str(lines), "x=1") == "x=1;seed=2;data.train=[a b];"
+    )
+    for task, words in (
+        ("", "submit with --array=1-N"),
+        ("4", "has no line 4"),
+        ("3", "a quote without its other one"),
+    ):
+        said = bash(f'{show} SLURM_ARRAY_TASK_ID={task}; (run_job_of_line "$@") || echo $?', str(lines))
+        assert words in said and said.endswith("2\n")
+
+
+def test_the_cause_is_shown_and_not_what_ends_with_it(tmp_path: Path) -> None:
+    log = tmp_path / "nodes.log"
+    cause = (
+        "slurmstepd: error: pyxis: failed to import docker image\nsrun: error: Unable to create step: More processors\n"
+    )
+    log.write_text(
+        f"{cause}srun: error: n1: task 0: Killed\nslurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 1 ***\n"
+    )
+    shown = bash(f"show_end {log}")
+    assert [line.strip() for line in shown.splitlines()[1:]] == cause.splitlines()
+    log.write_text("srun: error: n1: task 0: Killed\n")
+    assert bash(f"show_end {log}") == ""
