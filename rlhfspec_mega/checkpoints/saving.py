@@ -10,9 +10,9 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,19 +119,31 @@ class Saver:
         """Wait until no save is under way.
 
         Args:
-            deadline: longest wait in seconds.
+            deadline: longest wait in seconds in which the files do not grow: a slow disk does no harm.
 
         Raises:
             CheckpointError, RunError: as `start`, or RunError if the deadline passes.
         """
-        begin = time.monotonic()
+        begin, written = time.monotonic(), 0
         while not self.poll(actor):
             if time.monotonic() - begin > deadline:
-                raise RunError(
-                    f"In phase 'checkpoint', the ranks of the actor did not write their parts within {deadline:g} s: "
-                    "look at the disk, or set a larger launcher.call_timeout."
-                )
+                before, written = written, self._written()
+                if written == before:
+                    raise RunError(
+                        f"In phase 'checkpoint', the ranks of the actor wrote nothing for {deadline:g} s: look at the "
+                        "disk, or set a larger launcher.call_timeout."
+                    )
+                begin = time.monotonic()
             time.sleep(_POLL_SECONDS)
+
+    def _written(self) -> int:
+        """Bytes that the save under way has written."""
+        assert self._save is not None
+        size = 0
+        with suppress(FileNotFoundError):  # renamed in this moment, which is its commit
+            for file in self._directory.partial(self._save.step).rglob("*"):
+                size += file.stat().st_size
+        return size
 
     def forget(self) -> None:
         """Drop the save under way, because its ranks have ended; what they wrote is removed by the next load."""
@@ -157,6 +169,7 @@ class Saver:
         write_durably(partial / STATE_FILE, save.state)
         manifest.files[STATE_FILE] = sum_file(partial / STATE_FILE)
         _require_visible(partial, manifest)
+        _require_accounted(partial, files)
         manifest.write(partial)
         sync(partial / ACTOR)
         sync(partial)
@@ -179,6 +192,13 @@ def _require_visible(partial: Path, manifest: Manifest) -> None:
             f"what the actor's ranks wrote cannot be seen by the driver ({error}): output_dir must be on a file system "
             "that all nodes share"
         ) from None
+
+
+def _require_accounted(partial: Path, files: Mapping[str, FileSum]) -> None:
+    """Refuse a file that no rank has reported: its rank may not know that it is whole."""
+    unknown = sorted({path.name for path in (partial / ACTOR).iterdir()} - files.keys())
+    if unknown:
+        raise CheckpointError(f"the actor's rank that wrote {ACTOR}/{unknown[0]} did not report it")
 
 
 def _require_room(run_dir: Path, directory: CheckpointDirectory, identity: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -16,6 +15,7 @@ from rlhfspec_mega.megatron.build import unwrap
 from rlhfspec_mega.megatron.checkpoint_files import SavedPart
 from rlhfspec_mega.megatron.checkpoint_staging import METADATA, StagedState, name_of, sharded_models
 from rlhfspec_mega.megatron.checkpoint_writer import WriteFailed, write
+from rlhfspec_mega.megatron.saving_groups import SavingGroups
 
 # Megatron saves these with the moments; a resumed run follows its configuration instead.
 _CONFIGURED = ("max_lr", "min_lr", "start_wd", "end_wd", "weight_decay", "betas", "eps")
@@ -41,13 +41,13 @@ def load_weights(directory: Path, chunks: list[Any], groups: ProcessGroupCollect
         unwrap(chunk).load_state_dict(state["model"])
 
 
-def save(staged: StagedState, directory: Path, group: dist.ProcessGroup) -> SavedPart:
+def save(staged: StagedState, directory: Path, groups: SavingGroups) -> SavedPart:
     """Write a staged state into an existing empty directory; collective over all ranks.
 
-    Returns this rank's files by name; if a rank could not write, every rank gets the reason instead.
+    Returns this rank's files by name; if a rank could not write, every rank gets the reason instead (see WriteFailed).
     """
     try:
-        return SavedPart(write(staged, directory, group), None)
+        return SavedPart(write(staged, directory, groups), None)
     except WriteFailed as error:
         return SavedPart({}, str(error))
 

@@ -1,8 +1,8 @@
 """What a checkpoint holds of a model, copied to host memory in the moment of the save and put together later.
 
-A save stops training only for the copies: of the weights, and of this rank's own shards of the optimizer. Megatron
-gathers these shards over the data-parallel ranks into whole tensors, which takes several times as long; here it does so
-in `assemble`, which any thread may call while the model trains on.
+A save stops training only for the copies: of the weights, and of this rank's own shards of the optimizer. To gather
+these shards over the data-parallel ranks into whole tensors takes several times as long; any thread may do that while
+the model trains on.
 """
 
 from __future__ import annotations
@@ -21,67 +21,76 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from rlhfspec_mega.megatron import random_state
 from rlhfspec_mega.megatron.adamw_fixes import inner_optimizers
 from rlhfspec_mega.megatron.build import unwrap
+from rlhfspec_mega.megatron.checkpoint_gather import STATES, OptimizerGather
 from rlhfspec_mega.megatron.groups import saving
 
 # The default (model-space) sharding of the optimizer fails in Megatron 0.16 and the DP one does not load in fp32.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
-# Gathers on the first data-parallel rank, which alone writes, over gloo in host memory.
-_GATHER = {"distrib_optim_fully_reshardable_mem_efficient": True}
-_STATES = ("param", "exp_avg", "exp_avg_sq")
+# The first data-parallel rank alone has the optimizer's whole tensors, and writes them (checkpoint_gather).
+_GATHERED = {"distrib_optim_fully_reshardable_mem_efficient": True}
 
 Keep = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class StagedState:
-    """What `write` needs of a model.
+    """What `write` needs of a model: it calls `reserve`, `gather` and `assemble` once, in any thread.
 
     Attributes:
-        assemble: builds the sharded state dict; collective over the data-parallel ranks, at most once, in any thread.
+        gathers: of the optimizers behind the model's one.
+        assemble: builds the sharded state dict from what was gathered; no rank waits for another.
         validate: check that the shards of all ranks make up whole tensors, which need be done once for a model.
-        failure: why this rank could not stage its part; `assemble` must not be called then.
+        failure: why this rank could not stage its part.
     """
 
+    gathers: Sequence[OptimizerGather]
     assemble: Callable[[], dict[str, Any]]
     validate: bool
     failure: Exception | None = None
 
-    def require(self) -> None:
-        """Raise what kept this rank from staging its part."""
+    def reserve(self) -> None:
+        """Allocate what `gather` fills; no rank waits for another. Raises what kept this rank from its part."""
         if self.failure is not None:
             raise self.failure
+        for one in self.gathers:
+            one.reserve()
+
+    def gather(self) -> None:
+        """Gather the optimizer's shards; collective over the data-parallel ranks, all of which have reserved."""
+        for one in self.gathers:
+            one.gather()
 
 
 class Staging:
     """Stages the states of one model, one at a time; the host memory of the copies is used again.
 
-    Args:
-        data_group: the data-parallel ranks, over gloo, for nothing else.
+    Attributes:
+        validated: a state was written whose shards made up whole tensors; the same on all ranks.
     """
 
-    def __init__(
-        self, chunks: Sequence[Any], optimizer: Any, scheduler: Any, groups: ProcessGroupCollection, data_group: Any
-    ) -> None:
-        self._chunks, self._optimizer, self._scheduler = chunks, optimizer, scheduler
-        self._groups, self._data_group = groups, data_group
+    def __init__(self, chunks: Sequence[Any], optimizer: Any, scheduler: Any, groups: ProcessGroupCollection) -> None:
+        self._chunks, self._optimizer, self._scheduler, self._groups = chunks, optimizer, scheduler, groups
         self._buffers = _HostBuffers()
-        self._validated = False
+        self.validated = False
 
-    def stage(self, copy: bool) -> StagedState:
+    def stage(self, copy: bool, data_group: dist.ProcessGroup) -> StagedState:
         """Model, optimizer, schedule and random state of now; no rank waits for another.
 
         Args:
             copy: copy them, so that the model may change before and while they are written.
+            data_group: the data-parallel ranks, over gloo, for nothing else at the same time.
         """
-        validate, self._validated = not self._validated, True
         try:
-            return StagedState(self._stage(self._buffers.restarted() if copy else _as_it_is), validate)
+            gathers, assemble = self._stage(self._buffers.restarted() if copy else _as_it_is, data_group)
         except Exception as error:  # e.g. out of memory; nothing may keep this rank from the collectives of `write`
-            return StagedState(dict, validate, error)
+            return StagedState((), dict, not self.validated, error)
+        return StagedState(gathers, assemble, not self.validated)
 
-    def _stage(self, keep: Keep) -> Callable[[], dict[str, Any]]:
+    def _stage(
+        self, keep: Keep, data_group: dist.ProcessGroup
+    ) -> tuple[list[OptimizerGather], Callable[[], dict[str, Any]]]:
         models = sharded_models(self._chunks, self._groups)
-        optimizer = _snapshot(self._optimizer, self._data_group, keep)
+        optimizer, gathers = _snapshot(self._optimizer, data_group, keep)
         weights = [
             (shard, keep(shard.data))
             for shard in nested_values(models)
@@ -96,12 +105,12 @@ class Staging:
 
         def assemble() -> dict[str, Any]:
             # First, because Megatron finds a parameter's shard by the parameter itself.
-            of_optimizer = optimizer.sharded_state_dict(models, metadata=METADATA | _GATHER)
+            of_optimizer = optimizer.sharded_state_dict(models, metadata=METADATA | _GATHERED)
             for shard, data in weights:
                 shard.data = data
             return {**models, "optimizer": of_optimizer, **state}
 
-        return assemble
+        return gathers, assemble
 
 
 def sharded_models(chunks: Sequence[Any], groups: ProcessGroupCollection) -> dict[str, Any]:
@@ -120,30 +129,30 @@ def name_of(index: int, chunks: Sequence[Any]) -> str:
     return "model" if len(chunks) == 1 else f"model{index}"
 
 
-def _snapshot(optimizer: Any, data_group: dist.ProcessGroup, keep: Keep) -> Any:
-    """An optimizer like this one whose state stays as it is now, for `sharded_state_dict` alone."""
-    snapshots = []
+def _snapshot(optimizer: Any, data_group: dist.ProcessGroup, keep: Keep) -> tuple[Any, list[OptimizerGather]]:
+    """An optimizer like this one whose state stays as it is now, for `sharded_state_dict` alone, after the gathers."""
+    snapshots, gathers = [], []
     for part in inner_optimizers(optimizer):
         snapshot = copy(part)
-        states = {
-            parameter: {name: keep(tensor) for name, tensor in _states(part, parameter).items()}
+        shards = {
+            parameter: {state: keep(tensor) for state, tensor in _states(part, parameter).items()}
             for parameter in part.model_param_group_index_map
         }
         settings = deepcopy(part.state_dict())
         snapshot.state_dict = lambda settings=settings: settings
-        snapshot._get_main_param_and_optimizer_states = states.__getitem__
-        snapshot.data_parallel_group_gloo = data_group
+        gathers.append(OptimizerGather(part, shards, data_group))
+        snapshot.get_parameter_state_dp_zero = gathers[-1].whole
         snapshots.append(snapshot)
     if snapshots and not hasattr(optimizer, "chained_optimizers"):
-        return snapshots[0]
+        return snapshots[0], gathers
     chain = copy(optimizer)
     chain.chained_optimizers = snapshots
-    return chain
+    return chain, gathers
 
 
 def _states(part: Any, parameter: Any) -> dict[str, torch.Tensor]:
     found = part._get_main_param_and_optimizer_states(parameter)
-    return {name: found[name] for name in _STATES}
+    return {state: found[state] for state in STATES}
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,33 +31,42 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rlhfspec_mega.megatron.checkpoint_files import FileSum, sync_and_sum
 from rlhfspec_mega.megatron.checkpoint_staging import StagedState
+from rlhfspec_mega.megatron.saving_groups import SavingGroups
 
 T = TypeVar("T")
 _FORMAT = CheckpointingConfig("torch_dist", 1)
 
 
 class WriteFailed(Exception):
-    """A step failed on some rank. Raised on all ranks, with the same message: rank and cause."""
+    """A step failed on some rank: rank and cause. Raised on all ranks, and unless a collective failed with one message.
+
+    If a collective failed in the last agreement, ranks that had passed it already have succeeded.
+    """
 
 
-def write(staged: StagedState, directory: Path, group: dist.ProcessGroup) -> dict[str, FileSum]:
+def write(staged: StagedState, directory: Path, groups: SavingGroups) -> dict[str, FileSum]:
     """Write a staged state into an existing empty directory; collective over all ranks, in any thread.
 
     Returns the files that this rank accounts for, forced to disk and with checksums: the shards it wrote and, on rank
     0, all files that are not shards.
 
     Args:
-        group: the ranks, over gloo, for nothing else at the same time.
+        groups: are closed if a collective fails.
 
     Raises:
-        WriteFailed: on every rank, if one of them could not write (usually a full disk). Files may be left.
+        WriteFailed: if a rank could not write (usually a full disk) or could not be reached. Files may be left.
     """
+    with _closed_by_errors(groups):
+        return _write(staged, directory, groups.everyone)
+
+
+def _write(staged: StagedState, directory: Path, group: dist.ProcessGroup) -> dict[str, FileSum]:
     path = str(directory)
-    _agreed(staged.require, group)  # before any rank waits for another
-    state = _agreed(staged.assemble, group)
-    sharded, common = save_preprocess(state, validate_access_integrity=False)
+    _agreed(staged.reserve, group)  # before any rank waits for the shards of another
+    staged.gather()
+    sharded, common = _agreed(lambda: save_preprocess(staged.assemble(), validate_access_integrity=False), group)
     if staged.validate:
-        _agreed(lambda: _require_whole_tensors(sharded, group), group)
+        _require_whole_tensors(sharded, group)
 
     def begin() -> dict[str, Any]:
         get_default_save_common_strategy().save_common(common, path)  # writes on rank 0 only
@@ -71,14 +80,14 @@ def write(staged: StagedState, directory: Path, group: dist.ProcessGroup) -> dic
 
 
 def write_beside(
-    state: Callable[[], Mapping[str, torch.Tensor]] | None, directory: Path, name: str, group: dist.ProcessGroup
+    state: Callable[[], Mapping[str, torch.Tensor]] | None, directory: Path, name: str, groups: SavingGroups
 ) -> dict[str, FileSum]:
     """Add a safetensors file to a written checkpoint, on the rank that has a state for it; collective over all ranks.
 
     Returns that rank's file by name, forced to disk and with a checksum; {} on the other ranks.
 
     Raises:
-        WriteFailed: on every rank, if the state could not be built (e.g. out of memory) or written.
+        WriteFailed: if the state could not be built (e.g. out of memory) or written, or a rank could not be reached.
     """
 
     def step() -> dict[str, FileSum]:
@@ -87,14 +96,29 @@ def write_beside(
         save_file({key: tensor.detach().contiguous() for key, tensor in state().items()}, directory / name)
         return sync_and_sum(directory, [name])
 
-    return _agreed(step, group)
+    with _closed_by_errors(groups):
+        return _agreed(step, groups.everyone)
+
+
+@contextlib.contextmanager
+def _closed_by_errors(groups: SavingGroups) -> Iterator[None]:
+    """Whatever is not agreed on leaves ranks waiting for this one: let them fail at once, too."""
+    try:
+        yield
+    except WriteFailed:
+        raise
+    except Exception as error:
+        _log(error)
+        groups.close()
+        raise WriteFailed(_sentence(dist.get_rank(), _root_cause(error))) from None
 
 
 def _require_whole_tensors(sharded: dict[str, Any], group: dist.ProcessGroup) -> None:
-    """Raise CheckpointingException on rank 0 unless the shards of all ranks make up whole tensors, each part once."""
+    """Raise WriteFailed on all ranks unless the shards of all of them make up whole tensors, each part once."""
+    shards = _agreed(lambda: [shard.without_data() for shard in nested_values(sharded)], group)
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, [shard.without_data() for shard in nested_values(sharded)], group=group)
-    validate_sharding_integrity(everyone)
+    dist.all_gather_object(everyone, shards, group=group)
+    _agreed(lambda: validate_sharding_integrity(everyone), group)  # on rank 0
 
 
 def _write_shards(shards: dict[str, Any], path: str, group: dist.ProcessGroup) -> None:

@@ -105,7 +105,7 @@ class ActorDraft:
         Returns this rank's files, or on every rank why it failed.
         """
         try:
-            return SavedPart(write_beside(staged, directory, CHECKPOINT_FILE, self.model.saving_group), None)
+            return SavedPart(write_beside(staged, directory, CHECKPOINT_FILE, self.model.saving_groups), None)
         except WriteFailed as error:
             return SavedPart({}, str(error))
 

@@ -73,11 +73,6 @@ def _new(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
     return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
 
-def make_saving_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo group of a model's ranks for checkpoints alone, so that one may be written while the model trains."""
-    return dist.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
-
-
 def ranks_in(groups: ProcessGroupCollection) -> ParallelRanks:
     """Coordinates of this process."""
     return ParallelRanks(groups.tp.rank(), groups.pp.rank(), groups.dp.rank())

@@ -21,9 +21,10 @@ from rlhfspec_mega.megatron.checkpoint_files import SavedPart
 from rlhfspec_mega.megatron.checkpoint_staging import StagedState, Staging
 from rlhfspec_mega.megatron.cuda_shim import cuda_means_cpu
 from rlhfspec_mega.megatron.description import ModelDescription
-from rlhfspec_mega.megatron.groups import make_groups, make_saving_group, ranks_in
+from rlhfspec_mega.megatron.groups import make_groups, ranks_in
 from rlhfspec_mega.megatron.optimizer import build_optimizer, build_scheduler
 from rlhfspec_mega.megatron.residence import to_device, to_host
+from rlhfspec_mega.megatron.saving_groups import SavingGroups
 from rlhfspec_mega.megatron.step import accumulate_gradients, compute_logprobs, reduce_metrics
 from rlhfspec_mega.megatron.weights import load_parameters
 from rlhfspec_mega.models.hf_directory import HfWeights
@@ -54,7 +55,7 @@ class MegatronModel:
     Attributes:
         groups, position: process groups of the model, and this rank's coordinates.
         chunks: model chunks of this pipeline rank.
-        saving_group: the ranks, for writing checkpoints; only of a model that learns.
+        saving_groups: for writing checkpoints; only of a model that learns.
     """
 
     @on_megatron
@@ -74,10 +75,8 @@ class MegatronModel:
             self.scheduler = build_scheduler(
                 description.learning.optimizer, self.optimizer, description.learning.total_updates
             )
-            timeout = timedelta(seconds=call_timeout)
-            self.saving_group = make_saving_group(ranks, timeout)
-            data_group = make_saving_group(dist.get_process_group_ranks(self.groups.dp_cp), timeout)
-            self._staging = Staging(self.chunks, self.optimizer, self.scheduler, self.groups, data_group)
+            self.saving_groups = SavingGroups(ranks, dist.get_process_group_ranks(self.groups.dp_cp))
+            self._staging = Staging(self.chunks, self.optimizer, self.scheduler, self.groups)
         self._rest()
 
     @on_megatron
@@ -159,16 +158,20 @@ class MegatronModel:
 
     @on_megatron
     def stage(self, copy: bool) -> StagedState:
-        """This rank's part of a distributed checkpoint (see Staging.stage)."""
-        return self._staging.stage(copy)
+        """This rank's part of a distributed checkpoint (see Staging.stage); the one before must have been written."""
+        if self.saving_groups.renew_if_closed(self.groups.intra_dist_opt, self.device):
+            self._staging.validated = False  # ranks may have seen different ends of the save that failed
+        return self._staging.stage(copy, self.saving_groups.data)
 
     def write(self, staged: StagedState, directory: Path) -> SavedPart:
         """Write what `stage` returned into an existing empty directory; one at a time, in any thread.
 
-        A failure to write is returned, the same on all ranks, and not raised: the model is unchanged and the run may go
-        on.
+        A failure to write is returned and not raised: the model is unchanged and the run may go on.
         """
-        return checkpoint.save(staged, directory, self.saving_group)
+        part = checkpoint.save(staged, directory, self.saving_groups)
+        if part.failure is None:
+            self._staging.validated = True
+        return part
 
     @on_megatron
     def load(self, directory: Path) -> bool:

@@ -160,8 +160,8 @@ def checkpoint_bytes(shape: ModelShape, dtype: str) -> int:
 def saving_bytes(shape: ModelShape, dtype: str) -> int:
     """Host memory of all nodes together for checkpoints in the background.
 
-    It is the copy of all ranks, which is kept for the next save, and while one is written the optimizer's shards once
-    more, gathered on the first data-parallel ranks.
+    It is the copy of all ranks, which is kept for the next save, and while one is written the optimizer's whole
+    tensors, gathered on the first data-parallel ranks.
     """
     return checkpoint_bytes(shape, dtype) + shape.parameters * OPTIMIZER_BYTES
 

@@ -99,8 +99,9 @@ class ModelGroup:
         parts = self._call("saved", phase="checkpoint")
         if any(part is None for part in parts):
             return None
-        if parts[0].failure is not None:
-            raise CheckpointError(parts[0].failure)
+        failure = next((part.failure for part in parts if part.failure is not None), None)
+        if failure is not None:
+            raise CheckpointError(failure)
         return {name: file_sum for part in parts for name, file_sum in part.files.items()}
 
     def first_damage(self, directory: Path, files: Mapping[str, FileSum]) -> str | None:

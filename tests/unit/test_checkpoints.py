@@ -14,7 +14,7 @@ import pytest
 
 from rlhfspec_mega import checkpoints
 from rlhfspec_mega.checkpoints.directory import CheckpointDirectory
-from rlhfspec_mega.errors import CheckpointError, UserError
+from rlhfspec_mega.errors import CheckpointError, RunError, UserError
 from rlhfspec_mega.megatron.checkpoint_files import FileSum, first_damage, sync_and_sum
 
 CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "open"}
@@ -208,6 +208,47 @@ def test_files_that_the_driver_cannot_see(missing: str, run_dir: Path, monkeypat
     with pytest.raises(CheckpointError, match=rf"step_5 was not saved.*actor/{missing} .*output_dir must be on a file"):
         save(run_dir, 5, 50)
     assert names(run_dir) == {"latest", "step_2", "step_3"} and load(run_dir) == (3, 30)
+
+
+def test_a_file_that_no_rank_reports(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a rank failed after the others had agreed that all is well."""
+    whole_save = OneFileActor.save
+    monkeypatch.setattr(
+        OneFileActor, "save", lambda actor, directory: {"common": whole_save(actor, directory)["common"]}
+    )
+    with pytest.raises(CheckpointError, match=r"step_5 was not saved.*wrote actor/shard did not report it"):
+        save(run_dir, 5, 50)
+    assert names(run_dir) == {"latest", "step_2", "step_3"} and load(run_dir) == (3, 30)
+
+
+class SlowActor(OneFileActor):
+    """Writes a piece whenever it is asked, until all pieces are written."""
+
+    def __init__(self, value: int, pieces: int) -> None:
+        super().__init__(value)
+        self.pieces = pieces
+
+    def start_save(self, directory: Path, background: bool) -> None:
+        self.directory = directory
+
+    def saved(self) -> dict[str, FileSum] | None:  # type: ignore[override]
+        self.pieces -= 1
+        if self.pieces > 0:
+            with (self.directory / "shard").open("a") as file:
+                file.write("piece")
+        return self.save(self.directory) if self.pieces == 0 else None
+
+
+def test_a_slow_disk_is_waited_for_and_a_dead_one_is_not(run_dir: Path) -> None:
+    saver = checkpoints.Saver(run_dir, keep=1, background=True)
+    slow = SlowActor(50, pieces=40)
+    saver.start(5, slow, {"value": 50})  # type: ignore[arg-type]
+    saver.wait(slow, deadline=0.1)  # type: ignore[arg-type]
+    assert names(run_dir) == {"latest", "step_5"} and load(run_dir) == (5, 50)
+    dead = SlowActor(60, pieces=0)
+    saver.start(6, dead, {"value": 60})  # type: ignore[arg-type]
+    with pytest.raises(RunError, match=r"wrote nothing for 0\.1 s: .* launcher\.call_timeout"):
+        saver.wait(dead, deadline=0.1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("step", [3, 5])
