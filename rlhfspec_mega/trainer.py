@@ -78,6 +78,7 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
     experience = algorithm.experience(samples)
     with phases.measure("draft"):
         refreshed = system.draft.take_freed() if refreshes else None  # the actor must be free from here on
+    settle_save(run)  # most of it was written while the engines generated
     with phases.measure("reference"):
         if scored is not None:
             algorithm.take_reference(samples, experience, scored)
