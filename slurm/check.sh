@@ -37,6 +37,10 @@ value_of() {
     } | sed -n "s/^--$1=//p" | tail -n 1
 }
 
+if ! command -v sbatch >/dev/null; then
+    echo "There is no sbatch on this machine: run this on a login node, or python train.py ... dry_run=true anywhere."
+    exit 2
+fi
 if answer=$(sbatch --test-only "${options[@]}" "$script" 2>&1); then
     echo "$answer"
 else
