@@ -33,6 +33,7 @@ from rlhfspec_mega.cluster.sweeper import Sweeper, processes_using, sweep
 
 REFUSED = 2  # exit status: this node cannot take part, and another attempt would not mend it
 _POLL_SECONDS = 0.5
+_ASK_SECONDS = 60.0  # longest wait for Ray's answer to one question
 _FIXED_PORTS = (
     "port",
     "ray-client-server-port",
@@ -241,9 +242,15 @@ def announce(given: argparse.Namespace, ray: subprocess.Popen[bytes], address: s
 
 
 def _alive(address: str) -> int:
-    """Nodes that Ray has. In a process of its own: a driver that lasts would hold Ray's ports and files."""
-    code = f"import ray; ray.init({address!r}, log_to_driver=False, logging_level='error'); print(len(ray.nodes()))"
-    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    """Nodes that Ray has, 0 if it does not say. In a process of its own: a driver would hold Ray's ports and files."""
+    code = (
+        f"import ray; ray.init({address!r}, log_to_driver=False, logging_level='error'); "
+        "print(sum(node['Alive'] for node in ray.nodes()))"
+    )
+    try:
+        asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_ASK_SECONDS)
+    except subprocess.TimeoutExpired:
+        return 0
     return int(asked.stdout.split()[-1]) if asked.returncode == 0 else 0
 
 

@@ -68,6 +68,7 @@ class SlurmCluster:
     def __init__(self, directory: Path, mark: str) -> None:
         self.mark, self._directory = mark, directory
         self._configuration = directory / "slurm.conf"
+        self.first_job = random.SystemRandom().randrange(1, 50_000)  # two clusters at a time do not meet
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = os.environ | {
             "SLURM_CONF": str(self._configuration),
@@ -95,7 +96,7 @@ class SlurmCluster:
             cpus=CPUS,
             grace=GRACE_SECONDS,
             silent=SILENT_SECONDS,
-            first_job=random.SystemRandom().randrange(1, 50_000),  # two clusters at a time do not meet
+            first_job=self.first_job,
         )
         self._configuration.write_text(text)
         self._start("slurmctld", "slurmctld", "-D", "-f", str(self._configuration))
@@ -179,19 +180,21 @@ class SlurmCluster:
 @contextmanager
 def slurm_cluster(directory: Path, mark: str) -> Iterator[SlurmCluster]:
     """A cluster of which nothing is left behind: no process, mount, port or file (checked)."""
-    mounts, ports = _mounts(), _listening()
     cluster = SlurmCluster(directory, mark)
     try:
         cluster.start()
         yield cluster
     finally:
+        ports = _listening(marked(mark))
         cluster.close()
     end = time.monotonic() + 20
     while (left := marked(mark)) and time.monotonic() < end:
         time.sleep(0.2)
     assert not left, [psutil.Process(pid).cmdline() for pid in left]
-    assert _mounts() <= mounts
-    assert _listening() <= ports
+    assert not [line for line in _mounts() if str(directory.parent) in line]
+    assert not ports & _listening(psutil.pids())
+    jobs = range(cluster.first_job, cluster.first_job + 100)
+    assert not [left for job in jobs for left in Path("/tmp").glob(f"rlhfspec.{job}.*")]
     assert not directory.exists()
 
 
@@ -214,11 +217,10 @@ def _mounts() -> set[str]:
     return found
 
 
-def _listening() -> set[int]:
-    """Ports outside the kernel's ephemeral range that some process listens at."""
-    return {one.laddr.port for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN} - set(
-        range(32_768, 61_000)
-    )
+def _listening(pids: list[int]) -> set[int]:
+    """Ports that these processes listen at."""
+    found = psutil.net_connections("tcp")
+    return {one.laddr.port for one in found if one.status == psutil.CONN_LISTEN and one.pid in pids}
 
 
 def _free_ports(count: int) -> list[int]:
