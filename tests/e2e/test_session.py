@@ -19,9 +19,10 @@ from rlhfspec_mega.system.setup import Setup
 from rlhfspec_mega.system.system import System
 from rlhfspec_mega.trainer import shuffle_generator
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, Prompt, Sample, SampleState, Span
-from tests.e2e.conftest import small_run
+from tests.e2e.conftest import SHAPE, make_model, small_run
 
-GROUPS, MEMBERS, LONG = 4, 2, 80
+# So long that no update outlasts a sample, however fast engines are.
+GROUPS, MEMBERS, LONG = 4, 2, 600
 
 
 class Recorder(Timeline):
@@ -63,9 +64,15 @@ def learnt_from(samples: Sequence[Sample], results: dict[str, GenerationResult])
     ]
 
 
-def test_engines_decode_inside_an_update_and_every_sample_is_accounted_for(model: Path, tmp_path: Path) -> None:
+def test_engines_decode_inside_an_update_and_every_sample_is_accounted_for(tmp_path: Path) -> None:
     """The second step's samples begin before the first step's update and outlive it and its weights."""
-    limits = (f"rollout.max_new_tokens={LONG}", "algorithm.kl_coef=0", "speculation=off")
+    model = make_model(tmp_path / "model", replace(SHAPE, max_positions=1024))
+    limits = (
+        f"rollout.max_new_tokens={LONG}",
+        "trainer.max_tokens_per_microbatch=1024",
+        "algorithm.kl_coef=0",
+        "speculation=off",
+    )
     config = load_config(small_run(model, tmp_path, "session", *limits))
     shape, ledger, recorder = read_shape(model), Ledger(), Recorder(tmp_path / "timeline.json")
     setup = Setup(config, derive_sizes(config, shape), shape, tmp_path, 10, model)
