@@ -35,7 +35,7 @@ from tests.echo import content
 from tests.two_nodes import two_nodes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LIMITS = {"call_timeout": 60.0, "start_timeout": 120.0, "heartbeat_timeout": 5.0, "max_restarts": 2}
+LIMITS = {"call_timeout": 60.0, "start_timeout": 120.0, "heartbeat_timeout": 10.0, "max_restarts": 2}
 CPUS = 4  # of each node; with two threads a worker, two bundles fill a node
 BUCKETS = [Bucket(number, 0, (), 1 << 20) for number in range(5)]
 DEADLINE = 2.0  # of transports that wait in vain
