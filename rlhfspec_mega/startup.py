@@ -19,7 +19,7 @@ from rlhfspec_mega.observe.console import Console
 from rlhfspec_mega.observe.timeline import TIMELINE_FILE, Timeline
 from rlhfspec_mega.reward.runner import RewardRunner
 from rlhfspec_mega.run import Run
-from rlhfspec_mega.system.setup import Setup
+from rlhfspec_mega.system.setup import Setup, import_workers_ahead
 from rlhfspec_mega.system.system import System
 
 
@@ -32,6 +32,7 @@ def started(config: RunConfig) -> Iterator[Run]:
         RunError: a worker did not start.
     """
     begin, directory = time.monotonic(), output_dir(config)
+    import_workers_ahead(config)
     shape, sizes = shape_and_sizes(config)
     with Console(config.trainer.steps, config.logger.console) as console:
         logging.basicConfig(level=logging.WARNING, format="%(message)s")

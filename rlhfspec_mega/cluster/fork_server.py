@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -115,6 +115,10 @@ class ForkServer:
         os.close(theirs)
         return ForkedProcess(self, self._started, status)
 
+    def import_ahead(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Import modules that workers will need, without waiting for it; a fault is reported by the workers."""
+        self.request({"modules": list(modules), "environment": dict(environment)})
+
     def request(self, message: Mapping[str, Any], *descriptors: int) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # a dead server's processes are found to have ended
             socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors)
@@ -158,15 +162,27 @@ class _Server:
                 if not text:
                     return
                 request = json.loads(text)
-                if descriptors:
+                if "modules" in request:
+                    self._import_ahead(**request)
+                elif descriptors:
                     self._start(request, *descriptors)
                 else:
                     self._signal(**request)
 
-    def _start(self, request: Mapping[str, Any], connection: int, board: int, log: int, report: int) -> None:
+    def _import_ahead(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._take(environment)
+        for module in modules:
+            with suppress(Exception):
+                importlib.import_module(module)
+
+    @staticmethod
+    def _take(environment: Mapping[str, str]) -> None:
         os.environ.clear()
-        os.environ.update(request["environment"])
+        os.environ.update(environment)
         sys.path[:] = os.environ["PYTHONPATH"].split(os.pathsep)
+
+    def _start(self, request: Mapping[str, Any], connection: int, board: int, log: int, report: int) -> None:
+        self._take(request["environment"])
         if request["module"] is not None:
             self._import(request["module"], log)
         pid = os.fork()

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhfspec_mega.cluster.local import LocalCluster
+from rlhfspec_mega.cluster.local import import_ahead as import_locally
 from rlhfspec_mega.cluster.supervised import SupervisedCluster
 from rlhfspec_mega.config.reach import ray_address
 from rlhfspec_mega.config.schema.system import ClusterConfig, LauncherConfig
@@ -51,6 +52,12 @@ def make_cluster(
         training_devices=training_devices,
         **limits,
     )
+
+
+def import_ahead(cluster: ClusterConfig, launcher: LauncherConfig, modules: Sequence[str], *, use_gpus: bool) -> None:
+    """Begin to import the code of workers, where a launcher can and no worker has a GPU."""
+    if launcher.kind == "local" and not use_gpus:
+        import_locally(modules, cluster.threads_per_worker)
 
 
 def transport(name: str, cluster: SupervisedCluster, call_timeout: float) -> OpenHost:

@@ -125,6 +125,16 @@ class _LocalProcess(WorkerProcess):
             )
 
 
+def import_ahead(modules: Sequence[str], threads: int) -> None:
+    """Let the code of workers without a GPU be imported beside what the driver does before it starts them."""
+    environment = _environment(threads, "")
+    fork_server(threads, environment).import_ahead(modules, os.environ | environment)
+
+
+def _environment(threads: int, devices: str) -> dict[str, str]:
+    return worker_environment(threads) | {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": devices}
+
+
 class LocalCluster(SupervisedCluster):
     """Starts worker processes on this machine and ends every one of them.
 
@@ -140,10 +150,7 @@ class LocalCluster(SupervisedCluster):
 
     def spawn(self, role: str, rank: int, spec: WorkerSpec, log: Path) -> WorkerProcess:
         devices = visible_devices(spec.devices, os.environ) if self._use_gpus else ""
-        environment = worker_environment(self._threads) | {
-            "GLOO_SOCKET_IFNAME": "lo",
-            "CUDA_VISIBLE_DEVICES": devices,
-        }
+        environment = _environment(self._threads, devices)
         # A library that is imported may look for a GPU, and no process can use one that was forked after that.
         module = None if self._use_gpus else spec.import_path.rpartition(".")[0]
         server = fork_server(self._threads, environment)

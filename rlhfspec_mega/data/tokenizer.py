@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,21 @@ def make_byte_tokenizer(directory: str | Path) -> None:
     ).save_pretrained(directory)
 
 
+def _tokenizer_class(directory: Path) -> Any:
+    """AutoTokenizer, or the class that it would choose; its choice looks through all models, which takes a second."""
+    try:
+        named = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))["tokenizer_class"]
+    except (OSError, ValueError, KeyError, TypeError):
+        named = None
+    if named == "TokenizersBackend" and (directory / "tokenizer.json").is_file():
+        from transformers import TokenizersBackend
+
+        return TokenizersBackend
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
 def load_tokenizer(path: str | Path) -> Any:
     """The tokenizer of a model's directory (transformers' AutoTokenizer); nothing is downloaded.
 
@@ -67,10 +83,8 @@ def load_tokenizer(path: str | Path) -> Any:
             f"{directory} holds no tokenizer (looked for {', '.join(TOKENIZER_FILES)}); "
             "copy the model's tokenizer files into it."
         )
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        tokenizer = _tokenizer_class(directory).from_pretrained(str(directory), local_files_only=True)
     except Exception as error:  # the library raises many kinds: ValueError, OSError, bare Exception from Rust
         raise UserError(f"The tokenizer in {directory} cannot be read ({error}); download its files again.") from error
     if tokenizer.eos_token_id is None:

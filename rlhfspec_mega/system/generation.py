@@ -18,7 +18,7 @@ from rlhfspec_mega.rollout.assignment import max_samples_per_engine
 from rlhfspec_mega.rollout.manager import RolloutManager, Wait
 from rlhfspec_mega.rollout.reallocation import FIRST_DOWNTIME, Reallocation, ScoringWork
 from rlhfspec_mega.rollout.session import EnginePool, FreedWork
-from rlhfspec_mega.system.setup import Setup
+from rlhfspec_mega.system.setup import Setup, engine_worker
 
 
 def engine_specs(setup: Setup, drafting_state: Any) -> list[WorkerSpec]:
@@ -38,13 +38,11 @@ def engine_specs(setup: Setup, drafting_state: Any) -> list[WorkerSpec]:
     if setup.draft is not None:
         arguments |= {"draft": setup.draft, "drafting": config.speculation}
     if uses_sglang(config):
-        kind = "rlhfspec_mega.workers.sglang_engine.SGLangEngineWorker"
         memory = memory_share(config, setup.placement)
         arguments |= {"model": setup.model, "memory": memory, "sleeps": setup.engines_sleep}
     else:
-        kind = "rlhfspec_mega.workers.torch_engine.TorchEngineWorker"
         arguments["drafting_state"] = drafting_state
-    return [WorkerSpec(kind, arguments, devices) for devices in setup.placement.devices(ENGINE)]
+    return [WorkerSpec(engine_worker(config), arguments, devices) for devices in setup.placement.devices(ENGINE)]
 
 
 def reallocates(config: RunConfig, policy: str) -> bool:

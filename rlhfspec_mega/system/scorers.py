@@ -9,7 +9,7 @@ from rlhfspec_mega.megatron.description import ParallelSizes, describe
 from rlhfspec_mega.megatron.rendezvous import Rendezvous
 from rlhfspec_mega.planning.placement import ENGINE, REFERENCE
 from rlhfspec_mega.rollout.scoring import Scoring
-from rlhfspec_mega.system.setup import Setup
+from rlhfspec_mega.system.setup import MEGATRON_WORKER, Setup
 from rlhfspec_mega.workers.scorer_group import ScorerGroup
 
 
@@ -41,7 +41,7 @@ class Scorers:
             address = f"{self._meeting_point.address}.{replica}"
             rendezvous = Rendezvous(address, peer, tensor, config.launcher.call_timeout)
             arguments = {**shared, "rendezvous": rendezvous}
-            specs.append(WorkerSpec("rlhfspec_mega.workers.megatron.MegatronWorker", arguments, of_rank, numbered=True))
+            specs.append(WorkerSpec(MEGATRON_WORKER, arguments, of_rank, numbered=True))
         workers = cluster.launch(REFERENCE, specs, replaceable=True, needs_weights=False, together=tensor)
         engines = {
             replica: engines_on(setup.placement.devices(ENGINE), devices[first : first + tensor])

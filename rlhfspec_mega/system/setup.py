@@ -5,12 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhfspec_mega.cluster.launchers import import_ahead
 from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.schema.run import RunConfig
-from rlhfspec_mega.config.sglang import engines_sleep
+from rlhfspec_mega.config.sglang import engines_sleep, uses_sglang
 from rlhfspec_mega.config.sizes import Sizes
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.placement import REFERENCE, Placement
+
+MEGATRON_WORKER = "rlhfspec_mega.workers.megatron.MegatronWorker"
+TORCH_ENGINE = "rlhfspec_mega.workers.torch_engine.TorchEngineWorker"
+SGLANG_ENGINE = "rlhfspec_mega.workers.sglang_engine.SGLangEngineWorker"
+
+
+def engine_worker(config: RunConfig) -> str:
+    """Import path of the worker of an engine."""
+    return SGLANG_ENGINE if uses_sglang(config) else TORCH_ENGINE
+
+
+def import_workers_ahead(config: RunConfig) -> None:
+    """Let the code of all workers be imported beside what comes before their start."""
+    modules = [path.rpartition(".")[0] for path in (engine_worker(config), MEGATRON_WORKER)]
+    import_ahead(config.cluster, config.launcher, modules, use_gpus=device_type(config.cluster) == "cuda")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.planning.placement import ACTOR, ENGINE, REFERENCE
 from rlhfspec_mega.resharding.controller import Resharder
 from rlhfspec_mega.resharding.transport import OpenHost
-from rlhfspec_mega.system.setup import Setup
+from rlhfspec_mega.system.setup import MEGATRON_WORKER, Setup
 from rlhfspec_mega.types import WeightTarget
 from rlhfspec_mega.workers.draft import DraftGroup
 from rlhfspec_mega.workers.model_group import ModelGroup
@@ -95,7 +95,7 @@ class Training:
         meet = partial(Rendezvous, self._meeting_point.address)
         return [
             WorkerSpec(
-                "rlhfspec_mega.workers.megatron.MegatronWorker",
+                MEGATRON_WORKER,
                 {**shared, "rendezvous": meet(rank, ranks, config.launcher.call_timeout)},
                 devices,
             )

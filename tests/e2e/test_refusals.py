@@ -25,12 +25,9 @@ def refused(*options: str) -> str:
     ("options", "words"),
     [
         (["modle=tiny"], ["modle", "model"]),
-        (["actor.tensor_paralel=1"], ["actor.tensor_parallel"]),
         (["model=huge"], ["huge", "tiny"]),
-        (["actor.tensor_parallel=3"], ["tensor_parallel=3", "1 or 2"]),
         (["model=70b"], ["70.6 billion", "cluster=4n8g"]),
         (["rollout=sglang"], ["rollout=torch"]),
-        (["data=files"], ["data.train"]),
         (["data=files", "data.train=[nowhere.jsonl]", "trainer.eval_every=0"], ["nowhere.jsonl", "does not exist"]),
         (["cluster=8n8g"], ["nodes"]),
         (["trainer.resume=true", "name=never_started"], ["never_started"]),
@@ -48,8 +45,6 @@ def test_options(options: list[str], words: list[str], tmp_path: Path) -> None:
     [
         ("", ["train.jsonl is empty"]),
         ('{"question": "1+1=", "answer": "2"}\n{"question": 7, "answer": "2"}\n', ["train.jsonl", "line 2"]),
-        ('{"question": "1+1=", "answer": "2"}\nnot json\n', ["train.jsonl", "line 2"]),
-        ('{"frage": "1+1=", "answer": "2"}\n', ["question"]),
     ],
 )
 def test_data_files(content: str, words: list[str], model: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from rlhfspec_mega.data.tokenizer import load_tokenizer, make_byte_tokenizer
 from rlhfspec_mega.errors import UserError
@@ -71,3 +72,10 @@ def test_a_tokenizer_without_eos_is_refused(directory, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((directory / "tokenizer.json").read_bytes())
     with pytest.raises(UserError, match="no eos_token"):
         load_tokenizer(tmp_path)
+
+
+def test_the_class_is_the_one_that_transformers_chooses(directory, tokenizer):
+    chosen = AutoTokenizer.from_pretrained(directory)
+    assert type(tokenizer) is type(chosen) and tokenizer.get_vocab() == chosen.get_vocab()
+    messages = [{"role": "user", "content": "1+1="}]
+    assert tokenizer.apply_chat_template(messages) == chosen.apply_chat_template(messages)
