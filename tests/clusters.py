@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,5 +20,16 @@ def local_cluster(directory: Path, *, use_gpus: bool = False, **limits: Any) -> 
 
 def worker_process(name: str, driver: int | None = None) -> psutil.Process | None:
     """The newest process of a worker, such as "actor-0", of this driver, or of the current process."""
-    found = [one for server in psutil.Process(driver).children() for one in server.children() if one.name() == name]
+    found = []
+    for server in psutil.Process(driver).children():
+        with suppress(psutil.NoSuchProcess):  # some live for a moment only
+            found += [one for one in server.children() if _name(one) == name]
     return found[-1] if found else None
+
+
+def _name(process: psutil.Process) -> str | None:
+    """None if it has ended."""
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return None
