@@ -56,15 +56,19 @@ def main() -> None:
     results = []
     for repeat in range(arguments.repeats):
         with tempfile.TemporaryDirectory() as place:
-            costs = measured_costs(run(Path(place), "first", [f"seed={2 * repeat + 1}", *arguments.options]))
+            first = run(Path(place), "first", [f"seed={2 * repeat + 1}", *arguments.options])
+            costs, calibrated = measured_costs(first), measured(first)
             real = measured(run(Path(place), "second", [f"seed={2 * repeat + 2}", *arguments.options]))
         predicted = forecast_step(config, sizes, costs).seconds
-        results.append({"predicted": dict(predicted), "measured": real})
+        results.append({"predicted": dict(predicted), "measured": real, "calibrated": calibrated})
         total = sum(real.values())
         for phase, seconds in real.items():
             if seconds > COUNTED * total:
                 guess = predicted.get(phase, 0.0)
-                print(f"{repeat + 1} {phase:<10} {seconds:6.3f} s, predicted {guess:6.3f} s: {guess / seconds:.2f}")
+                print(
+                    f"{repeat + 1} {phase:<10} {seconds:6.3f} s, predicted {guess:6.3f} s: {guess / seconds:.2f}  "
+                    f"(calibrated from a run with {calibrated.get(phase, 0.0):.3f} s)"
+                )
         print(f"{repeat + 1} {'all':<10} {total:6.3f} s, predicted {sum(predicted.values()):6.3f} s", flush=True)
     arguments.out.write_text(json.dumps({"options": arguments.options, "repeats": results}, indent=1) + "\n")
 

@@ -81,7 +81,7 @@ def forecast_step(config: RunConfig, sizes: Sizes, costs: StepCosts) -> StepFore
     }
     home = reference_home(config)
     if home == GENERATION:
-        seconds["reference"] = statistics.median(one.makespan_with_scoring - one.makespan for one in rollouts)
+        seconds["reference"] = costs.scoring_stretch * scoring_rest(rollouts)
     elif home == ACTOR:
         seconds["reference"] = costs.reference * of_replica
     seconds["logprobs"] = costs.logprobs * of_replica
@@ -92,6 +92,11 @@ def forecast_step(config: RunConfig, sizes: Sizes, costs: StepCosts) -> StepFore
     seconds = {phase: value for phase, value in seconds.items() if value > 0}
     bound_by = {phase: costs.bounds[phase] for phase in seconds if phase in costs.bounds}
     return StepForecast(seconds, bound_by, tokens, costs.source)
+
+
+def scoring_rest(rollouts: Sequence[SimulatedRollout]) -> float:
+    """Median seconds in which the reference scores the last samples after a rollout."""
+    return statistics.median(one.makespan_with_scoring - one.makespan for one in rollouts)
 
 
 def simulated_rollouts(

@@ -33,7 +33,7 @@ from rlhfspec_mega.observe.timeline import (
     reference_lane,
 )
 from rlhfspec_mega.simulate.calibrate import Measurements, calibrate, decode_samples
-from rlhfspec_mega.simulate.step import simulated_rollouts
+from rlhfspec_mega.simulate.step import scoring_rest, simulated_rollouts
 from rlhfspec_mega.simulate.step_costs import SHARED, MeasuredLengths, StepCosts, setting
 from rlhfspec_mega.simulate.workload import Workload
 from rlhfspec_mega.types import Span
@@ -93,6 +93,7 @@ def measured_costs(run: Path) -> StepCosts:
         lengths=_lengths(steps.values(), config.rollout.max_new_tokens),
         rollout_start=_outside_engines(windows, engines),
         stretch=1.0,
+        scoring_stretch=1.0,
         reward=statistics.median(step.seconds.get("score", 0.0) for step in steps.values()) / sizes.samples_per_step,
         reference=0.0 if scores else per_token("reference"),
         logprobs=per_token("logprobs"),
@@ -102,21 +103,27 @@ def measured_costs(run: Path) -> StepCosts:
         source={"kind": "measured", "run": str(run), "steps": len(steps)},
         settings={name: setting(config, name) for name in SHARED},
     )
-    return replace(costs, stretch=_stretch(config, sizes, costs, list(steps.values()), windows))
+    stretch, scoring_stretch = _stretches(config, sizes, costs, list(steps.values()), windows)
+    return replace(costs, stretch=stretch, scoring_stretch=scoring_stretch)
 
 
-def _stretch(
+def _stretches(
     config: RunConfig, sizes: Sizes, costs: StepCosts, steps: Sequence[_Step], windows: Sequence[tuple[float, float]]
-) -> float:
-    """How much longer the run's rollouts took than the same ones simulated; 1 if not all samples are known."""
+) -> tuple[float, float]:
+    """How much longer the run's rollouts took than the same ones simulated, and the scoring after them.
+
+    1 if not all samples are known, or where nothing was simulated.
+    """
     if len(windows) != len(steps) or any(len(step.samples) != sizes.samples_per_step for step in steps):
-        return 1.0
+        return 1.0, 1.0
     workloads = [_workload_of(step, config.rollout.max_new_tokens) for step in steps]
     simulated = simulated_rollouts(config, sizes, costs, workloads, workloads[:1])
-    return statistics.median(
+    stretch = statistics.median(
         max(end - start - costs.rollout_start, 0.0) / rollout.makespan
         for (start, end), rollout in zip(windows, simulated, strict=True)
     )
+    rest, measured = scoring_rest(simulated), statistics.median(step.seconds.get("reference", 0.0) for step in steps)
+    return stretch, measured / rest if rest > 0 else 1.0
 
 
 def _workload_of(step: _Step, limit: int) -> Workload:

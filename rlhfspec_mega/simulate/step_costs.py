@@ -93,10 +93,15 @@ class MeasuredLengths:
     limit: int
 
     def draw(self, groups: int, members: int, seed: int) -> Workload:
-        """A rollout of groups drawn at random, and of each as many samples as asked for, with repetition."""
+        """A rollout of groups drawn at random, and of each as many samples as asked for.
+
+        Groups and samples repeat only where there are too few: a draw with repetition would often miss the longest
+        sample, which a rollout waits for.
+        """
         generator = np.random.default_rng(seed)
-        chosen = generator.integers(len(self.prompts), size=groups)
-        lengths = [generator.choice(self.responses[group], members) for group in chosen.tolist()]
+        chosen = generator.choice(len(self.prompts), groups, replace=groups > len(self.prompts))
+        known = [self.responses[group] for group in chosen.tolist()]
+        lengths = [generator.choice(one, members, replace=members > len(one)) for one in known]
         prompts = np.repeat(np.array(self.prompts, np.int64)[chosen], members)
         return _workload(prompts, np.concatenate(lengths).astype(np.int64), members, self.limit)
 
@@ -115,7 +120,7 @@ class AssumedLengths:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Costs of a step's phases. All but `stretch` are seconds.
+    """Costs of a step's phases. All but `stretch` and `scoring_stretch` are seconds.
 
     Attributes:
         engine: costs of an engine and, as `scoring_...`, of a device that computes the reference's log-probabilities.
@@ -123,6 +128,8 @@ class StepCosts:
         rollout_start: of a rollout outside its engines: requests, the first and the last report.
         stretch: a real rollout's time over that of a simulated one, which leaves out waits for the driver, plans, and
             processes that share a core.
+        scoring_stretch: the same of the time in which a reference on generation devices scores the last samples after
+            a rollout.
         reward: of the reward function, for each sample.
         reference: of the reference on the actor's ranks, for each token of a data-parallel replica.
         logprobs: of the actor's log-probabilities, for each token of a data-parallel replica.
@@ -138,6 +145,7 @@ class StepCosts:
     lengths: MeasuredLengths | AssumedLengths
     rollout_start: float
     stretch: float
+    scoring_stretch: float
     reward: float
     reference: float
     logprobs: float
@@ -243,7 +251,10 @@ def _check_lengths(lengths: MeasuredLengths) -> None:
         raise ValueError(f"a response is longer than the limit of {lengths.limit} tokens")
 
 
-_SECONDS = ("rollout_start", "stretch", "reward", "reference", "logprobs", "update", "optimizer", "reshard")
+_SECONDS = (
+    *("rollout_start", "stretch", "scoring_stretch", "reward", "reference"),
+    *("logprobs", "update", "optimizer", "reshard"),
+)
 
 
 def _workload(prompts: Ints, lengths: Ints, members: int, limit: int) -> Workload:

@@ -62,6 +62,7 @@ def roofline_costs(config: RunConfig, shape: ModelShape, sizes: Sizes) -> StepCo
         lengths=AssumedLengths(_lengths(config)),
         rollout_start=0.0,
         stretch=1.0,
+        scoring_stretch=1.0,
         reward=0.0,
         reference=forward * bubble,
         logprobs=forward * bubble,

@@ -43,6 +43,7 @@ COSTS = StepCosts(
     lengths=MeasuredLengths([5], [[20, 20]], 64),
     rollout_start=0.5,
     stretch=1.0,
+    scoring_stretch=1.0,
     reward=0.001,
     reference=0.0,
     logprobs=0.002,
@@ -73,6 +74,14 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     assert found.seconds["reshard"] == 0.125
     assert "reference" not in found.seconds and "draft" not in found.seconds
     assert found.step_seconds == pytest.approx(sum(found.seconds.values()))
+
+
+def test_the_longest_sample_is_drawn_as_often_as_it_came() -> None:
+    known = MeasuredLengths([5, 6, 7], [[1, 2], [3, 64], [4, 5]], 64)
+    for seed in range(5):
+        drawn = known.draw(3, 2, seed)
+        assert sorted(drawn.lengths.tolist()) == [1, 2, 3, 4, 5, 64], "no group and no sample twice"
+    assert len(known.draw(5, 3, 0).lengths) == 15
 
 
 def test_replicas_share_the_tokens() -> None:
