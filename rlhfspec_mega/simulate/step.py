@@ -21,7 +21,6 @@ from rlhfspec_mega.simulate.step_costs import StepCosts, read_costs
 from rlhfspec_mega.simulate.step_roofline import roofline_costs
 from rlhfspec_mega.simulate.workload import Workload
 
-ROLLOUTS = 5  # random ones, of which the median counts
 PLANS = 25  # about so many plans are made in a simulated rollout; 100 change the predicted time by less than 1%
 
 
@@ -71,7 +70,7 @@ def forecast_step(config: RunConfig, sizes: Sizes, costs: StepCosts) -> StepFore
     """Predict a step after the first: rollouts are simulated, the other phases follow from their tokens."""
     trainer = config.trainer
     groups, members = trainer.prompts_per_step, trainer.samples_per_prompt
-    workloads = [costs.lengths.draw(groups, members, seed) for seed in range(ROLLOUTS + 1)]
+    workloads = costs.lengths.draw(groups, members)
     rollouts = simulated_rollouts(config, sizes, costs, workloads[1:], workloads[:1])
     tokens = statistics.fmean(float(workload.totals.sum()) for workload in workloads[1:])
     of_replica = tokens / sizes.data_parallel

@@ -18,6 +18,7 @@ from rlhfspec_mega.planning.rollout_state import Ints
 from rlhfspec_mega.simulate.curves import CostCurves, curves_of
 from rlhfspec_mega.simulate.workload import LengthDistribution, Workload
 
+LEAST_ROLLOUTS, MOST_ROLLOUTS = 6, 16  # that are simulated; lengths are predicted from the first
 _HOW = "make it with python -m tools.calibrate RUN --out FILE."
 # Options that the cost of a phase depends on: a run whose step is to be predicted must have these in common with the
 # measured one. "a>0" stands for whether option a is above 0.
@@ -92,14 +93,20 @@ class MeasuredLengths:
     responses: list[list[int]]
     limit: int
 
-    def draw(self, groups: int, members: int, seed: int) -> Workload:
-        """A rollout of groups drawn at random, and of each as many samples as asked for.
+    def draw(self, groups: int, members: int) -> list[Workload]:
+        """Rollouts of so many groups, and of each group so many samples, in random order.
 
-        Groups and samples repeat only where there are too few: a draw with repetition would often miss the longest
-        sample, which a rollout waits for.
+        Together they hold each group about once, but they are at least LEAST_ROLLOUTS and at most MOST_ROLLOUTS.
+        Samples of a group repeat only where there are too few: drawing with repetition would often miss the longest,
+        which a rollout waits for.
         """
-        generator = np.random.default_rng(seed)
-        chosen = generator.choice(len(self.prompts), groups, replace=groups > len(self.prompts))
+        generator, known = np.random.default_rng(0), len(self.prompts)
+        count = min(max(known // groups, LEAST_ROLLOUTS), MOST_ROLLOUTS)
+        rounds = [generator.permutation(known) for _ in range(-(-count * groups // known))]
+        parts = np.concatenate(rounds)[: count * groups].reshape(count, groups)
+        return [self._rollout(part, members, generator) for part in parts]
+
+    def _rollout(self, chosen: Ints, members: int, generator: np.random.Generator) -> Workload:
         known = [self.responses[group] for group in chosen.tolist()]
         lengths = [generator.choice(one, members, replace=members > len(one)) for one in known]
         prompts = np.repeat(np.array(self.prompts, np.int64)[chosen], members)
@@ -112,8 +119,11 @@ class AssumedLengths:
 
     law: LengthDistribution
 
-    def draw(self, groups: int, members: int, seed: int) -> Workload:
-        """A random rollout."""
+    def draw(self, groups: int, members: int) -> list[Workload]:
+        """Random rollouts."""
+        return [self._rollout(groups, members, seed) for seed in range(LEAST_ROLLOUTS)]
+
+    def _rollout(self, groups: int, members: int, seed: int) -> Workload:
         lengths = self.law.draw(groups, members, np.random.default_rng(seed))
         return _workload(np.full(len(lengths), self.law.prompt, np.int64), lengths, members, self.law.limit)
 

@@ -78,10 +78,13 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
 
 def test_the_longest_sample_is_drawn_as_often_as_it_came() -> None:
     known = MeasuredLengths([5, 6, 7], [[1, 2], [3, 64], [4, 5]], 64)
-    for seed in range(5):
-        drawn = known.draw(3, 2, seed)
+    rollouts = known.draw(3, 2)
+    assert len(rollouts) == 6
+    for drawn in rollouts:
         assert sorted(drawn.lengths.tolist()) == [1, 2, 3, 4, 5, 64], "no group and no sample twice"
-    assert len(known.draw(5, 3, 0).lengths) == 15
+    assert [len(drawn.lengths) for drawn in known.draw(5, 3)] == [15] * 6
+    many = MeasuredLengths([5] * 40, [[length, 64] for length in range(40)], 64).draw(4, 1)
+    assert len(many) == 10 and sum(len(drawn.lengths) for drawn in many) == 40
 
 
 def test_replicas_share_the_tokens() -> None:
