@@ -18,7 +18,9 @@ from rlhfspec_mega.planning.rollout_state import Ints
 from rlhfspec_mega.simulate.curves import CostCurves, curves_of
 from rlhfspec_mega.simulate.workload import LengthDistribution, Workload
 
-LEAST_ROLLOUTS, MOST_ROLLOUTS = 6, 16  # that are simulated; lengths are predicted from the first
+# Rollouts that are simulated; lengths are predicted from the first. The longest sample of a rollout varies by half, so
+# that the median of a dozen is off by a tenth.
+ROLLOUTS, MEASURED_ROLLOUTS = 6, 48
 _HOW = "make it with python -m tools.calibrate RUN --out FILE."
 # Options that the cost of a phase depends on: a run whose step is to be predicted must have these in common with the
 # measured one. "a>0" stands for whether option a is above 0.
@@ -96,14 +98,12 @@ class MeasuredLengths:
     def draw(self, groups: int, members: int) -> list[Workload]:
         """Rollouts of so many groups, and of each group so many samples, in random order.
 
-        Together they hold each group about once, but they are at least LEAST_ROLLOUTS and at most MOST_ROLLOUTS.
-        Samples of a group repeat only where there are too few: drawing with repetition would often miss the longest,
-        which a rollout waits for.
+        Together they hold each group about equally often. Samples of a group repeat in a rollout only where there are
+        too few: drawing with repetition would often miss the longest, which a rollout waits for.
         """
         generator, known = np.random.default_rng(0), len(self.prompts)
-        count = min(max(known // groups, LEAST_ROLLOUTS), MOST_ROLLOUTS)
-        rounds = [generator.permutation(known) for _ in range(-(-count * groups // known))]
-        parts = np.concatenate(rounds)[: count * groups].reshape(count, groups)
+        rounds = [generator.permutation(known) for _ in range(-(-MEASURED_ROLLOUTS * groups // known))]
+        parts = np.concatenate(rounds)[: MEASURED_ROLLOUTS * groups].reshape(MEASURED_ROLLOUTS, groups)
         return [self._rollout(part, members, generator) for part in parts]
 
     def _rollout(self, chosen: Ints, members: int, generator: np.random.Generator) -> Workload:
@@ -121,7 +121,7 @@ class AssumedLengths:
 
     def draw(self, groups: int, members: int) -> list[Workload]:
         """Random rollouts."""
-        return [self._rollout(groups, members, seed) for seed in range(LEAST_ROLLOUTS)]
+        return [self._rollout(groups, members, seed) for seed in range(ROLLOUTS)]
 
     def _rollout(self, groups: int, members: int, seed: int) -> Workload:
         lengths = self.law.draw(groups, members, np.random.default_rng(seed))
