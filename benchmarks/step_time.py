@@ -1,8 +1,9 @@
 """Predicted against measured phases of a step: python -m benchmarks.step_time [--repeats 3] [options of the runs].
 
-Each repeat makes two runs with different prompts, one after the other. The costs of the first (tools.calibrate) predict
-the second, of which the median of ten steps counts. The refresh of the draft, which comes every fourth step, counts
-with its mean over twelve. The first step of a run is left out: engines measure their own costs in it.
+Runs with different prompts follow each other. The costs (tools.calibrate) of the runs before and after one predict it,
+with the mean of both, since a machine's pace drifts by a tenth and more within a minute. Of the predicted run the median
+of ten steps counts. The refresh of the draft, which comes every fourth step, counts with its mean over twelve. The
+first step of a run is left out: engines measure their own costs in it.
 """
 
 from __future__ import annotations
@@ -45,6 +46,23 @@ def measured(directory: Path) -> dict[str, float]:
     return found
 
 
+def mean_of(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    return {phase: (one.get(phase, 0.0) + other.get(phase, 0.0)) / 2 for phase in one | other}
+
+
+def report(repeat: int, predicted: dict[str, float], real: dict[str, float], calibrated: dict[str, float]) -> None:
+    """Print the phases that count."""
+    total = sum(real.values())
+    for phase, seconds in real.items():
+        if seconds > COUNTED * total:
+            guess = predicted.get(phase, 0.0)
+            print(
+                f"{repeat} {phase:<10} {seconds:6.3f} s, predicted {guess:6.3f} s: {guess / seconds:.2f}  "
+                f"(calibrated from runs with {calibrated.get(phase, 0.0):.3f} s)"
+            )
+    print(f"{repeat} {'all':<10} {total:6.3f} s, predicted {sum(predicted.values()):6.3f} s", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
@@ -53,23 +71,22 @@ def main() -> None:
     arguments = parser.parse_args()
     config = load_config(arguments.options)
     _, sizes = shape_and_sizes(config)
-    results = []
-    for repeat in range(arguments.repeats):
-        with tempfile.TemporaryDirectory() as place:
-            first = run(Path(place), "first", [f"seed={2 * repeat + 1}", *arguments.options])
-            costs, calibrated = measured_costs(first), measured(first)
-            real = measured(run(Path(place), "second", [f"seed={2 * repeat + 2}", *arguments.options]))
-        predicted = forecast_step(config, sizes, costs).seconds
-        results.append({"predicted": dict(predicted), "measured": real, "calibrated": calibrated})
-        total = sum(real.values())
-        for phase, seconds in real.items():
-            if seconds > COUNTED * total:
-                guess = predicted.get(phase, 0.0)
-                print(
-                    f"{repeat + 1} {phase:<10} {seconds:6.3f} s, predicted {guess:6.3f} s: {guess / seconds:.2f}  "
-                    f"(calibrated from a run with {calibrated.get(phase, 0.0):.3f} s)"
-                )
-        print(f"{repeat + 1} {'all':<10} {total:6.3f} s, predicted {sum(predicted.values()):6.3f} s", flush=True)
+    results: list[dict[str, dict[str, float]]] = []
+
+    def calibrated(number: int, place: Path) -> tuple[dict[str, float], dict[str, float]]:
+        """What a run predicts, and its own phases."""
+        directory = run(place, f"calibrated{number}", [f"seed={2 * number + 1}", *arguments.options])
+        return dict(forecast_step(config, sizes, measured_costs(directory)).seconds), measured(directory)
+
+    with tempfile.TemporaryDirectory() as place:
+        before = calibrated(0, Path(place))
+        for repeat in range(1, arguments.repeats + 1):
+            real = measured(run(Path(place), f"predicted{repeat}", [f"seed={2 * repeat}", *arguments.options]))
+            after = calibrated(repeat, Path(place))
+            predicted, neighbours = (mean_of(*pair) for pair in zip(before, after, strict=True))
+            results.append({"predicted": predicted, "measured": real, "calibrated": neighbours})
+            report(repeat, predicted, real, neighbours)
+            before = after
     arguments.out.write_text(json.dumps({"options": arguments.options, "repeats": results}, indent=1) + "\n")
 
 
