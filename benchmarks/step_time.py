@@ -1,9 +1,9 @@
 """Predicted against measured phases of a step: python -m benchmarks.step_time [--repeats 3] [options of the runs].
 
 Runs with different prompts follow each other. The costs (tools.calibrate) of the runs before and after one predict it,
-with the mean of both, since a machine's pace drifts by a tenth and more within a minute. Of the predicted run the median
-of ten steps counts. The refresh of the draft, which comes every fourth step, counts with its mean over twelve. The
-first step of a run is left out: engines measure their own costs in it.
+with the mean of both, since a machine's pace drifts by a tenth and more within a minute. Of the predicted run the
+median of ten steps counts. The refresh of the draft, which comes every fourth step, counts with its mean over twelve.
+The first step of a run is left out: engines measure their own costs in it.
 """
 
 from __future__ import annotations
