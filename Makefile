@@ -6,19 +6,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 SGLANG := .venv-sglang
 SGLANG_PINS := rlhfspec_mega/rollout/sglang_engine/cpu_kernels/requirements.txt
-PYTEST := -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+PYTEST := -m pytest --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test sglang-cpu demo-sglang test-sglang test-slurm clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python train.py name=demo-$$(date +%Y%m%d-%H%M%S)
 
-# The long files first, in the order of their names: the end of the run has short ones to share out.
+# The long files first, in the order of their names: the end of the run has short ones to share out. Four processes for
+# two cores: tests wait for deadlines as often as they compute. SGLang's compute.
 test: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) tests --ignore tests/slurm
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -n 4 tests --ignore tests/slurm
 
 sglang-cpu: $(SGLANG)/.installed
 
@@ -27,7 +28,7 @@ demo-sglang: $(SGLANG)/.installed
 	$(SGLANG)/bin/python train.py rollout=sglang rollout.max_running_requests=16 trainer.steps=10 name=demo-sglang-$$(date +%Y%m%d-%H%M%S)
 
 test-sglang: $(SGLANG)/.installed
-	OMP_NUM_THREADS=1 $(SGLANG)/bin/python $(PYTEST) tests/sglang
+	OMP_NUM_THREADS=1 $(SGLANG)/bin/python $(PYTEST) -n 2 tests/sglang
 
 test-slurm: $(VENV)/.installed-test
 	$(BIN)/shellcheck --external-sources slurm/*.sh slurm/*.sbatch tests/slurm/*.sh
