@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from rlhfspec_mega.algorithms.choice import make_algorithm
+from rlhfspec_mega.algorithms.group_relative import GroupRelative
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.config.schema.training import AlgorithmConfig
@@ -135,6 +136,7 @@ def lists(count: int, nodes: Any) -> float:
     algorithm = make_algorithm(AlgorithmConfig(), MEMBERS, count)
     started = time.perf_counter()
     through_the_ledger(count)
+    assert isinstance(algorithm, GroupRelative)
     advantages = algorithm.advantages(rewards).flatten().tolist()
     shards = [
         [_padded(tokens, columns, advantages, rows) for rows in plan] for plan in plan_of([len(one) for one in tokens])

@@ -70,8 +70,9 @@ def update(system: System, algorithm: PolicyGradient, samples: list[Sample], see
     begun = time.time()
     experience = algorithm.experience(samples)
     algorithm.add_old_logprobs(experience, system.actor)
-    algorithm.add_advantages(experience, torch.Generator().manual_seed(seed))
-    algorithm.update(experience, system.actor)
+    generator = torch.Generator().manual_seed(seed)
+    algorithm.add_advantages(experience, generator)
+    algorithm.update(experience, system.learners, 0, generator)
     return begun, time.time()
 
 

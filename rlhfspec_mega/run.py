@@ -29,7 +29,7 @@ class Run:
     Attributes:
         model: the Hugging Face directory from which the actor and the reference start.
         started: start time in seconds of time.monotonic().
-        beginning: state of prompts and ledger before the first step.
+        beginning: state of prompts, ledger and algorithm before the first step.
     """
 
     config: RunConfig
@@ -54,7 +54,11 @@ class Run:
         self.ledger = self.generator.ledger
         trainer = self.config.trainer
         self.saver = Saver(self.directory, trainer.keep_checkpoints, trainer.async_save)
-        self.beginning = {"prompts": self.prompts.state_dict(), "ledger": self.ledger.state_dict()}
+        self.beginning = {
+            "prompts": self.prompts.state_dict(),
+            "ledger": self.ledger.state_dict(),
+            "algorithm": self.algorithm.state_dict(),
+        }
 
     def _enter(self, phase: str) -> None:
         self.console.phase(phase)

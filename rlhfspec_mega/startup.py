@@ -42,7 +42,9 @@ def started(config: RunConfig) -> Iterator[Run]:
         tokenizer = start_tokenizer(config)
         wanted = config.trainer.eval_prompts if config.trainer.eval_every else 0
         prompts, held_out = make_prompts(config.data, tokenizer, config.rollout.max_prompt_tokens, wanted, config.seed)
-        algorithm = make_algorithm(config.algorithm, config.trainer.samples_per_prompt, sizes.samples_per_update)
+        algorithm = make_algorithm(
+            config.algorithm, config.trainer.samples_per_prompt, sizes.samples_per_update, config.critic
+        )
         reward = config.reward
         with RewardRunner(reward.function, reward.time_limit, reward.arguments) as rewards:
             model = start_model(config, shape, directory, console)
@@ -52,7 +54,7 @@ def started(config: RunConfig) -> Iterator[Run]:
             timeline = Timeline(directory / TIMELINE_FILE)
             setup = Setup(config, sizes, shape, directory, sizes.total_updates, model, draft, reference)
             with System(setup, timeline) as system:
-                system.actor.load_weights(model)
+                system.load_start_weights()
                 stops = stop_tokens(tokenizer, model)
                 generator = SampleGenerator(system.rollout, tokenizer, stops, config.rollout, config.seed)
                 yield Run(

@@ -87,9 +87,13 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
     with phases.measure("logprobs"):
         system.rest_engines()  # the actor needs their memory from here on
         metrics |= algorithm.add_old_logprobs(experience, system.actor, refreshes)
+    if system.critic is not None:
+        with phases.measure("values"):
+            algorithm.add_values(experience, system.critic)
     with phases.measure("update"):
-        algorithm.add_advantages(experience, shuffle_generator(run.config, step))
-        metrics |= algorithm.update(experience, system.actor)
+        generator = step_generator(run.config, step)
+        metrics |= algorithm.add_advantages(experience, generator)
+        metrics |= algorithm.update(experience, system.learners, step, generator)
     algorithm.note_on_samples(samples, experience)
     run.ledger.advance([sample.sample_id for sample in samples], SampleState.TRAINED)
     run.ledger.settle(step, Purpose.TRAIN)
@@ -193,8 +197,8 @@ def export(run: Run, step: int) -> None:
             run.console.note(f"{path} was not written ({error.strerror}); the run goes on.")
 
 
-def shuffle_generator(config: RunConfig, step: int) -> torch.Generator:
-    """Generator for the control run whose advantages are shuffled among samples (algorithm.shuffle_advantages).
+def step_generator(config: RunConfig, step: int) -> torch.Generator:
+    """Generator for the order of samples in later epochs, and for the control run with shuffled advantages.
 
     It is a function of seed and step, so that checkpoints need not hold its state.
     """
@@ -205,7 +209,7 @@ def save(run: Run, step: int) -> None:
     """Save a checkpoint from which the run resumes exactly. Raises CheckpointError."""
     with run.phases.measure("checkpoint"):
         settle_save(run, run.config.launcher.call_timeout)
-        run.saver.start(step, run.system.actor, driver_state(run))
+        run.saver.start(step, run.system.learners, driver_state(run))
         try:
             run.system.save_learnt()
         except OSError as error:
@@ -217,7 +221,7 @@ def save(run: Run, step: int) -> None:
 def wait_for_save(run: Run) -> None:
     """Wait for the checkpoint that is being written in the background, if there is one. Raises CheckpointError."""
     with run.phases.measure("checkpoint"):
-        run.saver.wait(run.system.actor, run.config.launcher.call_timeout)
+        run.saver.wait(run.system.learners, run.config.launcher.call_timeout)
 
 
 def settle_save(run: Run, deadline: float = 0.0) -> None:
@@ -229,9 +233,9 @@ def settle_save(run: Run, deadline: float = 0.0) -> None:
     with run.phases.measure("checkpoint"):
         try:
             if deadline > 0:
-                run.saver.wait(run.system.actor, deadline)
+                run.saver.wait(run.system.learners, deadline)
             else:
-                run.saver.poll(run.system.actor)
+                run.saver.poll(run.system.learners)
         except CheckpointError as error:
             run.console.note(f"{error} The run goes on; the next checkpoint is tried when it is due.")
 

@@ -103,9 +103,9 @@ class Probe:
         return sorted({tuple(group["betas"]) for group in self.actor.optimizer.param_groups})
 
     @on_megatron
-    def gradients(self, batches: list[MicroBatch]) -> dict[str, torch.Tensor] | None:
+    def gradients(self, batches: list[MicroBatch], loss: Any = negative_logprob) -> dict[str, torch.Tensor] | None:
         """Averaged gradients by Hugging Face name (first TP rank of each stage); the weights are left as they were."""
-        self.actor.accumulate(batches, negative_logprob, [])
+        self.actor.accumulate(batches, loss, [])
         return merged(self.actor, use_gradients=True)
 
     @on_megatron

@@ -105,7 +105,7 @@ def logprobs_of_megatron(hf: Path, checkpoint: Path, tokens: list[int]) -> list[
             seed_megatron(0, model.position)
             model.load_distributed(checkpoint)
             samples = Experience.of([tokens[:1]], [tokens[1:]])
-            found = model.logprobs(Shard.cut(samples, [[0]]).batches())
+            found = model.columns(Shard.cut(samples, [[0]]).batches())
         finally:
             leave()
     assert found is not None

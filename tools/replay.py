@@ -35,7 +35,7 @@ def replay(rollouts: Path, step: int, out: Path, overrides: list[str]) -> dict[s
     from rlhfspec_mega.system.export import export_model
     from rlhfspec_mega.system.setup import Setup
     from rlhfspec_mega.system.system import System
-    from rlhfspec_mega.trainer import shuffle_generator
+    from rlhfspec_mega.trainer import step_generator
 
     config = load_config([*overrides, f"output_dir={out.parent}", f"name={out.name}"])
     if config.algorithm.kl_coef > 0:
@@ -52,17 +52,20 @@ def replay(rollouts: Path, step: int, out: Path, overrides: list[str]) -> dict[s
     out.mkdir(parents=True)
     shape = model_shape(config.model)
     model = Path(config.model.path)
-    algorithm = make_algorithm(config.algorithm, members, min(sizes.samples_per_update, len(samples)))
+    algorithm = make_algorithm(config.algorithm, members, min(sizes.samples_per_update, len(samples)), config.critic)
     reference = model if REFERENCE in algorithm.models else None
-    setup = Setup(config, sizes, shape, out, sizes.total_updates, reference=reference, with_engines=False)
+    setup = Setup(config, sizes, shape, out, sizes.total_updates, model, reference=reference, with_engines=False)
     with System(setup) as system:
-        system.actor.load_weights(model)
+        system.load_start_weights()
         experience = algorithm.experience(samples)
         if system.reference is not None:
             algorithm.add_reference(experience, system.reference)
         metrics = algorithm.add_old_logprobs(experience, system.actor)
-        algorithm.add_advantages(experience, shuffle_generator(config, step))
-        metrics |= algorithm.update(experience, system.actor)
+        if system.critic is not None:
+            algorithm.add_values(experience, system.critic)
+        generator = step_generator(config, step)
+        metrics |= algorithm.add_advantages(experience, generator)
+        metrics |= algorithm.update(experience, system.learners, step, generator)
         export_model(system.training, out / "model", model)
     algorithm.note_on_samples(samples, experience)
     result = {"metrics": metrics, "logprobs": {sample.sample_id: sample.old_logprobs for sample in samples}}

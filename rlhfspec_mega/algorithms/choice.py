@@ -7,17 +7,19 @@ from typing import Any
 
 from torch import Tensor
 
+from rlhfspec_mega.algorithms.group_relative import GroupRelative
 from rlhfspec_mega.algorithms.grpo import GRPO
 from rlhfspec_mega.algorithms.policy_gradient import PolicyGradient
+from rlhfspec_mega.algorithms.ppo import PPO
 from rlhfspec_mega.algorithms.rloo import RLOO
 from rlhfspec_mega.config.import_path import BadImportPath, load_function
-from rlhfspec_mega.config.schema.training import AlgorithmConfig
+from rlhfspec_mega.config.schema.training import AlgorithmConfig, CriticConfig
 from rlhfspec_mega.errors import UserError
 
-OURS: dict[str, type[PolicyGradient]] = {"grpo": GRPO, "rloo": RLOO}
+OURS: dict[str, type[GroupRelative]] = {"grpo": GRPO, "rloo": RLOO}
 
 
-class OwnAdvantage(PolicyGradient):
+class OwnAdvantage(GroupRelative):
     """An algorithm whose advantages come from a user's function of the rewards [prompts, members]."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], *args: Any) -> None:
@@ -29,15 +31,20 @@ class OwnAdvantage(PolicyGradient):
         return self._function(rewards)
 
 
-def make_algorithm(config: AlgorithmConfig, members: int, samples_per_update: int) -> PolicyGradient:
+def make_algorithm(
+    config: AlgorithmConfig, members: int, samples_per_update: int, critic: CriticConfig | None = None
+) -> PolicyGradient:
     """The run's algorithm.
 
     Args:
         members: samples of each prompt.
+        critic: of PPO; None: its defaults.
 
     Raises UserError for an import path that leads to no function.
     """
     arguments = (config, members, samples_per_update, _own(config.loss, "algorithm.loss") if config.loss else None)
+    if config.adv_estimator == "gae":
+        return PPO(*arguments, critic=critic or CriticConfig())
     if config.adv_estimator in OURS:
         return OURS[config.adv_estimator](*arguments)
     return OwnAdvantage(_own(config.adv_estimator, "algorithm.adv_estimator"), *arguments)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rlhfspec_mega.algorithms.policy_gradient import PolicyGradient
+from rlhfspec_mega.algorithms.group_relative import GroupRelative
 from rlhfspec_mega.rl.advantages import grpo
 
 
-class GRPO(PolicyGradient):
+class GRPO(GroupRelative):
     """Group-relative advantages; without the division (algorithm.norm_adv_by_std=false) Dr. GRPO (arXiv 2503.20783)."""
 
     def advantages(self, rewards: Tensor) -> Tensor:

@@ -1,31 +1,29 @@
-"""The part that GRPO and RLOO share: log-probs of actor and reference, advantages within groups, clipped updates."""
+"""The part that all algorithms share: log-probs of actor and reference, and clipped updates of the actor."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rlhfspec_mega.config.schema.training import AlgorithmConfig
 from rlhfspec_mega.errors import RunError
-from rlhfspec_mega.rl.advantages import learning_samples, shaped_rewards, shuffled
+from rlhfspec_mega.planning.placement import ACTOR, REFERENCE
+from rlhfspec_mega.rl.advantages import learning_samples
 from rlhfspec_mega.rl.experience import Experience, Floats
-from rlhfspec_mega.rl.losses import kl_estimate
 from rlhfspec_mega.rl.microbatch import WEIGHTS, TokenLoss
 from rlhfspec_mega.rl.objectives import policy_metrics, policy_objective
 from rlhfspec_mega.rl.token_weights import token_weights
 from rlhfspec_mega.types import Sample
 from rlhfspec_mega.workers.model_group import ModelGroup
 
-ACTOR, REFERENCE = "actor", "reference"
-
 
 class PolicyGradient(ABC):
-    """An algorithm without a critic: advantages follow from the rewards of a sample's group.
+    """An algorithm that updates the actor by a policy gradient.
 
     Args:
         members: samples of each prompt.
@@ -40,13 +38,6 @@ class PolicyGradient(ABC):
         self._loss: TokenLoss = loss or partial(policy_objective, config=config)
         self._metrics: Sequence[str] = getattr(loss, "metrics", ()) if loss else policy_metrics(config)
 
-    @abstractmethod
-    def advantages(self, rewards: Tensor) -> Tensor:
-        """Advantages of shaped float64 rewards [prompts, members].
-
-        The same shape, or flat with one per response token.
-        """
-
     @property
     def models(self) -> tuple[str, ...]:
         """Names of the models that the algorithm needs."""
@@ -56,6 +47,13 @@ class PolicyGradient(ABC):
     def needs_reference(self) -> bool:
         """Whether the algorithm compares the actor with a frozen reference."""
         return REFERENCE in self.models
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the algorithm has learnt itself, as JSON for checkpoints."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Go on from a state."""
 
     def experience(self, samples: Sequence[Sample]) -> Experience:
         """The experience of scored samples, ordered by prompt and member, with the engines' log-probs."""
@@ -105,55 +103,57 @@ class PolicyGradient(ABC):
             "rollout/logprob_diff_max": float(differences.max(initial=0.0)),
         }
 
-    def add_advantages(self, experience: Experience, generator: torch.Generator) -> None:
-        """Compute and add advantages.
+    @abstractmethod
+    def add_advantages(self, experience: Experience, generator: torch.Generator) -> dict[str, float]:
+        """Compute and add advantages, and what the critic learns where there is one; returns metrics.
 
         Args:
             generator: for the shuffle control.
-
-        Raises RunError for advantages that are neither one per sample nor one per response token.
         """
-        config, columns = self._config, experience.columns
-        rewards, truncated = (
-            torch.from_numpy(experience.per_sample[name]).view(-1, self._members) for name in ("rewards", "truncated")
-        )
-        kl = None
-        if config.kl_in == "reward" and config.kl_coef > 0:
-            policy, reference = (
-                torch.from_numpy(columns[name]).double() for name in ("old_logprobs", "reference_logprobs")
-            )
-            summed = experience.summed(kl_estimate(policy, reference, config.kl_loss_type).numpy())
-            kl = torch.from_numpy(summed).view(-1, self._members)
-        found = self.advantages(shaped_rewards(rewards, truncated, kl, config))
-        if config.shuffle_advantages:
-            found = shuffled(found, generator)
-        flat = found.flatten().numpy()
-        tokens = int(experience.response_offsets[-1])
-        if len(flat) not in (len(experience), tokens):
-            raise RunError(
-                f"algorithm.adv_estimator={config.adv_estimator} gave {len(flat)} advantages for "
-                f"{len(experience)} samples of {tokens} response tokens: give one for each sample or each token."
-            )
-        columns["advantages"] = experience.spread(flat) if len(flat) == len(experience) else flat.astype(np.float32)
 
-    def update(self, experience: Experience, actor: ModelGroup) -> dict[str, float]:
-        """Run the optimizer steps of a step: every sample is used exactly once, in mini-batches in the given order.
+    def add_values(self, experience: Experience, critic: ModelGroup) -> None:
+        """Compute and add the critic's values before this step's updates; only of an algorithm with a critic."""
+        raise NotImplementedError
+
+    def update(
+        self, experience: Experience, models: Mapping[str, ModelGroup], step: int, generator: torch.Generator
+    ) -> dict[str, float]:
+        """Run the optimizer steps of a step of RL: every sample is used once in each epoch.
+
+        Args:
+            models: those that learn, by name.
+            step: the step's number.
+            generator: for the order of samples in epochs after the first.
 
         Returns:
             The metrics of MegatronModel.accumulate and .step as `actor/NAME`, averaged over the mini-batches; skipped
             updates are summed.
         """
-        results = []
-        for first in range(0, len(experience), self._samples_per_update):
-            batch = experience.select(np.arange(len(experience))[first : first + self._samples_per_update])
-            learns = learning_samples(torch.from_numpy(batch.per_sample["truncated"]), self._config)
-            lengths = torch.from_numpy(batch.response_lengths)
-            weights, _ = token_weights(lengths, learns, self._config.loss_agg_mode)
-            batch.columns[WEIGHTS] = batch.spread(weights.numpy())
-            results.append(actor.accumulate(batch, self._loss, self._metrics) | actor.step())
-        sums = {name: sum(result[name] for result in results) for name in results[0]}
-        metrics = {f"actor/{name}": value / len(results) for name, value in sums.items()}
-        return metrics | {"actor/skipped_updates": sums["skipped_updates"]}
+        results: list[dict[str, float]] = []
+        for batch in self._mini_batches(experience, generator):
+            if not self._diverged(results):
+                results.append(self._update_actor(batch, models[ACTOR]))
+        return averaged(ACTOR, results)
+
+    def _mini_batches(self, experience: Experience, generator: torch.Generator) -> Iterator[Experience]:
+        """Mini-batches with the weights of their tokens, epoch after epoch: in the given order, then in random ones."""
+        for epoch in range(self._config.ppo_epochs):
+            order = torch.randperm(len(experience), generator=generator) if epoch else torch.arange(len(experience))
+            for chosen in order.split(self._samples_per_update):
+                batch = experience.select(chosen.numpy())
+                learns = learning_samples(torch.from_numpy(batch.per_sample["truncated"]), self._config)
+                lengths = torch.from_numpy(batch.response_lengths)
+                weights, _ = token_weights(lengths, learns, self._config.loss_agg_mode)
+                batch.columns[WEIGHTS] = batch.spread(weights.numpy())
+                yield batch
+
+    def _update_actor(self, batch: Experience, actor: ModelGroup) -> dict[str, float]:
+        return actor.accumulate(batch, self._loss, self._metrics) | actor.step()
+
+    def _diverged(self, results: Sequence[Mapping[str, float]]) -> bool:
+        """Whether the last update took the actor too far from the policy that the samples are of."""
+        bound = self._config.early_stop_kl
+        return bound is not None and bool(results) and results[-1]["approx_kl"] > bound
 
     @staticmethod
     def note_on_samples(samples: Sequence[Sample], experience: Experience) -> None:
@@ -164,3 +164,12 @@ class PolicyGradient(ABC):
                     setattr(sample, name, part.tolist())
         for sample, part in zip(samples, experience.by_sample(experience.columns["advantages"]), strict=True):
             sample.advantage = float(part.mean(dtype=np.float64)) if len(part) else 0.0
+
+
+def averaged(model: str, results: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of a model's mini-batches as `MODEL/NAME`: means, and the sum of skipped updates; {} without any."""
+    if not results:
+        return {}
+    sums = {name: sum(result[name] for result in results) for name in results[0]}
+    means = {f"{model}/{name}": value / len(results) for name, value in sums.items()}
+    return means | {f"{model}/skipped_updates": sums["skipped_updates"]}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rlhfspec_mega.algorithms.policy_gradient import PolicyGradient
+from rlhfspec_mega.algorithms.group_relative import GroupRelative
 from rlhfspec_mega.rl.advantages import rloo
 
 
-class RLOO(PolicyGradient):
+class RLOO(GroupRelative):
     """Leave-one-out baseline."""
 
     def advantages(self, rewards: Tensor) -> Tensor:

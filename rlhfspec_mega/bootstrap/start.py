@@ -71,7 +71,7 @@ def warm_model(config: RunConfig, shape: ModelShape, run_dir: Path, console: Con
             WarmUp(config, shape, start, run_dir, console).run(directory)
 
     name = config.model.name
-    recipe = (_MODEL_VERSION, asdict(shape), asdict(config.sft_warmup), asdict(RunConfig().data))
+    recipe = (_MODEL_VERSION, shape.identity(), asdict(config.sft_warmup), asdict(RunConfig().data))
     return cached(config, name, recipe, make, console.note, f"Model {name}")
 
 

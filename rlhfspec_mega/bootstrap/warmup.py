@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlhfspec_mega.config.schema.run import RunConfig
+from rlhfspec_mega.config.schema.training import AlgorithmConfig
 from rlhfspec_mega.config.sizes import derive_sizes
 from rlhfspec_mega.data.chain_sums import demonstration
 from rlhfspec_mega.data.prompts import make_prompts
@@ -46,6 +47,7 @@ class WarmUp:
         optimizer.schedule, optimizer.min_lr_ratio, optimizer.betas = "linear", 0.0, (0.9, 0.95)
         # The model must not depend on the run that happens to build it.
         self._config.rollout, self._config.trainer = default.rollout, default.trainer
+        self._config.algorithm = AlgorithmConfig(kl_coef=0.0)  # neither a reference nor a critic
         self._config.rollout.engines = config.rollout.engines
         self._sizes = derive_sizes(self._config, shape)
         self._shape, self._start, self._run_dir, self._console = shape, start, run_dir, console

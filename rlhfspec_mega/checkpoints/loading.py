@@ -10,19 +10,17 @@ from typing import Any
 
 from rlhfspec_mega.checkpoints.directory import CheckpointDirectory
 from rlhfspec_mega.checkpoints.manifest import BadCheckpoint, Manifest
-from rlhfspec_mega.checkpoints.saving import ACTOR, STATE_FILE
+from rlhfspec_mega.checkpoints.saving import STATE_FILE, Models, identities_of, owner
 from rlhfspec_mega.config.output_dir import CHECKPOINTS
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.megatron.checkpoint_files import first_damage
-from rlhfspec_mega.workers.model_group import ModelGroup
+from rlhfspec_mega.planning.placement import ACTOR
 
 _logger = logging.getLogger(__name__)
 
 
-def load_latest(
-    run_dir: Path, actor: ModelGroup, warn: Callable[[str], None] = _logger.warning
-) -> dict[str, Any] | None:
-    """Load the checkpoint that `latest` names, or the newest good one before it, into the actor.
+def load_latest(run_dir: Path, models: Models, warn: Callable[[str], None] = _logger.warning) -> dict[str, Any] | None:
+    """Load the checkpoint that `latest` names, or the newest good one before it, into the models that learn.
 
     Bad ones are reported, and renamed step_<number>.bad once a good one is found.
 
@@ -40,19 +38,20 @@ def load_latest(
     if not directory.steps() and not directory.set_aside():
         warn(f"{run_dir} holds no checkpoint yet: the run begins at step 0.")
         return None
-    identity, latest, bad = actor.identity(), directory.latest(), dict[int, str]()
+    identity, latest, bad = owner(identities_of(models)), directory.latest(), dict[int, str]()
     _report_latest(directory, latest, warn)
     for step in reversed(directory.steps()):
         if latest is not None and step > latest:
             continue  # its save never returned
         path = directory.path(step)
         try:
-            state = _verified_state(path, step, actor, identity)
+            state = _verified_state(path, step, models, identity)
         except BadCheckpoint as error:
             bad[step] = str(error)
             warn(f"{path} cannot be used: {error}; the one before it is tried.")
             continue
-        if not actor.load(path / ACTOR):
+        same_grids = [model.load(path / name) for name, model in models.items()]
+        if not all(same_grids):
             warn(f"{path} was saved under other parallel sizes: the random generators start afresh from the seed.")
         for number in bad:
             directory.mark_bad(number)
@@ -77,7 +76,7 @@ def _none_good(directory: CheckpointDirectory, bad: dict[int, str]) -> UserError
     )
 
 
-def _verified_state(path: Path, step: int, actor: ModelGroup, identity: dict[str, Any]) -> dict[str, Any]:
+def _verified_state(path: Path, step: int, models: Models, identity: dict[str, Any]) -> dict[str, Any]:
     """The driver's state of a checkpoint whose files are all intact; raises BadCheckpoint."""
     manifest = Manifest.read(path)
     if manifest.step != step:
@@ -86,7 +85,7 @@ def _verified_state(path: Path, step: int, actor: ModelGroup, identity: dict[str
     manifest.check_sizes(path)
     own = {name: file for name, file in manifest.files.items() if name == STATE_FILE}
     others = {name: file for name, file in manifest.files.items() if name != STATE_FILE}
-    damage = first_damage(path, own) or actor.first_damage(path, others)
+    damage = first_damage(path, own) or models[ACTOR].first_damage(path, others)
     if damage is not None:
         raise BadCheckpoint(damage)
     return json.loads((path / STATE_FILE).read_text(encoding="utf-8"))

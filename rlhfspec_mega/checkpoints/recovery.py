@@ -16,18 +16,21 @@ def driver_state(run: Run) -> dict[str, Any]:
         "prompts": run.prompts.state_dict(),
         "ledger": run.ledger.state_dict(),
         "policy_version": run.system.policy_version,
+        "algorithm": run.algorithm.state_dict(),
     }
 
 
 def resume(run: Run) -> int:
     """Load the newest good checkpoint, if there is one; returns the number of finished steps."""
-    state = checkpoints.load_latest(run.directory, run.system.actor, run.console.note)
+    state = checkpoints.load_latest(run.directory, run.system.learners, run.console.note)
     if state is None:
         run.prompts.load_state_dict(run.beginning["prompts"])
         run.ledger.load_state_dict(run.beginning["ledger"])
+        run.algorithm.load_state_dict(run.beginning["algorithm"])
         return 0
     run.prompts.load_state_dict(state["prompts"])
     run.ledger.load_state_dict(state["ledger"])
+    run.algorithm.load_state_dict(state.get("algorithm", run.beginning["algorithm"]))
     done = int(state["step"])
     if state["policy_version"] != done:
         raise UserError(
@@ -53,7 +56,7 @@ def recover(run: Run, reporter: Reporter, death: WorkerDied) -> int:
                 raise RunError(f"{death} It was restarted launcher.max_restarts={most} times without a step between.")
             try:
                 run.system.restart_actor()
-                run.system.actor.load_weights(run.model)
+                run.system.load_start_weights()
                 step = resume(run)
             except WorkerDied as another:
                 death = another

@@ -24,20 +24,24 @@ from rlhfspec_mega.errors import CheckpointError, RunError
 from rlhfspec_mega.megatron.checkpoint_files import FileSum, sum_file, sync
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.memory import checkpoint_bytes
+from rlhfspec_mega.planning.placement import ACTOR
 from rlhfspec_mega.workers.model_group import ModelGroup
 
-ACTOR, STATE_FILE = "actor", "state.json"
+STATE_FILE = "state.json"
 _MIB = 2**20
 _POLL_SECONDS = 0.01
+
+Models = Mapping[str, ModelGroup]
 
 _logger = logging.getLogger(__name__)
 
 
-def save(run_dir: Path, step: int, actor: ModelGroup, state: dict[str, Any], keep: int) -> Path:
+def save(run_dir: Path, step: int, models: Models, state: dict[str, Any], keep: int) -> Path:
     """Write `checkpoints/step_<step>`, make it the latest, and remove all but the newest `keep` complete ones.
 
     Args:
         step: finished steps.
+        models: those that learn, by name.
         state: the driver's part, JSON.
 
     Raises:
@@ -46,8 +50,18 @@ def save(run_dir: Path, step: int, actor: ModelGroup, state: dict[str, Any], kee
         RunError: a worker died.
     """
     saver = Saver(run_dir, keep, background=False)
-    saver.start(step, actor, state)
+    saver.start(step, models, state)
     return CheckpointDirectory(run_dir / CHECKPOINTS).path(step)
+
+
+def identities_of(models: Models) -> dict[str, dict[str, Any]]:
+    """Precision and shape of each model, which a checkpoint must have in common with them to be loaded."""
+    return {name: model.identity() for name, model in models.items()}
+
+
+def owner(identities: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """What a manifest says of the models: the actor's precision and shape, and the others' under their names."""
+    return identities[ACTOR] | {name: identity for name, identity in identities.items() if name != ACTOR}
 
 
 @dataclass
@@ -79,10 +93,10 @@ class Saver:
         self._run_dir, self._keep, self._background = run_dir, keep, background
         self._directory = CheckpointDirectory(run_dir / CHECKPOINTS)
         self._save: _Save | None = None
-        self._identity: dict[str, Any] | None = None  # of the actor; the same in every save
+        self._identities: dict[str, dict[str, Any]] = {}  # the same in every save
         self._thread = ThreadPoolExecutor(1, "checkpoint")
 
-    def start(self, step: int, actor: ModelGroup, state: dict[str, Any]) -> None:
+    def start(self, step: int, models: Models, state: dict[str, Any]) -> None:
         """Begin to write `checkpoints/step_<step>`; the one before must have ended (see `wait`).
 
         Raises CheckpointError and RunError as `save` does.
@@ -91,23 +105,23 @@ class Saver:
         with self._undone_if_it_fails(step):
             self._directory.drop_unfinished()
             self._directory.drop_newer_than_latest()
-            if self._identity is None:
-                self._identity = actor.identity()
-            _require_room(self._run_dir, self._directory, self._identity)
+            self._identities = self._identities or identities_of(models)
+            _require_room(self._run_dir, self._directory, self._identities)
             partial = self._directory.begin(step)
-            (partial / ACTOR).mkdir()
-            self._save = _Save(step, self._identity, json.dumps({"step": step, **state}))
-            actor.start_save(partial / ACTOR, self._background)
+            self._save = _Save(step, owner(self._identities), json.dumps({"step": step, **state}))
+            for name, model in models.items():
+                (partial / name).mkdir()
+                model.start_save(partial / name, self._background)
         if not self._background:
-            self.wait(actor, deadline=math.inf)  # the ranks have written; only the commit is left
+            self.wait(models, deadline=math.inf)  # the ranks have written; only the commit is left
 
-    def poll(self, actor: ModelGroup) -> bool:
+    def poll(self, models: Models) -> bool:
         """Whether no save is under way any more; commits it if all ranks are done. Raises as `start`."""
         save = self._save
         if save is None:
             return True
         with self._undone_if_it_fails(save.step):
-            if save.commit is None and (files := actor.saved()) is not None:
+            if save.commit is None and (files := _saved(models)) is not None:
                 save.commit = self._thread.submit(self._commit, save, files)
             if save.commit is None or not save.commit.done():
                 return False
@@ -115,7 +129,7 @@ class Saver:
         self._save = None
         return True
 
-    def wait(self, actor: ModelGroup, deadline: float) -> None:
+    def wait(self, models: Models, deadline: float) -> None:
         """Wait until no save is under way.
 
         Args:
@@ -125,7 +139,7 @@ class Saver:
             CheckpointError, RunError: as `start`, or RunError if the deadline passes.
         """
         begin, written = time.monotonic(), 0
-        while not self.poll(actor):
+        while not self.poll(models):
             if time.monotonic() - begin > deadline:
                 before, written = written, self._written()
                 if written == before:
@@ -165,14 +179,14 @@ class Saver:
     def _commit(self, save: _Save, files: dict[str, FileSum]) -> None:
         """Write the driver's part and the manifest, rename the directory, and remove older checkpoints."""
         partial = self._directory.partial(save.step)
-        manifest = Manifest(save.step, save.identity, {f"{ACTOR}/{name}": file for name, file in files.items()})
+        manifest = Manifest(save.step, save.identity, dict(files))
         write_durably(partial / STATE_FILE, save.state)
         manifest.files[STATE_FILE] = sum_file(partial / STATE_FILE)
         _require_visible(partial, manifest)
         _require_accounted(partial, files)
         manifest.write(partial)
-        sync(partial / ACTOR)
-        sync(partial)
+        for directory in {(partial / name).parent for name in files} | {partial}:
+            sync(directory)
         self._directory.commit(save.step)
         try:
             self._directory.drop_unfinished()
@@ -196,14 +210,26 @@ def _require_visible(partial: Path, manifest: Manifest) -> None:
 
 def _require_accounted(partial: Path, files: Mapping[str, FileSum]) -> None:
     """Refuse a file that no rank has reported: its rank may not know that it is whole."""
-    unknown = sorted({path.name for path in (partial / ACTOR).iterdir()} - files.keys())
+    found = {f"{path.parent.name}/{path.name}" for path in partial.glob("*/*")}
+    unknown = sorted(found - files.keys())
     if unknown:
-        raise CheckpointError(f"the actor's rank that wrote {ACTOR}/{unknown[0]} did not report it")
+        raise CheckpointError(f"the actor's rank that wrote {unknown[0]} did not report it")
 
 
-def _require_room(run_dir: Path, directory: CheckpointDirectory, identity: dict[str, Any]) -> None:
+def _saved(models: Models) -> dict[str, FileSum] | None:
+    """The files of all models, by path in the checkpoint; None while a rank is writing. Raises CheckpointError."""
+    parts = {name: model.saved() for name, model in models.items()}
+    files: dict[str, FileSum] = {}
+    for name, part in parts.items():
+        if part is None:
+            return None
+        files |= {f"{name}/{file}": total for file, total in part.items()}
+    return files
+
+
+def _require_room(run_dir: Path, directory: CheckpointDirectory, identities: Mapping[str, dict[str, Any]]) -> None:
     """Raise CheckpointError if the disk has too little space for it."""
-    needed, free = _expected_size(directory, identity), shutil.disk_usage(run_dir).free
+    needed, free = _expected_size(directory, identities), shutil.disk_usage(run_dir).free
     if needed > free:
         raise CheckpointError(
             f"it needs about {needed / _MIB:.1f} MiB and {free / _MIB:.1f} MiB are free there: make room, or set a "
@@ -211,10 +237,12 @@ def _require_room(run_dir: Path, directory: CheckpointDirectory, identity: dict[
         )
 
 
-def _expected_size(directory: CheckpointDirectory, identity: dict[str, Any]) -> int:
+def _expected_size(directory: CheckpointDirectory, identities: Mapping[str, dict[str, Any]]) -> int:
     """Bytes of the previous checkpoint, else an estimate from weights and optimizer."""
     try:
         return Manifest.read(directory.path(directory.steps()[-1])).size
     except (IndexError, BadCheckpoint):
-        shape = ModelShape(**{key: value for key, value in identity.items() if key != "dtype"})
-        return checkpoint_bytes(shape, identity["dtype"])
+        return sum(
+            checkpoint_bytes(ModelShape(**{key: value for key, value in one.items() if key != "dtype"}), one["dtype"])
+            for one in identities.values()
+        )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlhfspec_mega.config.advice import nearest_fit
 from rlhfspec_mega.config.conditions import check_read
+from rlhfspec_mega.config.critic import check_critic_weights
 from rlhfspec_mega.config.machine import check_devices, check_job_end, check_launcher, check_memory
 from rlhfspec_mega.config.model_shape import check_weights, model_shape
 from rlhfspec_mega.config.names import unknown_choice
@@ -15,14 +16,14 @@ from rlhfspec_mega.config.output_dir import check_output_dir
 from rlhfspec_mega.config.ranges import check_ranges
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sglang import check_sglang, check_sglang_installed
-from rlhfspec_mega.config.shape_checks import check_lengths, check_parallel, check_shape
+from rlhfspec_mega.config.shape_checks import check_critic, check_lengths, check_parallel, check_shape
 from rlhfspec_mega.config.sizes import Sizes, derive_sizes
 from rlhfspec_mega.config.speculation import check_speculation
 from rlhfspec_mega.data.chain_sums import ChainSums
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
 
-ADVANTAGES = ("grpo", "rloo")
+ADVANTAGES = ("grpo", "rloo", "gae")
 
 
 def check_config(config: RunConfig) -> Sizes:
@@ -39,6 +40,7 @@ def check_config(config: RunConfig) -> Sizes:
     check_devices(config)
     _check_fits(config, shape, sizes)
     check_weights(config.model)
+    check_critic_weights(config)
     return sizes
 
 
@@ -59,6 +61,7 @@ def check_composition(config: RunConfig) -> tuple[ModelShape, Sizes]:
     check_speculation(config, shape)
     check_shape(config, shape)
     check_parallel(config, shape)
+    check_critic(config, shape)
     check_lengths(config, shape)
     return shape, derive_sizes(config, shape)
 
@@ -112,7 +115,7 @@ def _check_algorithm(config: RunConfig) -> None:
             f"algorithm.norm_adv_by_std=true has no effect with algorithm.adv_estimator={estimator}: "
             "use algorithm=rloo, or set it to false."
         )
-    if trainer.samples_per_prompt < 2:
+    if trainer.samples_per_prompt < 2 and estimator != "gae":
         raise UserError(
             f"trainer.samples_per_prompt={trainer.samples_per_prompt}, but {estimator} compares the "
             "samples of a prompt with each other: use at least 2."

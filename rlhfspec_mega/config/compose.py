@@ -106,10 +106,13 @@ def to_run_config(composed: DictConfig) -> RunConfig:
         assert isinstance(config, RunConfig)
         # OmegaConf returns tuples as lists.
         config.dry_run = config.dry_run.lower()  # dry_run=true is a truth value to Hydra
-        betas = tuple(config.actor.optimizer.betas)
-        if len(betas) != 2:
-            raise UserError(f"actor.optimizer.betas={list(betas)} is not valid: it must be two numbers: [0.9,0.95].")
-        config.actor.optimizer.betas = betas
+        for model, learner in (("actor", config.actor), ("critic", config.critic)):
+            betas = tuple(learner.optimizer.betas)
+            if len(betas) != 2:
+                raise UserError(
+                    f"{model}.optimizer.betas={list(betas)} is not valid: it must be two numbers: [0.9,0.95]."
+                )
+            learner.optimizer.betas = betas
         if lacking and any(options_read(config, lacking)):
             raise NoPresetError(config, lacking)
         return config

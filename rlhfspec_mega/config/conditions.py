@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from rlhfspec_mega.config.critic import has_critic
 from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.config.names import as_written, known, options
@@ -33,6 +34,7 @@ def _move_reference(config: RunConfig) -> str:
 # Conditions on several options at once: whether one holds, and what to add if it does not.
 FACTS: dict[str, tuple[Callable[[RunConfig], bool], Callable[[RunConfig], str]]] = {
     "a draft": (drafts, _start_drafting),
+    "a critic": (has_critic, lambda config: "algorithm=ppo"),
     "a GPU": (lambda config: device_type(config.cluster) == "cuda", lambda config: "cluster=1n1g"),
     "a reference on generation devices": (lambda config: reference_home(config) == GENERATION, _move_reference),
 }

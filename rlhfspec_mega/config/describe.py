@@ -133,5 +133,6 @@ def explained(config: RunConfig) -> str:
 def plain(config: RunConfig) -> dict[str, Any]:
     """The configuration in YAML's types: mappings, lists and scalars."""
     values = asdict(config)
-    values["actor"]["optimizer"]["betas"] = list(config.actor.optimizer.betas)
+    for learner in (values["actor"], values["critic"]):
+        learner["optimizer"]["betas"] = list(learner["optimizer"]["betas"])
     return values

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from rlhfspec_mega.config.hardware import device_memory
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sglang import engines_sleep, memory_share, uses_sglang
-from rlhfspec_mega.config.sizes import Sizes, actor_plan
+from rlhfspec_mega.config.sizes import Sizes, actor_plan, memory_plan_of_critic
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.memory import ActorMemory, stage_memory
-from rlhfspec_mega.planning.placement import ACTOR, ENGINE, REFERENCE
+from rlhfspec_mega.planning.placement import ACTOR, CRITIC, ENGINE, REFERENCE
 
 GENERATE, SCORE, TRAIN = "generate", "score", "train"  # generation; the reference on the actor's ranks; updates
 PHASES = (GENERATE, SCORE, TRAIN)
@@ -64,12 +64,12 @@ def device_plans(config: RunConfig, shape: ModelShape, sizes: Sizes) -> list[Dev
             for device in devices:
                 ranks[device][model] = rank
     capacity = device_memory(config.cluster)
-    stages = actor_stages(config, shape, sizes)
-    per_stage = sizes.actor_ranks // len(stages)
+    stages, critic = actor_stages(config, shape, sizes), critic_stages(config, sizes)
     plans = []
     for device, held in enumerate(ranks):
-        stage = stages[held[ACTOR] // per_stage] if ACTOR in held else None
-        loads = {phase: _loads(config, sizes, held, stage, phase, capacity) for phase in PHASES}
+        stage = _stage_of(held, ACTOR, stages, sizes)
+        of_critic = _stage_of(held, CRITIC, critic, sizes)
+        loads = {phase: _loads(config, sizes, held, stage, of_critic, phase, capacity) for phase in PHASES}
         plans.append(DevicePlan(device // each, device % each, held, loads, capacity))
     return plans
 
@@ -80,18 +80,40 @@ def actor_stages(config: RunConfig, shape: ModelShape, sizes: Sizes) -> list[Act
     return [stage_memory(shape, plan, stage) for stage in range(plan.layout.pipeline)]
 
 
+def critic_stages(config: RunConfig, sizes: Sizes) -> list[ActorMemory]:
+    """Bytes of a critic's rank of each pipeline stage; [] without a critic."""
+    if sizes.critic is None:
+        return []
+    plan = memory_plan_of_critic(config, sizes.critic)
+    return [stage_memory(sizes.critic.shape, plan, stage) for stage in range(plan.layout.pipeline)]
+
+
+def _stage_of(held: Mapping[str, int], model: str, stages: list[ActorMemory], sizes: Sizes) -> ActorMemory | None:
+    """The memory of the pipeline stage that a device's rank of this model has."""
+    return stages[held[model] * len(stages) // sizes.actor_ranks] if model in held else None
+
+
 def fullest_device(plans: list[DevicePlan]) -> DevicePlan:
     """The device that needs the most memory in any phase."""
     return max(plans, key=lambda plan: plan.most)
 
 
 def _loads(
-    config: RunConfig, sizes: Sizes, held: Mapping[str, int], stage: ActorMemory | None, phase: str, capacity: int
+    config: RunConfig,
+    sizes: Sizes,
+    held: Mapping[str, int],
+    stage: ActorMemory | None,
+    of_critic: ActorMemory | None,
+    phase: str,
+    capacity: int,
 ) -> dict[str, int]:
     """Bytes by model of a device that holds these ranks."""
     loads = {}
     if stage is not None:
         loads[ACTOR] = stage.total - (0 if phase == TRAIN else stage.activations)
+    if stage is not None and of_critic is not None:  # one learns after the other: the larger activations count
+        more = max(of_critic.activations - stage.activations, 0) if phase == TRAIN else 0
+        loads[CRITIC] = of_critic.total - of_critic.activations + more
     if sizes.draft_memory.actor and held.get(ACTOR) == _draft_rank(config, sizes):
         loads[DRAFT] = sizes.draft_memory.actor
     if ENGINE in held and (phase == GENERATE or not engines_sleep(config, sizes.placement)):

@@ -46,6 +46,7 @@ def plan_of(config: RunConfig) -> dict[str, Any]:
     fullest = fullest_device(plans)
     fits = _fits(config, shape, sizes)
     slurm = slurm_nodes()
+    learners = [shape] if sizes.critic is None else [shape, sizes.critic.shape]
     sent = shape.parameters * DTYPE_BYTES[config.rollout.dtype or config.actor.dtype]
     return {
         "fits": fits,
@@ -65,8 +66,8 @@ def plan_of(config: RunConfig) -> dict[str, Any]:
             "transport": weight_transport(config),
         },
         "checkpoint": {
-            "bytes": checkpoint_bytes(shape, config.actor.dtype),
-            "host_memory": saving_bytes(shape, config.actor.dtype) if config.trainer.async_save else 0,
+            "bytes": sum(checkpoint_bytes(one, config.actor.dtype) for one in learners),
+            "host_memory": sum(saving_bytes(one, config.actor.dtype) for one in learners if config.trainer.async_save),
         },
         "slurm": None if slurm is None else asdict(slurm) | {"lacking": lacking(slurm, config.cluster)},
         "suggestion": [] if fits else nearest_fit(config) or [],

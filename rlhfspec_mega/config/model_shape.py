@@ -69,4 +69,10 @@ def _shape_of_directory(path: Path) -> ModelShape:
     from rlhfspec_mega.models.hf_config import read_shape
     from rlhfspec_mega.models.model_directory import find_model
 
-    return read_shape(find_model(path).hf_files)
+    shape = read_shape(find_model(path).hf_files)
+    if shape.value_head:
+        raise UserError(
+            f"model.path={path} is a reward model, which writes no text: give a language model, or use this one as "
+            "critic.path with algorithm=ppo."
+        )
+    return shape

@@ -68,19 +68,23 @@ def group_options() -> dict[str, tuple[str, ...]]:
 @cache
 def known() -> dict[str, Known]:
     """Every dotted option of the schema, sections included, in the schema's order."""
-    return {one.key: one for one in _fields(RunConfig, "")}
+    return {one.key: one for one in _fields(RunConfig, "", ())}
 
 
-def _fields(schema: type, prefix: str) -> Iterator[Known]:
+def _fields(schema: type, prefix: str, only_with: tuple[str, ...]) -> Iterator[Known]:
+    """The fields of a section; `only_with`: conditions of the sections around it."""
     hints = get_type_hints(schema)
     for item in dataclasses.fields(schema):
         kind, default = hints[item.name], item.default
         if item.default_factory is not dataclasses.MISSING and not dataclasses.is_dataclass(kind):
             default = item.default_factory()
-        yield Known(prefix + item.name, kind, None if default is dataclasses.MISSING else default, item.metadata[KEY])
+        declared: Option = item.metadata[KEY]
+        own = (prefix + one[1:] if one.startswith(".") else one for one in declared.only_with)
+        option = dataclasses.replace(declared, only_with=(*only_with, *own))
+        yield Known(prefix + item.name, kind, None if default is dataclasses.MISSING else default, option)
         if dataclasses.is_dataclass(kind):
             assert isinstance(kind, type)
-            yield from _fields(kind, prefix + item.name + ".")
+            yield from _fields(kind, prefix + item.name + ".", option.only_with)
 
 
 def options() -> list[Known]:

@@ -22,7 +22,8 @@ class Option:
         unit: unit of a number, e.g. "tokens".
         choices: all allowed values; empty: any value of its type.
         least, most, above, below: bounds of a number, or of every number of a tuple; the last two exclude the bound.
-        only_with: conditions (see config.conditions) that must all hold for the option to be read.
+        only_with: conditions (see config.conditions) that must all hold for the option, or a section's options, to be
+            read; in ".schedule=linear", schedule is an option of the same section.
         common: whether `--help` shows it.
         was: earlier names, as typed on the command line.
     """
@@ -81,6 +82,7 @@ def option(default: Any, help: str, *, only_with: str | tuple[str, ...] = (), **
     return field(default=default, metadata=metadata)
 
 
-def section(kind: type, help: str, was: tuple[str, ...] = ()) -> Any:
+def section(kind: type, help: str, *, only_with: str | tuple[str, ...] = (), was: tuple[str, ...] = ()) -> Any:
     """A field of the schema that is a group of options. `was`: earlier names of the group."""
-    return field(default_factory=kind, metadata={KEY: Option(help, was=was)})
+    conditions = (only_with,) if isinstance(only_with, str) else only_with
+    return field(default_factory=kind, metadata={KEY: Option(help, only_with=conditions, was=was)})

@@ -40,6 +40,7 @@ LISTS = {
         "trainer.max_tokens_per_microbatch": "microbatch",
     },
     "placement": {"placement.reference": "reference"},
+    "critic": {"critic.optimizer.lr": "lr"},
     "launcher": {"launcher.kind": "kind"},
     "sft_warmup": {"sft_warmup.lr": "lr"},
 }

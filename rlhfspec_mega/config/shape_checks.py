@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlhfspec_mega.config.critic import critic_parallel, critic_shape, has_critic
 from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.model_shape import BYTE_VOCABULARY
 from rlhfspec_mega.config.schema.run import RunConfig
@@ -66,6 +67,20 @@ def check_parallel(config: RunConfig, shape: ModelShape) -> None:
         raise UserError(
             "actor.overlap_p2p=true works with the interleaved schedule only: set actor.virtual_pipeline=2 or "
             "actor.overlap_p2p=false."
+        )
+
+
+def check_critic(config: RunConfig, actor: ModelShape) -> None:
+    """Check the critic's directory and parallel sizes; raises UserError."""
+    if not has_critic(config):
+        return
+    shape, (tensor, pipeline) = critic_shape(config, actor), critic_parallel(config)
+    name = f"the critic {config.critic.path or config.model.path or config.model.name}"
+    _check_tensor_parallel("critic.tensor_parallel", tensor, shape, name)
+    if shape.num_layers % pipeline:
+        valid = [n for n in range(1, shape.num_layers + 1) if shape.num_layers % n == 0]
+        raise UserError(
+            f"critic.pipeline_parallel={pipeline}: {name} has {shape.num_layers} layers: use {_either(valid)}."
         )
 
 

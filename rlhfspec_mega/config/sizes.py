@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from rlhfspec_mega.config.critic import CriticPlan, critic_plan, has_critic
 from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.config.reference import reference_home
@@ -46,6 +47,7 @@ class Sizes:
         weights_per_rank: number of weights on the actor rank that holds most.
         placement: devices of every model.
         reference_memory: bytes of a rank of the reference; 0 without one.
+        critic: shape and layout of the critic; None without one.
     """
 
     devices: int
@@ -65,6 +67,7 @@ class Sizes:
     engine_memory: EngineMemory
     draft_memory: DraftMemory
     reference_memory: int
+    critic: CriticPlan | None
 
 
 def shape_and_sizes(config: RunConfig) -> tuple[ModelShape, Sizes]:
@@ -97,9 +100,9 @@ def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
         engines=len(placement.devices(ENGINE)),
         samples_per_step=samples,
         samples_per_update=update,
-        updates_per_step=samples // update,
+        updates_per_step=samples // update * config.algorithm.ppo_epochs,
         samples_per_rank=-(-update // data_parallel),
-        total_updates=trainer.steps * (samples // update),
+        total_updates=trainer.steps * (samples // update) * config.algorithm.ppo_epochs,
         max_sequence=max_sequence,
         parameters=shape.parameters,
         weights_per_rank=max(parameters_per_rank(shape, actor_layout(config, data_parallel))),
@@ -109,6 +112,7 @@ def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
         ),
         draft_memory=memory_of_draft(config, shape, max_sequence),
         reference_memory=_reference_memory(config, shape),
+        critic=critic_plan(config, shape, actor_ranks),
     )
 
 
@@ -144,6 +148,7 @@ def _placement(config: RunConfig, devices: int) -> Placement:
         devices_per_node=config.cluster.devices_per_node,
         reference=reference_home(config),
         reference_devices=config.placement.reference_tensor_parallel,
+        critic=has_critic(config),
     )
     return PLACEMENTS[config.placement.mode](request)
 
@@ -189,6 +194,12 @@ def _reference_memory(config: RunConfig, shape: ModelShape) -> int:
     )
 
 
+def memory_plan_of_critic(config: RunConfig, critic: CriticPlan) -> ActorPlan:
+    """What determines the memory of a critic's rank."""
+    actor = actor_plan(config, critic.layout.data)
+    return replace(actor, layout=critic.layout, sequence_parallel=critic.sequence_parallel)
+
+
 def size_rows(config: RunConfig, sizes: Sizes) -> list[tuple[str, str, str]]:
     """Rows (what, value, where it comes from) of the table printed at the start."""
     actor, trainer, rollout = config.actor, config.trainer, config.rollout
@@ -222,6 +233,7 @@ def size_rows(config: RunConfig, sizes: Sizes) -> list[tuple[str, str, str]]:
         ("memory per engine", f"{sizes.engine_memory.total / GIB:.2f} GiB", "estimate: weights, KV, scores"),
         *_draft_rows(sizes.draft_memory),
         *_reference_rows(sizes),
+        *_critic_rows(config, sizes.critic),
     ]
 
 
@@ -239,3 +251,15 @@ def _reference_rows(sizes: Sizes) -> list[tuple[str, str, str]]:
     where = "on the actor's ranks" if place.within else "on the engines' devices"
     memory = f"{sizes.reference_memory / GIB:.2f} GiB"
     return [("memory of the reference", memory, f"estimate: a rank of {len(place.devices)}, {where}")]
+
+
+def _critic_rows(config: RunConfig, critic: CriticPlan | None) -> list[tuple[str, str, str]]:
+    if critic is None:
+        return []
+    layout = critic.layout
+    memory = actor_memory(critic.shape, memory_plan_of_critic(config, critic)).total / GIB
+    where = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}, on the actor's ranks"
+    return [
+        ("parameters of the critic", f"{critic.shape.parameters:,}", where),
+        ("memory per critic rank", f"{memory:.2f} GiB", "estimate"),
+    ]

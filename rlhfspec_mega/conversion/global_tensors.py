@@ -63,8 +63,9 @@ def global_tensors(shape: ModelShape, vocab_rows: int) -> Iterator[GlobalTensor]
         for rule in mapping.layer_rules:
             yield _tensor(rule, layer, shape, vocab_rows)
     yield _tensor(mapping.norm, None, shape, vocab_rows)
-    if not shape.tie_embeddings:
-        yield _tensor(mapping.head, None, shape, vocab_rows)
+    head = mapping.head_of(shape)
+    if head is not None:
+        yield _tensor(head, None, shape, vocab_rows)
 
 
 def extra_states(shape: ModelShape) -> list[str]:

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from rlhfspec_mega.megatron.description import ModelDescription
 from rlhfspec_mega.megatron.groups import ensure_memory_buffer
 from rlhfspec_mega.megatron.layers import layer_spec
+from rlhfspec_mega.megatron.value_head import ValueHead
 from rlhfspec_mega.models.shape import padded_vocab_size
 
 _FUSIONS = (
@@ -85,7 +86,7 @@ def build_model_chunk(
     layers = get_num_layers_to_build(config, vp_stage=chunk, pp_rank=groups.pp.rank())
     # Megatron knows Llama 3's scaling with one free constant, the factor; the configuration's checks refuse others.
     factor = shape.rope_scaling["factor"] if shape.rope_scaling else None
-    return GPTModel(
+    model = GPTModel(
         config=config,
         transformer_layer_spec=layer_spec(shape.qk_norm, layers),
         vocab_size=padded_vocab_size(shape.vocab_size, config.tensor_model_parallel_size),
@@ -101,6 +102,9 @@ def build_model_chunk(
         pg_collection=groups,
         vp_stage=chunk,
     )
+    if shape.value_head and model.post_process:
+        model.output_layer = ValueHead(config, groups.tp)
+    return model
 
 
 def build_chunks(description: ModelDescription, groups: ProcessGroupCollection, device: torch.device) -> list[Any]:

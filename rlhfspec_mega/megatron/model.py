@@ -1,4 +1,4 @@
-"""One Megatron model on one rank: log-probs, training, offloading and checkpoints as plain methods."""
+"""One Megatron model on one rank: log-probs or values, training, offloading and checkpoints as plain methods."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,9 +24,14 @@ from rlhfspec_mega.megatron.groups import make_groups, ranks_in
 from rlhfspec_mega.megatron.optimizer import build_optimizer, build_scheduler
 from rlhfspec_mega.megatron.residence import to_device, to_host
 from rlhfspec_mega.megatron.saving_groups import SavingGroups
-from rlhfspec_mega.megatron.step import accumulate_gradients, compute_logprobs, reduce_metrics
-from rlhfspec_mega.megatron.weights import load_parameters
-from rlhfspec_mega.models.hf_directory import HfWeights
+from rlhfspec_mega.megatron.step import (
+    accumulate_gradients,
+    compute_columns,
+    reduce_metrics,
+    token_logprobs,
+    token_values,
+)
+from rlhfspec_mega.megatron.weights import load_parameters, tensors_for
 from rlhfspec_mega.planning.placement import Residency
 from rlhfspec_mega.rl.microbatch import MicroBatch, TokenLoss
 
@@ -67,6 +71,11 @@ class MegatronModel:
         self.groups = make_groups(description.parallel, ranks, timedelta(seconds=call_timeout))
         self.position = ranks_in(self.groups)
         self.chunks = build_chunks(description, self.groups, device)
+        self._read = (
+            token_values
+            if self.shape.value_head
+            else functools.partial(token_logprobs, settings=description.logits, groups=self.groups)
+        )
         self._unread = description.checkpoint
         if description.learning is not None:
             self.optimizer = build_optimizer(
@@ -81,9 +90,12 @@ class MegatronModel:
 
     @on_megatron
     def load_weights(self, path: Path) -> None:
-        """Load a Hugging Face directory. Raises UserError if tensors are missing or the shape differs."""
+        """Load a Hugging Face directory; a value head that it does not have begins anew.
+
+        Raises UserError if tensors are missing or the shape differs.
+        """
         optimizer = self.optimizer if self.description.learning else None
-        load_parameters(self.chunks, self.shape, self.groups, HfWeights(path).lazy, optimizer)
+        load_parameters(self.chunks, self.shape, self.groups, tensors_for(self.shape, path), optimizer)
         self._rest()
 
     @on_megatron
@@ -93,8 +105,8 @@ class MegatronModel:
         self._rest()
 
     @on_megatron
-    def logprobs(self, batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, float] | None:
-        """Compute log-probs by compute_logprobs, which describes the result: (log-probs, sum of entropies).
+    def columns(self, batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, float] | None:
+        """Log-probs and the sum of entropies, or the values of a model with a value head (step.compute_columns).
 
         One rank of each data-parallel replica returns it, the others return None.
         """
@@ -103,7 +115,7 @@ class MegatronModel:
             self._unread = None
         if self.description.rests is Residency.HOST:
             self.onload()
-        found = compute_logprobs(self.chunks, self.groups, batches, self.description.logits)
+        found = compute_columns(self.chunks, self.groups, batches, self._read)
         self._rest()
         return found if self.position.tp == 0 else None
 
@@ -115,8 +127,7 @@ class MegatronModel:
 
         Returns `metrics` and "loss", averaged over all loss tokens; the same on every rank.
         """
-        logits = self.description.logits
-        sums = accumulate_gradients(self.chunks, self.groups, batches, logits, token_loss, metrics)
+        sums = accumulate_gradients(self.chunks, self.groups, batches, self._read, token_loss, metrics)
         return reduce_metrics(sums, metrics, self.groups)
 
     @on_megatron
@@ -154,7 +165,7 @@ class MegatronModel:
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must have in common with this model to be loaded: precision and shape."""
-        return {"dtype": self.description.dtype} | asdict(self.shape)
+        return {"dtype": self.description.dtype} | self.shape.identity()
 
     @on_megatron
     def stage(self, copy: bool) -> StagedState:

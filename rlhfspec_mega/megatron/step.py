@@ -1,4 +1,4 @@
-"""Passes over micro-batches through Megatron's pipeline schedule: log-probabilities, or gradients."""
+"""Passes over micro-batches through Megatron's pipeline schedule: log-probabilities, values, or gradients."""
 
 from __future__ import annotations
 
@@ -32,6 +32,16 @@ def token_logprobs(
         chunk=settings.chunk,
         group=groups.tp,
     )
+
+
+def token_values(output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor]:
+    """The value of the state before each of the micro-batch's targets, [rows, length] fp32."""
+    return (output[..., 0].float(),)
+
+
+# output of the last stage, micro-batch -> what the losses read of it, tensors [rows, length]: (log-probs, entropy) or
+# (values,)
+Readout = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, ...]]
 
 
 def _forward(batches: Iterator[MicroBatch], model: Any, finish: Callable[..., Any]) -> tuple[torch.Tensor, Any]:
@@ -74,35 +84,35 @@ def _run(
     )
 
 
-def compute_logprobs(
-    chunks: list[Any], groups: ProcessGroupCollection, batches: Sequence[MicroBatch], settings: LogitSettings
+def compute_columns(
+    chunks: list[Any], groups: ProcessGroupCollection, batches: Sequence[MicroBatch], read: Readout
 ) -> tuple[torch.Tensor, float] | None:
-    """Forward-only log-probs of every response token.
+    """Forward-only log-probs or values of every response token.
 
     Returns:
-        On the last pipeline stage (fp32 log-probs [response tokens] on the host, in the order of micro-batches, rows
-        and tokens; the sum of the tokens' entropy); None on the others.
+        On the last pipeline stage (fp32 log-probs or values [response tokens] on the host, in the order of
+        micro-batches, rows and tokens; the sum of the tokens' entropy, 0 of values); None on the others.
     """
 
-    def finish(batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        logprobs, entropy = token_logprobs(logits, batch, settings, groups)
-        mask = batch.mask.to(logits.device)
-        found = logprobs[mask], entropy[mask].sum(dtype=torch.float64)
-        return logits.new_zeros(()), torch.zeros((), dtype=torch.int, device=logits.device), found
+    def finish(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        mask = batch.mask.to(output.device)
+        column, *entropy = (found[mask] for found in read(output, batch))
+        total = sum((part.sum(dtype=torch.float64) for part in entropy), torch.zeros((), dtype=torch.float64))
+        return output.new_zeros(()), torch.zeros((), dtype=torch.int, device=output.device), (column, total)
 
     with torch.no_grad():
         stored = _run(chunks, groups, batches, finish, forward_only=True)
     if not is_pp_last_stage(groups.pp):
         return None
-    logprobs, entropy = zip(*stored, strict=True)
-    return torch.cat(logprobs).cpu(), float(torch.stack(entropy).sum())
+    columns, entropy = zip(*stored, strict=True)
+    return torch.cat(columns).cpu(), float(torch.stack(entropy).sum())
 
 
 def accumulate_gradients(
     chunks: list[Any],
     groups: ProcessGroupCollection,
     batches: Sequence[MicroBatch],
-    settings: LogitSettings,
+    read: Readout,
     token_loss: TokenLoss,
     names: Sequence[str],
 ) -> torch.Tensor:
@@ -123,10 +133,9 @@ def accumulate_gradients(
     device = next(chunks[0].parameters()).device
     sums = torch.zeros(2 + len(names), dtype=torch.float64, device=device)
 
-    def finish(batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        logprobs, entropy = token_logprobs(logits, batch, settings, groups)
+    def finish(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
         weights = batch.weights.to(device)
-        losses, metrics = token_loss(logprobs, entropy, batch)
+        losses, metrics = token_loss(*read(output, batch), batch)
         loss = (losses * weights).sum()
         count = (weights > 0).sum()
         counted = (weights > 0).to(losses.dtype)

@@ -53,25 +53,36 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             for part, part_targets in zip(flat.split(chunk), flat_targets.split(chunk), strict=True)
         ]
         logprobs, normalisers, entropy = (torch.cat(x) for x in zip(*outputs, strict=True))
-        ctx.save_for_backward(flat, flat_targets, normalisers)
+        ctx.save_for_backward(flat, flat_targets, normalisers, entropy)
         ctx.settings = (temperature, valid, chunk, offset, logits.shape)
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # a loss without the entropy gives it no gradient, and nothing is computed
         return logprobs.view(targets.shape), entropy.view(targets.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _entropy_grad: torch.Tensor) -> tuple[Any, ...]:
-        flat, targets, normalisers = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor | None, entropy_grad: torch.Tensor | None) -> tuple[Any, ...]:
+        flat, targets, normalisers, entropy = ctx.saved_tensors
         temperature, valid, chunk, offset, shape = ctx.settings
         grad_logits = torch.empty_like(flat)
-        pieces = (x.split(chunk) for x in (flat, targets, normalisers, grad.reshape(-1), grad_logits))
-        for part, part_targets, normaliser, part_grad, out in zip(*pieces, strict=True):
-            probabilities = (_fp32(part, temperature, valid) - normaliser[:, None]).exp()
+        grad = torch.zeros_like(normalisers) if grad is None else grad.reshape(-1)
+        pieces = (x.split(chunk) for x in (flat, targets, normalisers, grad, grad_logits))
+        of_entropy: list[Any] = [None] * len(flat.split(chunk))
+        if entropy_grad is not None:
+            of_entropy = list(zip(entropy.split(chunk), entropy_grad.reshape(-1).split(chunk), strict=True))
+        for part, part_targets, normaliser, part_grad, out, bonus in zip(*pieces, of_entropy, strict=True):
+            log_probabilities = _fp32(part, temperature, valid) - normaliser[:, None]
+            probabilities = log_probabilities.exp()
+            if bonus is not None:
+                # The derivative of the entropy H by a logit is -p (log p + H), and 0 where p is.
+                weighted = torch.where(probabilities > 0, log_probabilities + bonus[0][:, None], 0.0) * probabilities
+                added = weighted * (-bonus[1] / temperature)[:, None]
+            del log_probabilities  # a chunk's copies are what bounds memory here
             local = part_targets - offset
             mine = (local >= 0) & (local < part.shape[-1])
             probabilities.neg_()
             index = local.clamp(0, part.shape[-1] - 1)[:, None]
             probabilities.scatter_add_(-1, index, mine[:, None].to(probabilities.dtype))
-            out.copy_(probabilities * (part_grad / temperature)[:, None])
+            scale = (part_grad / temperature)[:, None]
+            out.copy_(probabilities * scale if bonus is None else probabilities * scale + added)
         return grad_logits.view(shape), None, None, None, None, None
 
 
@@ -96,6 +107,6 @@ def vocab_parallel_logprobs(
         group: the tensor-parallel process group.
 
     Returns:
-        (log-probs, entropy), both [...] fp32 and equal on all ranks of the group; the entropy carries no gradient.
+        (log-probs, entropy), both [...] fp32, differentiable, and equal on all ranks of the group.
     """
     return _VocabParallelLogProbs.apply(logits, targets, temperature, vocab_size, chunk, group)

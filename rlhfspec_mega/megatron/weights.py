@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from rlhfspec_mega.megatron.build import unwrap
+from rlhfspec_mega.megatron.value_head import initial_value_head
+from rlhfspec_mega.models.hf_directory import HfWeights
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.mapping.layouts import Partition, Sliceable
 from rlhfspec_mega.models.mapping.table import Rule
@@ -45,9 +48,16 @@ def mapped_parameters(chunks: Sequence[Any], shape: ModelShape) -> Iterator[Mapp
             if match:  # module names count from this stage's first layer; layer_number is global, from 1
                 layer = model.decoder.layers[int(match[1])].layer_number - 1
                 name = f"decoder.layers.{layer}.{name[match.end() :]}"
-            rule, layer_number = mapping.rule_for(name, shape.tie_embeddings)
+            rule, layer_number = mapping.rule_for(name, shape)
             is_copy = shape.tie_embeddings and name.startswith("output_layer.")
             yield MappedParameter(parameter, rule, layer_number, is_copy)
+
+
+def tensors_for(shape: ModelShape, path: Path) -> Callable[[str], Sliceable]:
+    """The tensors of a directory by name, and a new value head where the shape has one and the directory has none."""
+    weights, head = HfWeights(path), mapping_for(shape.architecture).value_head.hf_names(None)[0]
+    new_head = shape.value_head and head not in weights.names()
+    return lambda name: initial_value_head(shape.hidden_size) if new_head and name == head else weights.lazy(name)
 
 
 def load_parameters(

@@ -33,6 +33,7 @@ def read_shape(path: Path | str) -> ModelShape:
     if heads % kv_heads:
         raise UserError(f"{path / CONFIG} has {heads} attention heads, not a multiple of its {kv_heads} KV heads.")
     theta, scaling = read_rope(path, config)
+    value_head = _has_value_head(path, config)
     head_dim = positive(path, config, "head_dim", ARCHITECTURES[architecture].head_dim or hidden // heads)
     if head_dim % 2:
         raise UserError(f"{path / CONFIG} has heads of width {head_dim}: RoPE turns pairs, so it must be even.")
@@ -48,15 +49,31 @@ def read_shape(path: Path | str) -> ModelShape:
         max_positions=positive(path, config, "max_position_embeddings"),
         rope_theta=theta,
         norm_eps=above_zero(path, config, "rms_norm_eps", 1e-6),
-        tie_embeddings=_flag(path, config, "tie_word_embeddings"),
+        tie_embeddings=not value_head and _flag(path, config, "tie_word_embeddings"),
         rope_scaling=scaling,
+        value_head=value_head,
     )
+
+
+def _has_value_head(path: Path, config: dict[str, Any]) -> bool:
+    """Whether the directory holds a model with one number per token.
+
+    Raises UserError for a classifier of several classes.
+    """
+    classes = config.get("architectures") or []
+    if not isinstance(classes, list) or not any(str(one).endswith("ForSequenceClassification") for one in classes):
+        return False
+    names = config.get("id2label")
+    labels = config.get("num_labels", len(names) if isinstance(names, dict) else 2)
+    if labels != 1:
+        raise UserError(f"{path / CONFIG} describes a classifier of {labels} classes: a reward model has one.")
+    return True
 
 
 def config_of(shape: ModelShape, dtype: str, source_config: dict[str, Any]) -> dict[str, Any]:
     """config.json of a shape."""
     config = {
-        "architectures": [ARCHITECTURES[shape.architecture].hf_class],
+        "architectures": [shape.hf_class],
         "model_type": shape.architecture,
         "hidden_size": shape.hidden_size,
         "num_hidden_layers": shape.num_layers,
@@ -73,6 +90,7 @@ def config_of(shape: ModelShape, dtype: str, source_config: dict[str, Any]) -> d
         "attention_dropout": 0.0,
         "torch_dtype": dtype,
         "dtype": dtype,
+        **({"num_labels": 1} if shape.value_head else {}),
     }
     special = {key: source_config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {**config, **special}

@@ -28,8 +28,9 @@ def summarize(rows: Rows, wall_seconds: float) -> dict[str, Any]:
         steps; reward_first and reward_last, exact_first and exact_last (means over the first and last five steps);
         eval_exact_first and eval_exact_last (first and last evaluation); generation_tokens_per_second (all tokens over
         all seconds of phase generate); logprob_difference_mean and response_length_mean (means over steps);
-        phase_seconds (totals); wall_seconds; those of `tail_figures`; with drafts also those of `drafting_figures`
-        and the last calibration_error.
+        phase_seconds (totals); wall_seconds; those of `tail_figures`; with a critic explained_variance_last and
+        value_loss_last (means over the last five steps); with drafts those of `drafting_figures` and the last
+        calibration_error.
     """
     steps = [row for row in rows if row.get("rollout/reward_mean") is not None]
     phases: dict[str, float] = {}
@@ -54,11 +55,19 @@ def summarize(rows: Rows, wall_seconds: float) -> dict[str, Any]:
         "phase_seconds": phases,
         "wall_seconds": wall_seconds,
     }
+    critic = {
+        name: _mean(values[-ENDS:])
+        for name, metric in (
+            ("explained_variance_last", "critic/explained_variance"),
+            ("value_loss_last", "critic/loss"),
+        )
+        if (values := _values(steps, metric))
+    }
     drafting = drafting_figures(rows)
     if drafting:
         errors = _values(steps, "speculation/calibration_error")
         drafting["calibration_error"] = errors[-1] if errors else None
-    return figures | drafting | tail_figures(steps)
+    return figures | critic | drafting | tail_figures(steps)
 
 
 def write_summary(directory: Path, summary: Mapping[str, Any]) -> Path:
@@ -78,6 +87,9 @@ def summary_in_words(summary: Mapping[str, Any]) -> str:
     if summary["eval_exact_first"] is not None:
         first, last = summary["eval_exact_first"], summary["eval_exact_last"]
         sentences.append(f"Exact answers to held-out prompts {_course(first, last)}.")
+    if summary.get("explained_variance_last") is not None:
+        share = summary["explained_variance_last"]
+        sentences.append(f"The critic explained {share:.0%} of the variance of returns in the last steps.")
     if summary["generation_tokens_per_second"] is not None:
         sentences.append(f"Generation ran at {summary['generation_tokens_per_second']:,.0f} tokens per second.")
     if "tokens_per_step" in summary:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from rlhfspec_mega.models.shape import ModelShape, padded_vocab_size
 
 _FORWARD_COPIES, _BACKWARD_COPIES = 17, 12  # bytes per score of a chunk (4 1/4 and 3 fp32 copies), besides the logits
+_VALUE_HEAD = 8  # bytes per hidden number: the head's fp32 copy and its gradient
 _NORM_PASS = 24  # bytes per hidden number that a norm's backward pass has, what it saved included
 
 
@@ -66,7 +67,9 @@ def peak_bytes(shape: ModelShape, one: Pass) -> int:
     moments = [inside]
     rows = padded_vocab_size(shape.vocab_size, one.tensor_parallel) // one.tensor_parallel
     weight = rows * shape.hidden_size * size / tokens
-    if one.last:
+    if one.last and shape.value_head:
+        moments += [norm + _VALUE_HEAD * shape.hidden_size / split, _NORM_PASS * shape.hidden_size / split]
+    elif one.last:
         chunk = min(one.chunk, tokens) / tokens
         head = max(rows * size + _FORWARD_COPIES * rows * chunk, 2 * rows * size + _BACKWARD_COPIES * rows * chunk)
         waiting = weight if shape.tie_embeddings and one.first else 0  # until the embedding's own gradient is there

@@ -50,7 +50,8 @@ def chunks_of(shape: ModelShape, layout: ParallelLayout, stage: int) -> list[Chu
     """The model chunks of every rank of a pipeline stage; all its tensor-parallel ranks hold as many elements.
 
     Chunk i of stage s is the part i x PP + s of the model, of layers / (PP x chunks) layers each. The first part has
-    the embedding; the last one the final norm and the output layer, which is a copy of the embedding if they are tied.
+    the embedding; the last one the final norm and the output layer, which is a copy of the embedding if they are tied,
+    or the value head.
     """
     parts = layout.pipeline * layout.chunks
     rows = padded_vocab_size(shape.vocab_size, layout.tensor) // layout.tensor
@@ -63,7 +64,9 @@ def chunks_of(shape: ModelShape, layout: ParallelLayout, stage: int) -> list[Chu
             chunk.insert(0, Parameter(rows * shape.hidden_size, tied_apart))
         if part == parts - 1:
             chunk.append(Parameter(shape.hidden_size))
-            if tied_apart or not shape.tie_embeddings:
+            if shape.value_head:
+                chunk.append(Parameter(shape.hidden_size))
+            elif tied_apart or not shape.tie_embeddings:
                 chunk.append(Parameter(rows * shape.hidden_size, tied_apart))
         found.append(tuple(chunk))
     return found

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from rlhfspec_mega.errors import UserError
 
-ACTOR, ENGINE, REFERENCE = "actor", "engine", "reference"
+ACTOR, ENGINE, REFERENCE, CRITIC = "actor", "engine", "reference", "critic"
 GENERATION = "generation"  # the engines' devices, as a place for the reference
 Devices = list[tuple[int, ...]]  # devices of each rank; devices are numbered node by node
 
@@ -82,6 +82,7 @@ class PlacementRequest:
         reference: devices of the frozen reference, GENERATION or ACTOR; None: there is no reference.
         reference_devices: devices of one replica of the reference on generation devices: its tensor parallel size.
         training_devices: number of devices for the actor under `separate`; None: what the engines leave.
+        critic: whether a critic learns on the actor's ranks.
     """
 
     devices: int
@@ -93,6 +94,7 @@ class PlacementRequest:
     reference: str | None = None
     reference_devices: int = 1
     training_devices: int | None = None
+    critic: bool = False
 
 
 def colocated(request: PlacementRequest) -> Placement:
@@ -161,6 +163,8 @@ def _placement(request: PlacementRequest, actor_ranks: int, engines: int, first_
             copy_of=ACTOR,
         ),
     }
+    if request.critic:
+        places[CRITIC] = ModelPlacement(places[ACTOR].devices, within=ACTOR)
     if request.reference == ACTOR:
         places[REFERENCE] = ModelPlacement(places[ACTOR].devices, Residency.HOST, within=ACTOR)
     elif request.reference == GENERATION:

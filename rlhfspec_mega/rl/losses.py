@@ -1,4 +1,4 @@
-"""Per-token losses: clipped policy gradient, KL to the reference, truncated importance weights."""
+"""Per-token losses: clipped policy gradient, KL to the reference, truncated importance weights, entropy, values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TokenInputs:
         advantages: of the token's sample.
         engine_logprobs: the engine's, recorded while sampling; for tis_clip.
         reference_logprobs: of the frozen reference; for the KL in the loss.
-        entropy: of the policy's distribution; a metric only.
+        entropy: of the policy's distribution, with gradient where there is an entropy bonus.
     """
 
     logprobs: Tensor
@@ -39,7 +39,9 @@ def token_losses(inputs: TokenInputs, config: AlgorithmConfig) -> tuple[Tensor, 
     and entropy if their inputs are given.
     """
     log_ratio = inputs.logprobs - inputs.old_logprobs
-    loss, clipped = clipped_policy_loss(log_ratio, inputs.advantages, config.clip_ratio_low, config.clip_ratio_high)
+    loss, clipped = clipped_policy_loss(
+        log_ratio, inputs.advantages, config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio_c
+    )
     ratio = log_ratio.detach().exp()
     metrics = {"ratio": ratio, "clip_fraction": clipped, "approx_kl": ratio - 1 - log_ratio.detach()}
     if config.tis_clip is not None and inputs.engine_logprobs is not None:
@@ -53,19 +55,45 @@ def token_losses(inputs: TokenInputs, config: AlgorithmConfig) -> tuple[Tensor, 
             loss = loss + config.kl_coef * kl
     if inputs.entropy is not None:
         metrics["entropy"] = inputs.entropy.detach()
+        if config.entropy_coef:
+            loss = loss - config.entropy_coef * inputs.entropy
     return loss, metrics
 
 
 def clipped_policy_loss(
-    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """PPO's pessimistic clipped objective (arXiv 1707.06347), negated, with separate bounds (DAPO, arXiv 2503.14476).
 
-    Returns: the loss -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and 1.0 where the clip decided, else 0.0.
+    Args:
+        dual_clip: largest ratio that counts at a negative advantage (dual clip, arXiv 1912.09729); None: no such bound.
+
+    Returns: the loss -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and 1.0 where a clip decided, else 0.0.
     """
     ratio = log_ratio.exp()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss, decided = torch.maximum(plain, clipped), clipped > plain
+    if dual_clip is not None:
+        bound = torch.where(advantages < 0, -advantages * dual_clip, torch.inf)
+        loss, decided = torch.minimum(loss, bound), decided | (bound < loss)
+    return loss, decided.detach().to(plain.dtype)
+
+
+def clipped_value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """Half the squared error of a critic; with `clip` the larger of it and that of a value kept so near its old one.
+
+    As in PPO's reference implementation (github.com/openai/baselines, ppo2). All tensors have one shape.
+
+    Returns: the loss, and 1.0 where the clipped value decided, else 0.0.
+    """
+    plain = (values - returns).square() / 2
+    if clip is None:
+        return plain, torch.zeros_like(plain)
+    kept = old_values + (values - old_values).clamp(-clip, clip)
+    clipped = (kept - returns).square() / 2
     return torch.maximum(plain, clipped), (clipped > plain).detach().to(plain.dtype)
 
 

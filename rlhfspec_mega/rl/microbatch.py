@@ -120,5 +120,6 @@ def same_shape(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     ]
 
 
-# (log-probs, entropy, micro-batch) -> (loss per token, metrics per token); all [rows, length] tensors
-TokenLoss = Callable[[torch.Tensor, torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+# (log-probs, entropy, micro-batch), or (values, micro-batch) of a model with a value head
+#   -> (loss per token, metrics per token); all [rows, length] tensors
+TokenLoss = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]

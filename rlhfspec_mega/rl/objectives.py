@@ -1,11 +1,11 @@
-"""What an update minimises: the policy objective of RL, or supervised log-likelihood, per token of a micro-batch."""
+"""What an update minimises per token of a micro-batch: the policy's or the critic's objective, or log-likelihood."""
 
 from __future__ import annotations
 
 import torch
 
 from rlhfspec_mega.config.schema.training import AlgorithmConfig
-from rlhfspec_mega.rl.losses import TokenInputs, token_losses
+from rlhfspec_mega.rl.losses import TokenInputs, clipped_value_loss, token_losses
 from rlhfspec_mega.rl.microbatch import MicroBatch
 
 
@@ -36,6 +36,20 @@ def policy_objective(
         ),
         config,
     )
+
+
+def value_objective(
+    values: torch.Tensor, batch: MicroBatch, *, clip: float | None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Squared error to the returns, clipped as losses.clipped_value_loss says; all tensors [rows, length]."""
+    device = values.device
+    old, returns = (batch.columns[name].to(device) for name in ("values", "returns"))
+    inside = torch.where(batch.mask.to(device), values, 0.0)
+    losses, clipped = clipped_value_loss(inside, old, returns, clip)
+    return losses, {"clip_fraction": clipped, "value": inside}
+
+
+VALUE_METRICS = ("clip_fraction", "value")
 
 
 def policy_metrics(config: AlgorithmConfig) -> list[str]:

@@ -94,7 +94,7 @@ def engine_roofline(
             "kind": "roofline",
             "device": asdict(gpu),
             "reached": vars(REACHED),
-            "target": asdict(shape) | {"draft_share": draft_share},
+            "target": shape.identity() | {"draft_share": draft_share},
             "drafting": vars(DRAFTING),
             "engine": vars(ENGINE) | {"slots": slots, "gpus": gpus},
             "draft_tokens": list(draft_tokens),  # per sample, at each batch of the curve

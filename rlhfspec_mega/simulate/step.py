@@ -84,6 +84,7 @@ def forecast_step(config: RunConfig, sizes: Sizes, costs: StepCosts) -> StepFore
     elif home == ACTOR:
         seconds["reference"] = costs.reference * of_replica
     seconds["logprobs"] = costs.logprobs * of_replica
+    seconds["values"] = costs.values * of_replica
     seconds["update"] = costs.update * of_replica + costs.optimizer * sizes.updates_per_step
     if sizes.draft_memory.actor and config.speculation.refresh_every:
         seconds["draft"] = config.speculation.refresh_seconds / config.speculation.refresh_every

@@ -32,6 +32,7 @@ from rlhfspec_mega.observe.timeline import (
     lane_of,
     reference_lane,
 )
+from rlhfspec_mega.planning.placement import ACTOR, CRITIC
 from rlhfspec_mega.simulate.calibrate import Measurements, calibrate, decode_samples
 from rlhfspec_mega.simulate.step import scoring_rest, simulated_rollouts
 from rlhfspec_mega.simulate.step_costs import SHARED, MeasuredLengths, StepCosts, setting
@@ -77,8 +78,7 @@ def measured_costs(run: Path) -> StepCosts:
     ]
     scores = [span for spans in _of_process(lanes, reference_lane(0)) for span in spans]
     of_actor = _of_process(lanes, actor_lane(0))[:1]
-    taken = [span.seconds for spans in of_actor for span in spans if span.name == "actor optimizer step"]
-    optimizer = statistics.median(taken or [0.0])
+    optimizer = sum(_median_seconds(of_actor, f"{model} optimizer step") for model in (ACTOR, CRITIC))
 
     def per_token(phase: str, less: float = 0.0) -> float:
         """Median over the steps, for each token of a replica."""
@@ -97,6 +97,7 @@ def measured_costs(run: Path) -> StepCosts:
         reward=statistics.median(step.seconds.get("score", 0.0) for step in steps.values()) / sizes.samples_per_step,
         reference=0.0 if scores else per_token("reference"),
         logprobs=per_token("logprobs"),
+        values=per_token("values"),
         update=per_token("update", less=optimizer * sizes.updates_per_step),
         optimizer=optimizer,
         reshard=statistics.median(step.seconds.get("reshard", 0.0) for step in steps.values()),
@@ -174,6 +175,11 @@ def _lengths(steps: Iterable[_Step], limit: int) -> MeasuredLengths:
             groups[number, prompt].append(response_tokens)
             prompts[number, prompt] = prompt_tokens
     return MeasuredLengths([prompts[group] for group in groups], list(groups.values()), limit)
+
+
+def _median_seconds(lanes: Sequence[Sequence[Span]], name: str) -> float:
+    """Of the spans of this name; 0 without any."""
+    return statistics.median([span.seconds for spans in lanes for span in spans if span.name == name] or [0.0])
 
 
 def _outside_engines(windows: Sequence[tuple[float, float]], engines: Sequence[Sequence[Span]]) -> float:

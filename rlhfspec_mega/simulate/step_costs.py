@@ -43,6 +43,10 @@ SHARED = (
     "placement.reference",
     "placement.reference_tensor_parallel",
     "algorithm.kl_coef>0",
+    "algorithm.adv_estimator",
+    "critic.path",
+    "critic.tensor_parallel",
+    "critic.pipeline_parallel",
     "actor.dtype",
     "actor.tensor_parallel",
     "actor.pipeline_parallel",
@@ -143,8 +147,9 @@ class StepCosts:
         reward: of the reward function, for each sample.
         reference: of the reference on the actor's ranks, for each token of a data-parallel replica.
         logprobs: of the actor's log-probabilities, for each token of a data-parallel replica.
-        update: of forward and backward pass, for each token of a data-parallel replica.
-        optimizer: of an optimizer step with the exchange of gradients.
+        values: of the critic's values, for each token of a data-parallel replica of the actor; 0 without a critic.
+        update: of forward and backward pass of the models that learn, for each token of a data-parallel replica.
+        optimizer: of an optimizer step of each of them, with the exchange of gradients.
         reshard: of a weight update of all engines.
         bounds: by phase, what its time is bound by, e.g. "memory bandwidth"; empty if that was not found out.
         source: where the costs come from: `kind` ("measured" or "roofline") and what they were made from.
@@ -159,6 +164,7 @@ class StepCosts:
     reward: float
     reference: float
     logprobs: float
+    values: float
     update: float
     optimizer: float
     reshard: float
@@ -263,7 +269,7 @@ def _check_lengths(lengths: MeasuredLengths) -> None:
 
 _SECONDS = (
     *("rollout_start", "stretch", "scoring_stretch", "reward", "reference"),
-    *("logprobs", "update", "optimizer", "reshard"),
+    *("logprobs", "values", "update", "optimizer", "reshard"),
 )
 
 

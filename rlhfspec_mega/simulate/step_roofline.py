@@ -48,12 +48,14 @@ def roofline_costs(config: RunConfig, shape: ModelShape, sizes: Sizes) -> StepCo
     bubble = _bubble(config, sizes)
     passes = 4 if actor.recompute else 3  # a backward pass costs two forward passes
     exchange, step = _exchange_seconds(config, sizes), _step_seconds(gpu, sizes)
+    values = _value_seconds(gpu, sizes)
     reshard, by = _reshard_seconds(config, shape)
     reading = engine.plain.seconds[0] > 0.5 * engine.plain.seconds[-1]
     bounds = {
         "generate": "memory bandwidth" if reading else "compute",
         "reference": "compute",
         "logprobs": "compute",
+        "values": "compute",
         "update": "compute" if bubble < 1.5 else "pipeline bubbles",
         "reshard": by,
     }
@@ -66,8 +68,9 @@ def roofline_costs(config: RunConfig, shape: ModelShape, sizes: Sizes) -> StepCo
         reward=0.0,
         reference=forward * bubble,
         logprobs=forward * bubble,
-        update=passes * forward * bubble,
-        optimizer=exchange + step,
+        values=values,
+        update=passes * (forward * bubble + values),
+        optimizer=(exchange + step) * (1 if sizes.critic is None else 2),
         reshard=reshard,
         bounds=bounds,
         source={"kind": "roofline", "device": asdict(gpu), "reached": vars(REACHED), "assumed": vars(ASSUMED)},
@@ -91,6 +94,14 @@ def _pass_seconds(gpu: GpuConfig, shape: ModelShape, tensor: int, pipeline: int)
     # Per token of long messages: only their bandwidth counts, and stages communicate at the same time.
     moved = all_reduce_seconds(gpu, tensor, 2.0 * shape.hidden_size) - (REACHED.all_reduce_start if tensor > 1 else 0)
     return compute + 2 * shape.num_layers * moved / pipeline
+
+
+def _value_seconds(gpu: GpuConfig, sizes: Sizes) -> float:
+    """Seconds of the critic's forward pass per token of a replica of the actor; 0 without a critic."""
+    if sizes.critic is None:
+        return 0.0
+    layout = sizes.critic.layout
+    return _pass_seconds(gpu, sizes.critic.shape, layout.tensor, layout.pipeline) * sizes.data_parallel / layout.data
 
 
 def _bubble(config: RunConfig, sizes: Sizes) -> float:

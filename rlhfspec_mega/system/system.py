@@ -10,7 +10,7 @@ from typing import Any
 from rlhfspec_mega.cluster.launchers import make_cluster, transport
 from rlhfspec_mega.config.reach import weight_transport
 from rlhfspec_mega.config.sizes import training_devices
-from rlhfspec_mega.planning.placement import ACTOR, ENGINE, REFERENCE
+from rlhfspec_mega.planning.placement import ACTOR, CRITIC, ENGINE, REFERENCE
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.session import Session
 from rlhfspec_mega.system.draft_refresh import DraftRefresh
@@ -109,6 +109,16 @@ class System:
         return self.training.actor
 
     @property
+    def critic(self) -> ModelGroup | None:
+        """The value model; None without one."""
+        return self.training.models.get(CRITIC)
+
+    @property
+    def learners(self) -> dict[str, ModelGroup]:
+        """The models that learn, by name."""
+        return {name: one for name, one in self.training.models.items() if one.description.learning is not None}
+
+    @property
     def reference(self) -> ModelGroup | None:
         """The frozen reference on the actor's ranks; None if there is none or it lies on generation devices."""
         return self.training.models.get(REFERENCE)
@@ -154,6 +164,10 @@ class System:
         if self.draft.freed:
             self.draft.freed.settle(self._cluster.wait)
         self.reshard(self.policy_version)
+
+    def load_start_weights(self) -> None:
+        """See Training.load_start_weights."""
+        self.training.load_start_weights()
 
     def may_restart_actor(self) -> bool:
         """Count a restart of the actor; False if there were too many since the last finished step."""

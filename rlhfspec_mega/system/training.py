@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from rlhfspec_mega.cluster.interface import Cluster, WorkerSpec
 from rlhfspec_mega.cluster.meeting_point import MeetingPoint
@@ -12,7 +13,7 @@ from rlhfspec_mega.draft.refresh import DraftLearning
 from rlhfspec_mega.megatron.description import Learning, ModelDescription, ParallelSizes, describe
 from rlhfspec_mega.megatron.rendezvous import Rendezvous
 from rlhfspec_mega.models.mapping import mapping_for
-from rlhfspec_mega.planning.placement import ACTOR, ENGINE, REFERENCE
+from rlhfspec_mega.planning.placement import ACTOR, CRITIC, ENGINE, REFERENCE
 from rlhfspec_mega.resharding.controller import Resharder
 from rlhfspec_mega.resharding.transport import OpenHost
 from rlhfspec_mega.system.setup import MEGATRON_WORKER, Setup
@@ -63,13 +64,20 @@ class Training:
         """The policy model."""
         return self.models[ACTOR]
 
+    def load_start_weights(self) -> None:
+        """Load the weights that the models which learn begin with."""
+        assert self.setup.model is not None
+        self.actor.load_weights(self.setup.model)
+        if CRITIC in self.models:
+            self.models[CRITIC].load_weights(Path(self.setup.config.critic.path or self.setup.model))
+
     def close(self) -> None:
         """Close connections; worker processes end with the cluster."""
         self.resharder.close()
         self._meeting_point.close()
 
     def _descriptions(self) -> list[ModelDescription]:
-        """Descriptions of the actor and, if it lies on the actor's ranks, the reference."""
+        """Descriptions of the actor and, on its ranks, of the critic and the reference, if they are there."""
         setup, config = self.setup, self.setup.config
         made = partial(
             describe,
@@ -79,6 +87,19 @@ class Training:
             temperature=config.rollout.temperature,
         )
         found = [made(ACTOR, learning=Learning(config.actor.optimizer, setup.total_updates))]
+        critic = setup.sizes.critic
+        if critic is not None:
+            layout = critic.layout
+            found.append(
+                describe(
+                    CRITIC,
+                    critic.shape,
+                    config.actor,
+                    ParallelSizes(layout.tensor, layout.pipeline, layout.data, sequence=critic.sequence_parallel),
+                    temperature=1.0,  # values do not depend on how tokens are sampled
+                    learning=Learning(config.critic.optimizer, setup.total_updates),
+                )
+            )
         place = setup.placement.places.get(REFERENCE)
         if place is not None and place.within == ACTOR:
             found.append(made(REFERENCE, checkpoint=setup.reference, rests=place.rests))

@@ -60,7 +60,7 @@ class MegatronWorker:
         self._draft: ActorDraft | None = None
         self._spans = SpanRecorder()
         self._saver = ThreadPoolExecutor(1, "checkpoint")
-        self._saving: Future[SavedPart] | None = None
+        self._saving: dict[str, Future[SavedPart]] = {}
         gc.freeze()  # Megatron collects garbage in every save, which then looks at the objects made since
 
     # Models
@@ -73,23 +73,25 @@ class MegatronWorker:
         """See MegatronModel.load_weights."""
         self._models[model].load_weights(path)
 
-    def logprobs(self, model: str, shard: Shard, refresh_follows: bool = False) -> tuple[NDArray, float] | None:
-        """Log-probs of the shard's response tokens and the sum of their entropies; see MegatronModel.logprobs.
+    def columns(self, model: str, shard: Shard, refresh_follows: bool = False) -> tuple[NDArray, float] | None:
+        """Log-probs or values of the shard's response tokens, and the sum of entropies; see MegatronModel.columns.
 
         A draft learns from the pass if the model is its own (see ActorDraft.learning_from).
         """
         batches = shard.batches()
-        with self._spans.measure(f"{model} log-probs", micro_batches=len(batches)):
-            if self._draft is None or self._draft.model is not self._models[model]:
-                found = self._models[model].logprobs(batches)
+        one = self._models[model]
+        what = "values" if one.shape.value_head else "log-probs"
+        with self._spans.measure(f"{model} {what}", micro_batches=len(batches)):
+            if self._draft is None or self._draft.model is not one:
+                found = one.columns(batches)
             else:
                 with self._draft.learning_from(batches, refresh_follows):
-                    found = self._models[model].logprobs(batches)
+                    found = one.columns(batches)
         return (found[0].numpy(), found[1]) if found else None
 
     def score(self, model: str, shard: Shard) -> tuple[NDArray, Span] | None:
-        """A frozen model's log-probs of the shard's response tokens, and the seconds that this took."""
-        found = self.logprobs(model, shard)
+        """A frozen model's log-probs or values of the shard's response tokens, and the seconds that this took."""
+        found = self.columns(model, shard)
         spans = self.take_spans()
         return (found[0], spans[-1]) if found else None
 
@@ -139,13 +141,14 @@ class MegatronWorker:
             beside = draft.write(of_draft, directory)
             return beside if beside.failure is not None else SavedPart(part.files | beside.files, None)
 
-        self._saving = self._saver.submit(write)
+        self._saving[model] = self._saver.submit(write)
         if not background:
-            self._saving.exception()  # waits for the end
+            self._saving[model].exception()  # waits for the end
 
     def saved(self, model: str) -> SavedPart | None:
-        """This rank's part of the save that was started last; None while it is being written."""
-        return self._saving.result() if self._saving is not None and self._saving.done() else None
+        """This rank's part of the model's save that was started last; None while it is being written."""
+        saving = self._saving.get(model)
+        return saving.result() if saving is not None and saving.done() else None
 
     def load(self, model: str, directory: Path) -> bool:
         """See MegatronModel.load; the draft of this model is loaded with it."""

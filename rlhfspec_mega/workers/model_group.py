@@ -44,8 +44,17 @@ class ModelGroup:
         Args:
             refresh_follows: whether the draft, if there is one, is refreshed before the next call.
         """
+        column, entropy = self._column(samples, phase, refresh_follows)
+        return column, entropy / max(len(column), 1)
+
+    def values(self, samples: Experience, phase: str) -> Floats:
+        """The value of the state before every response token, as a flat column; only of a model with a value head."""
+        return self._column(samples, phase)[0]
+
+    def _column(self, samples: Experience, phase: str, refresh_follows: bool = False) -> tuple[Floats, float]:
+        """A number for every response token, and the sum of entropies."""
         name, shards = self.description.name, self._shards(samples)
-        answers = self._scatter("logprobs", shards, refresh_follows, phase=phase)
+        answers = self._scatter("columns", shards, refresh_follows, phase=phase)
         column, scored, entropy = np.full(samples.response_offsets[-1], np.nan, np.float32), 0, 0.0
         for position, answer in zip(self.positions, answers, strict=True):
             if answer is not None:
@@ -54,7 +63,7 @@ class ModelGroup:
                 scored, entropy = scored + len(shard.indices), entropy + answer[1]
         if scored != len(samples):
             raise RunError(f"In phase '{phase}', the {name} scored {scored} of {len(samples)} samples.")
-        return column, entropy / max(len(column), 1)
+        return column, entropy
 
     def accumulate(self, samples: Experience, loss: TokenLoss, metrics: Sequence[str]) -> dict[str, float]:
         """Accumulate the gradients of a mini-batch; see MegatronModel.accumulate for the metrics returned."""

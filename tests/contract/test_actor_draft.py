@@ -44,7 +44,7 @@ class DraftProbe(Probe):
     def learn(self, batches: list[MicroBatch], follows: list[bool], steps: int) -> RefreshReport | None:
         for refresh_follows in follows:
             with self.draft.learning_from(batches, refresh_follows):
-                self.actor.logprobs(batches)
+                self.actor.columns(batches)
         return self.draft.refresh(steps, None)
 
     def weights_of_draft(self) -> Held:

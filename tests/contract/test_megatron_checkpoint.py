@@ -73,7 +73,7 @@ class Ranks:
 
     def load(self, run_dir: Path) -> dict[str, Any] | None:
         self.warnings = []
-        return checkpoints.load_latest(run_dir, self.actor, self.warnings.append)
+        return checkpoints.load_latest(run_dir, {"actor": self.actor}, self.warnings.append)
 
 
 def start(directory: Path, config: ActorConfig) -> Ranks:
@@ -109,7 +109,7 @@ class History:
 def history(tp2: Ranks, tmp_path_factory: pytest.TempPathFactory) -> History:
     made = History(tmp_path_factory.mktemp("history"), {}, {})
     for step in (2, 4):
-        checkpoints.save(made.run_dir, step, tp2.actor, {"cursor": 10 * step}, keep=2)
+        checkpoints.save(made.run_dir, step, {"actor": tp2.actor}, {"cursor": 10 * step}, keep=2)
         made.drawn[step] = tp2.draw()
         made.losses[step] = tp2.train()
     return made
@@ -141,13 +141,13 @@ def test_a_save_in_the_background_is_of_the_moment_it_began(tp2: Ranks, history:
     assert tp2.load(run_dir) == {"step": 4, "cursor": 40}
     saver = checkpoints.Saver(run_dir, keep=2, background=True)
     state = {"cursor": 50}
-    saver.start(5, tp2.actor, state)
+    saver.start(5, {"actor": tp2.actor}, state)
     state["cursor"] = 0
     drawn, loss = tp2.draw(), tp2.train()
     assert (drawn, loss) == (history.drawn[4], history.losses[4])
     tp2.train()
-    saver.wait(tp2.actor, deadline=60)
-    assert names(run_dir) == {"latest", "step_4", "step_5"} and saver.poll(tp2.actor)
+    saver.wait({"actor": tp2.actor}, deadline=60)
+    assert names(run_dir) == {"latest", "step_4", "step_5"} and saver.poll({"actor": tp2.actor})
     assert tp2.load(run_dir) == {"step": 5, "cursor": 50} and tp2.warnings == []
     assert tp2.draw() == drawn and tp2.train() == loss
 
@@ -156,15 +156,15 @@ def test_a_save_in_the_background_that_fails(tp2: Ranks, history: History, run_d
     assert tp2.load(run_dir) == {"step": 4, "cursor": 40}
     tp2.group.call("limit_files", 20_000, phase="test", ranks=[1])
     saver = checkpoints.Saver(run_dir, keep=2, background=True)
-    saver.start(6, tp2.actor, {})
+    saver.start(6, {"actor": tp2.actor}, {})
     tp2.draw()
     assert tp2.train() == history.losses[4]
     with pytest.raises(CheckpointError, match=r"step_6 was not saved.*actor rank 1: OSError.*File too large"):
-        saver.wait(tp2.actor, deadline=60)
+        saver.wait({"actor": tp2.actor}, deadline=60)
     assert names(run_dir) == {"latest", "step_2", "step_4"} and latest(run_dir) == "step_4"
     tp2.group.call("limit_files", None, phase="test", ranks=[1])
-    saver.start(6, tp2.actor, {})
-    saver.wait(tp2.actor, deadline=60)
+    saver.start(6, {"actor": tp2.actor}, {})
+    saver.wait({"actor": tp2.actor}, deadline=60)
     assert names(run_dir) == {"latest", "step_4", "step_6"}
 
 
@@ -264,9 +264,9 @@ def test_where_all_are_bad_the_run_ends_with_a_sentence(tp2: Ranks, run_dir: Pat
 def test_a_bad_checkpoint_does_not_push_out_a_good_one(tp2: Ranks, run_dir: Path) -> None:
     step_4(run_dir, "manifest.json").unlink()
     tp2.load(run_dir)
-    checkpoints.save(run_dir, 5, tp2.actor, {}, keep=2)
+    checkpoints.save(run_dir, 5, {"actor": tp2.actor}, {}, keep=2)
     assert names(run_dir) == {"latest", "step_2", "step_4.bad", "step_5"}
-    checkpoints.save(run_dir, 6, tp2.actor, {}, keep=2)
+    checkpoints.save(run_dir, 6, {"actor": tp2.actor}, {}, keep=2)
     assert names(run_dir) == {"latest", "step_5", "step_6", "step_4.bad"} and latest(run_dir) == "step_6"
 
 
@@ -295,7 +295,7 @@ def test_other_parallel_sizes_start_the_generators_afresh(
         assert len(pp2.warnings) == 1 and "random generators start afresh" in pp2.warnings[0]
         assert pp2.draw() == [first_numbers(SEED), first_numbers(SEED + 100)]
         assert pp2.train() == pytest.approx(history.losses[4], abs=1e-5)
-        checkpoints.save(run_dir, 5, pp2.actor, {}, keep=2)
+        checkpoints.save(run_dir, 5, {"actor": pp2.actor}, {}, keep=2)
     finally:
         pp2.cluster.close()
     assert tp2.load(run_dir) == {"step": 5} and "random generators" in tp2.warnings[0]
@@ -314,11 +314,11 @@ def test_a_rank_that_cannot_write_a_file_stops_no_other(blocked: str, tp2: Ranks
 def test_a_disk_that_fails_one_rank(tp2: Ranks, history: History, run_dir: Path) -> None:
     tp2.group.call("limit_files", 20_000, phase="test", ranks=[1])
     with pytest.raises(CheckpointError, match=r"step_6 was not saved.*actor rank 1: OSError.*File too large"):
-        checkpoints.save(run_dir, 6, tp2.actor, {}, keep=2)
+        checkpoints.save(run_dir, 6, {"actor": tp2.actor}, {}, keep=2)
     assert names(run_dir) == {"latest", "step_2", "step_4"} and latest(run_dir) == "step_4"
     tp2.group.call("limit_files", None, phase="test", ranks=[1])
     assert tp2.load(run_dir) == {"step": 4, "cursor": 40} and tp2.train() == history.losses[4]
-    checkpoints.save(run_dir, 6, tp2.actor, {}, keep=2)
+    checkpoints.save(run_dir, 6, {"actor": tp2.actor}, {}, keep=2)
     assert names(run_dir) == {"latest", "step_4", "step_6"}
 
 
@@ -347,7 +347,7 @@ def test_a_disk_that_fills_up_during_the_first_save(tp2: Ranks, small_disk: Call
     disk = small_disk(SHAPE.parameters * 16 + 8192)
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"step_2 was not saved.*No space left on device"):
-            checkpoints.save(disk, 2, tp2.actor, {}, keep=2)
+            checkpoints.save(disk, 2, {"actor": tp2.actor}, {}, keep=2)
         assert names(disk) == set()
     assert tp2.load(disk) is None and "begins at step 0" in tp2.warnings[0]
 
@@ -359,7 +359,7 @@ def test_a_full_disk_is_foreseen(
     shutil.copytree(step_4(run_dir), disk / "checkpoints" / "step_4")
     (disk / "checkpoints" / "latest").write_text("step_4\n")
     with pytest.raises(CheckpointError, match=r"step_6 was not saved.*needs about .* MiB and .* MiB are free"):
-        checkpoints.save(disk, 6, tp2.actor, {}, keep=2)
+        checkpoints.save(disk, 6, {"actor": tp2.actor}, {}, keep=2)
     assert names(disk) == {"latest", "step_4"}
     assert tp2.load(disk) == {"step": 4, "cursor": 40} and tp2.train() == history.losses[4]
 

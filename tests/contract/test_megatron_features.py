@@ -43,8 +43,8 @@ class FeatureProbe(Probe):
     def record(self, shards: list[list[MicroBatch]], most_tokens: int) -> list[Example]:
         batches = shards[self.actor.position.dp % len(shards)]
         with recorded_features(self.actor.chunks, self.actor.groups, batches, TAPS, most_tokens) as examples:
-            self.actor.logprobs(batches)
-        self.actor.logprobs(batches)  # nothing is recorded any more
+            self.actor.columns(batches)
+        self.actor.columns(batches)  # nothing is recorded any more
         return examples
 
     @on_megatron

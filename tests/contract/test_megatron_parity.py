@@ -124,7 +124,7 @@ def test_logprobs_and_gradients(layout: str, architecture: str, models: dict, pr
     want_logprobs, want_gradients = reference(models[architecture], sequences)
 
     group.call("build", config, models[architecture], TEMPERATURE, phase="build")
-    answers = group.call("call", "logprobs", batches, phase="logprobs")
+    answers = group.call("call", "columns", batches, phase="logprobs")
     found = [answer for answer in answers if answer is not None]
     assert len(found) == 1, "exactly one rank of a data-parallel replica reports"
     assert torch.allclose(found[0][0], torch.cat(want_logprobs), atol=1e-4, rtol=1e-4)

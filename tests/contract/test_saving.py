@@ -159,11 +159,11 @@ def dp2(started: Ranks) -> Ranks:
 
 def check_next_save(dp2: Ranks, saver: checkpoints.Saver, run_dir: Path) -> None:
     """It is written, and what comes back is the state of that moment."""
-    saver.start(2, dp2.actor, {})
+    saver.start(2, {"actor": dp2.actor}, {})
     loss = dp2.train()
-    saver.wait(dp2.actor, deadline=60)
+    saver.wait({"actor": dp2.actor}, deadline=60)
     assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {"latest", "step_2"}
-    assert checkpoints.load_latest(run_dir, dp2.actor, pytest.fail) == {"step": 2}
+    assert checkpoints.load_latest(run_dir, {"actor": dp2.actor}, pytest.fail) == {"step": 2}
     assert dp2.train() == loss
 
 
@@ -186,8 +186,8 @@ def test_a_save_is_dropped_whatever_fails_on_one_rank(
     dp2.call("before", function, None, ranks=[rank])
     saver = checkpoints.Saver(tmp_path, keep=2, background=True)
     with pytest.raises(CheckpointError, match=rf"step_1 was not saved.*{reason}"):
-        saver.start(1, dp2.actor, {})
-        saver.wait(dp2.actor, deadline=60)
+        saver.start(1, {"actor": dp2.actor}, {})
+        saver.wait({"actor": dp2.actor}, deadline=60)
     assert list((tmp_path / "checkpoints").iterdir()) == []
     check_next_save(dp2, saver, tmp_path)
 
@@ -203,10 +203,10 @@ def test_shards_are_checked_until_a_save_has_succeeded(dp2: Ranks, tmp_path: Pat
     dp2.call("count", f"{MEGATRON}.checkpoint_writer.validate_sharding_integrity")
     dp2.call("before", f"{MEGATRON}.checkpoint_staging._states", None, ranks=[1])
     with pytest.raises(CheckpointError):
-        checkpoints.save(tmp_path, 1, dp2.actor, {}, keep=1)
+        checkpoints.save(tmp_path, 1, {"actor": dp2.actor}, {}, keep=1)
     assert dp2.call("counted") == [0, 0]
     for step in (2, 3):
-        checkpoints.save(tmp_path, step, dp2.actor, {}, keep=1)
+        checkpoints.save(tmp_path, step, {"actor": dp2.actor}, {}, keep=1)
         assert dp2.call("counted") == [1, 1]
 
 

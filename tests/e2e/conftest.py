@@ -87,15 +87,20 @@ def marked(mark: str) -> list[int]:
     return found
 
 
+def left_behind(mark: str) -> list[int]:
+    """Marked processes that stay: on a loaded machine, the kernel takes a moment to end what ends with its parent."""
+    end = time.monotonic() + 3.0
+    while (left := marked(mark)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return left
+
+
 def train(*options: str, seconds: float = 200) -> subprocess.CompletedProcess[str]:
     """A whole run; nothing of it may be left when it ends."""
     mark = uuid4().hex
     process = start(*options, mark=mark)
     output, errors = process.communicate(timeout=seconds)
-    end = time.monotonic() + 3.0  # on a loaded machine, the kernel takes a moment to end what ends with its parent
-    while (left := marked(mark)) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert left == []
+    assert left_behind(mark) == []
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 

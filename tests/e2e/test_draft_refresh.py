@@ -17,7 +17,7 @@ from rlhfspec_mega.draft.shape import draft_shape
 from rlhfspec_mega.models.hf_config import read_shape
 from rlhfspec_mega.models.hf_directory import HfWeights
 from tests.e2e.chaos import differences, process_of, timeless
-from tests.e2e.conftest import SHAPE, marked, small_run, start, train
+from tests.e2e.conftest import SHAPE, left_behind, small_run, start, train
 
 STEPS = 4
 
@@ -132,7 +132,7 @@ def test_a_stopped_and_disturbed_run_has_the_same_draft_bit_for_bit(
     owner.kill()
     output, errors = run.communicate(timeout=120)
     assert run.returncode == 0, errors
-    assert "started anew from the last checkpoint" in output + errors and marked(mark) == []
+    assert "started anew from the last checkpoint" in output + errors and left_behind(mark) == []
     assert [wrong for wrong in differences(whole, cut) if wrong != "metrics"] == []
     assert timeless(whole) == timeless(cut)
     last, wanted = saved_draft(cut, STEPS), saved_draft(whole, STEPS)

@@ -17,7 +17,7 @@ from rlhfspec_mega.observe.timeline import Timeline
 from rlhfspec_mega.rl.experience import Experience
 from rlhfspec_mega.system.setup import Setup
 from rlhfspec_mega.system.system import System
-from rlhfspec_mega.trainer import shuffle_generator
+from rlhfspec_mega.trainer import step_generator
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, Prompt, Sample, SampleState, Span
 from tests.e2e.conftest import SHAPE, make_model, small_run
 
@@ -91,8 +91,9 @@ def test_engines_decode_inside_an_update_and_every_sample_is_accounted_for(tmp_p
             session.start(requests[MEMBERS:])
             for _ in range(3):
                 algorithm.add_old_logprobs(experience, system.actor)
-                algorithm.add_advantages(experience, shuffle_generator(config, 0))
-                algorithm.update(experience, system.actor)
+                generator = step_generator(config, 0)
+                algorithm.add_advantages(experience, generator)
+                algorithm.update(experience, system.learners, 0, generator)
         inside = recorder.spans[before:]
         spans = [span for per_rank in system.actor.take_spans() for span in per_rank if "gradients" in span.name]
         begun, ended = spans[0].start, spans[-1].start + spans[-1].seconds

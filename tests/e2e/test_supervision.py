@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.e2e.chaos import differences, process_of, steps_done
-from tests.e2e.conftest import marked, small_run, start, train
+from tests.e2e.conftest import left_behind, marked, small_run, start, train
 from tools.status import status
 
 STEPS = 6
@@ -40,7 +40,7 @@ class Disturbed:
         """Standard output and error; nothing of the run may be left."""
         output, errors = self.process.communicate(timeout=seconds)
         assert "Traceback" not in errors, errors
-        assert marked(self.mark) == []
+        assert left_behind(self.mark) == []
         return output + errors
 
 

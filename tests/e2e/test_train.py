@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file
 
 from rlhfspec_mega.observe.metrics import known
-from tests.e2e.conftest import marked, small_run, start, train
+from tests.e2e.conftest import left_behind, marked, small_run, start, train
 from tools.status import status
 
 
@@ -88,7 +88,7 @@ def test_two_runs_at_once(model: Path, tmp_path: Path) -> None:
     for process in runs:
         _, errors = process.communicate(timeout=250)
         assert process.returncode == 0, errors
-    assert marked(f"{tmp_path}") == []
+    assert left_behind(f"{tmp_path}") == []
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_an_export_that_fails_does_not_end_the_run(model: Path, tmp_path: Path) 
     output, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     assert "step_1 was not written" in output + errors and "3 steps in" in output
-    assert marked(f"{tmp_path}") == []
+    assert left_behind(f"{tmp_path}") == []
 
 
 def test_a_killed_driver_takes_its_workers_with_it(long_run: subprocess.Popen[str], tmp_path: Path) -> None:
@@ -128,4 +128,4 @@ def test_a_killed_driver_takes_its_workers_with_it(long_run: subprocess.Popen[st
         if not marked(f"{tmp_path}"):
             break
         time.sleep(0.2)
-    assert marked(f"{tmp_path}") == []
+    assert left_behind(f"{tmp_path}") == []

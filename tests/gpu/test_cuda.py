@@ -52,7 +52,7 @@ def test_megatron_on_nccl_agrees_with_transformers(architecture: str, models: di
     sequences = make_sequences()
     want_logprobs, want_gradients = reference(models[architecture], sequences)
     probe.call("build", CONFIG, models[architecture], TEMPERATURE, phase="build")
-    found = probe.call("call", "logprobs", make_batches(sequences), False, phase="logprobs")[0]
+    found = probe.call("call", "columns", make_batches(sequences), phase="logprobs")[0]
     for index, want in enumerate(want_logprobs):
         assert torch.allclose(torch.tensor(found[index][0]), want, atol=1e-3, rtol=1e-3)
     gradients = probe.call("gradients", make_batches(sequences), phase="gradients")[0]

@@ -141,7 +141,7 @@ def test_an_advantage_and_a_loss_of_ones_own():
     spread = [0.0, 0.0, 0.5, 0.5, 1.0, 1.0, 1.5, 1.5]
     assert experience.columns["advantages"].tolist() == spread
     actor = Recorder()
-    metrics = algorithm.update(experience, actor)
+    metrics = algorithm.update(experience, {"actor": actor}, 0, torch.Generator())
     assert metrics == {"actor/loss": 2.0, "actor/skipped_updates": 2.0}
     batches = [samples for samples, *_ in actor.asked]
     assert [len(batch) for batch in batches] == [3, 1], "each sample once, in their order"

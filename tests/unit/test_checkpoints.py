@@ -54,13 +54,13 @@ class OneFileActor:
 
 
 def save(run_dir: Path, step: int, value: int, keep: int = 1) -> None:
-    checkpoints.save(run_dir, step, OneFileActor(value), {"value": value}, keep)  # type: ignore[arg-type]
+    checkpoints.save(run_dir, step, {"actor": OneFileActor(value)}, {"value": value}, keep)  # type: ignore[arg-type]
 
 
 def load(run_dir: Path, warnings: list[str] | None = None) -> tuple[int, int] | None:
     """(step, the actor's number) of the checkpoint that a resumed run would use."""
     actor = OneFileActor(-1)
-    state = checkpoints.load_latest(run_dir, actor, [].append if warnings is None else warnings.append)  # type: ignore
+    state = checkpoints.load_latest(run_dir, {"actor": actor}, [].append if warnings is None else warnings.append)  # type: ignore
     if state is None:
         return None
     assert state["value"] == actor.value, "driver and actor are of one moment"
@@ -242,13 +242,13 @@ class SlowActor(OneFileActor):
 def test_a_slow_disk_is_waited_for_and_a_dead_one_is_not(run_dir: Path) -> None:
     saver = checkpoints.Saver(run_dir, keep=1, background=True)
     slow = SlowActor(50, pieces=40)
-    saver.start(5, slow, {"value": 50})  # type: ignore[arg-type]
-    saver.wait(slow, deadline=0.1)  # type: ignore[arg-type]
+    saver.start(5, {"actor": slow}, {"value": 50})  # type: ignore[arg-type]
+    saver.wait({"actor": slow}, deadline=0.1)  # type: ignore[arg-type]
     assert names(run_dir) == {"latest", "step_5"} and load(run_dir) == (5, 50)
     dead = SlowActor(60, pieces=0)
-    saver.start(6, dead, {"value": 60})  # type: ignore[arg-type]
+    saver.start(6, {"actor": dead}, {"value": 60})  # type: ignore[arg-type]
     with pytest.raises(RunError, match=r"wrote nothing for 0\.1 s: .* launcher\.call_timeout"):
-        saver.wait(dead, deadline=0.1)  # type: ignore[arg-type]
+        saver.wait({"actor": dead}, deadline=0.1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("step", [3, 5])

@@ -144,7 +144,7 @@ def test_a_full_disk_costs_what_was_learnt_and_not_the_run(monkeypatch):
         config=SimpleNamespace(launcher=SimpleNamespace(call_timeout=1.0)),
         saver=SimpleNamespace(start=lambda *arguments: None, wait=lambda *arguments: None),
         console=SimpleNamespace(note=notes.append),
-        system=SimpleNamespace(actor=None, save_learnt=fail),
+        system=SimpleNamespace(learners={}, save_learnt=fail),
         directory=Path(),
     )
     monkeypatch.setattr(trainer, "driver_state", lambda run: {})

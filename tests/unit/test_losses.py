@@ -14,6 +14,7 @@ from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.rl.losses import (
     TokenInputs,
     clipped_policy_loss,
+    clipped_value_loss,
     kl_estimate,
     kl_loss,
     token_losses,
@@ -43,6 +44,43 @@ def test_clipped_loss_and_gradient_case_by_case(log_ratio, advantage, low, high)
     assert x.grad.item() == pytest.approx(0.0 if outside else -advantage * ratio)
     if abs(advantage) > 1e-6:
         assert bool(clipped) == outside
+
+
+@settings(max_examples=200, deadline=None)
+@given(log_ratio=st.floats(-2, 3), advantage=st.floats(-3, 3), bound=st.floats(1.3, 6))
+def test_the_dual_clip_bounds_the_loss_of_a_negative_advantage(log_ratio, advantage, bound):
+    x = vector(log_ratio).requires_grad_()
+    loss, clipped = clipped_policy_loss(x, vector(advantage), 0.2, 0.2, bound)
+    plain, _ = clipped_policy_loss(x.detach(), vector(advantage), 0.2, 0.2)
+    cut = advantage < 0 and plain.item() > -advantage * bound
+    assert loss.item() == pytest.approx(-advantage * bound if cut else plain.item())
+    loss.sum().backward()
+    if cut:
+        assert x.grad.item() == 0 and bool(clipped)
+
+
+@settings(max_examples=200, deadline=None)
+@given(new=st.floats(-3, 3), old=st.floats(-3, 3), target=st.floats(-3, 3), clip=st.floats(0.1, 1))
+def test_the_value_loss_case_by_case(new, old, target, clip):
+    value = vector(new).requires_grad_()
+    loss, clipped = clipped_value_loss(value, vector(old), vector(target), clip)
+    kept = min(max(new, old - clip), old + clip)
+    assert loss.item() == pytest.approx(max((new - target) ** 2, (kept - target) ** 2) / 2)
+    if abs((kept - target) ** 2 - (new - target) ** 2) > 1e-9:
+        assert bool(clipped) == ((kept - target) ** 2 > (new - target) ** 2)
+    free, _ = clipped_value_loss(value, vector(old), vector(target), None)
+    free.sum().backward()
+    assert value.grad.item() == pytest.approx(new - target)
+
+
+def test_the_entropy_bonus_is_part_of_the_loss_and_has_a_gradient():
+    zeros, entropy = torch.zeros(3, dtype=torch.float64), vector(0.1, 0.5, 2.0).requires_grad_()
+    loss, metrics = token_losses(
+        TokenInputs(zeros, zeros, zeros, entropy=entropy), AlgorithmConfig(entropy_coef=0.3, kl_coef=0.0)
+    )
+    loss.sum().backward()
+    assert loss.tolist() == pytest.approx([-0.03, -0.15, -0.6]) and entropy.grad.tolist() == [-0.3] * 3
+    assert metrics["entropy"].tolist() == [0.1, 0.5, 2.0]
 
 
 def test_gradients_against_finite_differences():

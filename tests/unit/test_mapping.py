@@ -107,7 +107,7 @@ def test_padded_vocab_size(vocab, tp_size, rows):
 
 
 def test_tied_output_layer_is_the_embedding():
-    rule, layer = mapping_for("llama").rule_for("output_layer.weight", tie_embeddings=True)
+    rule, layer = mapping_for("llama").rule_for("output_layer.weight", make_shape(tie=True))
     assert rule.hf_names(layer) == ["model.embed_tokens.weight"]
     assert all(info.name != "lm_head.weight" for info in mapping_for("llama").hf_tensors(make_shape(tie=True)))
 

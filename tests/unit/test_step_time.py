@@ -48,6 +48,7 @@ COSTS = StepCosts(
     reward=0.001,
     reference=0.0,
     logprobs=0.002,
+    values=0.0,
     update=0.004,
     optimizer=0.25,
     reshard=0.125,

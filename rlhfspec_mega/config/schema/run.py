@@ -24,7 +24,15 @@ from rlhfspec_mega.config.schema.system import (
     PlacementConfig,
     ReshardingConfig,
 )
-from rlhfspec_mega.config.schema.training import ActorConfig, AlgorithmConfig, ModelConfig, TrainerConfig, WarmupConfig
+from rlhfspec_mega.config.schema.training import (
+    CRITIC,
+    ActorConfig,
+    AlgorithmConfig,
+    CriticConfig,
+    ModelConfig,
+    TrainerConfig,
+    WarmupConfig,
+)
 
 
 @dataclass
@@ -43,6 +51,7 @@ class RunConfig:
     model: ModelConfig = section(ModelConfig, "shape and place of the model")
     actor: ActorConfig = section(ActorConfig, "Megatron-core: parallel sizes, precision, optimizer")
     trainer: TrainerConfig = section(TrainerConfig, "sizes of a step, and what happens every so many steps")
+    critic: CriticConfig = section(CriticConfig, "the value model of PPO", only_with=CRITIC)
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "advantages, policy loss, KL divergence")
     rollout: RolloutConfig = section(RolloutConfig, "generation of responses")
     speculation: SpeculationConfig = section(

@@ -9,6 +9,7 @@ from rlhfspec_mega.models.shape import ARCHITECTURES
 
 DTYPES = ("float32", "bfloat16")
 BUILT_IN_LOSS = "algorithm.loss=null"
+CRITIC = "a critic"
 
 
 @dataclass
@@ -40,9 +41,7 @@ class OptimizerConfig:
     lr: float = option(1e-4, "learning rate", above=0, common=True)
     schedule: str = option("constant", "of the learning rate", choices=("constant", "linear", "cosine"))
     warmup_steps: int = option(5, "in which the learning rate rises", unit="optimizer steps", least=0)
-    min_lr_ratio: float = option(
-        0.1, "share of lr at the end", least=0, most=1, only_with="actor.optimizer.schedule=cosine|linear"
-    )
+    min_lr_ratio: float = option(0.1, "share of lr at the end", least=0, most=1, only_with=".schedule=cosine|linear")
     betas: tuple[float, float] = option((0.9, 0.99), "of Adam", least=0, below=1)
     eps: float = option(1e-8, "of Adam", above=0)
     weight_decay: float = option(0.0, "decoupled, as in AdamW", least=0)
@@ -121,10 +120,28 @@ class TrainerConfig:
 
 
 @dataclass
+class CriticConfig:
+    path: str | None = option(
+        None,
+        "Hugging Face directory that the critic starts from, a language model or a reward model of the same tokenizer; "
+        "null: the actor's",
+    )
+    tensor_parallel: int | None = option(None, "GPUs that share each layer; null: as many as of the actor", least=1)
+    pipeline_parallel: int | None = option(None, "stages that share the layers; null: as many as of the actor", least=1)
+    warmup_steps: int = option(0, "in which only the critic learns", unit="steps", least=0)
+    gae_lambda: float = option(1.0, "of the returns that the critic learns", least=0, most=1)
+    value_clip: float | None = option(
+        None, "a value counts as moved by at most this much in a step; null: no clip", above=0
+    )
+    optimizer: OptimizerConfig = section(OptimizerConfig, "Adam and its schedule")
+
+
+@dataclass
 class AlgorithmConfig:
     adv_estimator: str = option(
         "grpo",
-        "grpo, rloo, or package.module.function: rewards [prompts, members] to advantages, one a sample or a token",
+        "grpo, rloo, gae (PPO, with a critic), or package.module.function: rewards [prompts, members] to advantages, "
+        "one a sample or a token",
         was=("algorithm.advantage",),
     )
     loss: str | None = option(
@@ -143,6 +160,32 @@ class AlgorithmConfig:
     clip_ratio_high: float = option(
         0.2, "... and up to 1 plus this", above=0, only_with=BUILT_IN_LOSS, was=("algorithm.clip_high",)
     )
+    clip_ratio_c: float | None = option(
+        None,
+        "largest ratio that counts where the advantage is negative (dual clip); null: none",
+        above=1,
+        only_with=BUILT_IN_LOSS,
+    )
+    entropy_coef: float = option(0.0, "weight of the entropy bonus in the loss", least=0, only_with=BUILT_IN_LOSS)
+    ppo_epochs: int = option(1, "passes over the samples of a step", least=1)
+    early_stop_kl: float | None = option(
+        None,
+        "the actor learns no more in a step once a mini-batch diverges by more (actor/approx_kl); null: never",
+        unit="nats",
+        above=0,
+        only_with=BUILT_IN_LOSS,
+    )
+    gamma: float = option(1.0, "discount per token", above=0, most=1, only_with=CRITIC)
+    gae_lambda: float = option(
+        0.95, "of the policy's advantages", least=0, most=1, only_with=(CRITIC, "algorithm.gae_lambda_alpha=null")
+    )
+    gae_lambda_alpha: float | None = option(
+        None,
+        "lambda is 1 - 1 / (this x response length) instead, as in VAPO; null: gae_lambda",
+        above=0,
+        only_with=CRITIC,
+    )
+    whiten_advantages: bool = option(True, "to mean 0 and deviation 1 over the tokens of a step", only_with=CRITIC)
     loss_agg_mode: str = option(
         "token-mean",
         "mean over all response tokens, or over samples of each sample's mean",
@@ -161,6 +204,20 @@ class AlgorithmConfig:
         choices=("k1", "k2", "k3"),
         only_with="algorithm.kl_coef>0",
         was=("algorithm.kl_estimator",),
+    )
+    target_kl: float | None = option(
+        None,
+        "divergence of a sample that kl_coef is adapted to (Ziegler et al. 2019); null: kl_coef stays",
+        unit="nats",
+        above=0,
+        only_with=(CRITIC, "algorithm.kl_coef>0", "algorithm.kl_in=reward"),
+    )
+    kl_horizon: int = option(
+        10000,
+        "over which it is adapted",
+        unit="samples",
+        least=1,
+        only_with=(CRITIC, "algorithm.kl_coef>0", "algorithm.kl_in=reward"),
     )
     overlong: str = option(
         "keep",

@@ -10,6 +10,7 @@ _LAYER = "model.layers.{layer}."
 EMBEDDING = Rule(("embedding.word_embeddings.weight",), (("model.embed_tokens.weight", "vocab hidden"),), Vocabulary())
 NORM = Rule(("decoder.final_layernorm.weight",), (("model.norm.weight", "hidden"),), Replicated())
 HEAD = Rule(("output_layer.weight",), (("lm_head.weight", "vocab hidden"),), Vocabulary())
+VALUE_HEAD = Rule(("output_layer.weight",), (("score.weight", "one hidden"),), Replicated())
 
 LAYER_RULES = (
     Rule(
@@ -40,4 +41,4 @@ LAYER_RULES = (
     Rule(("mlp.linear_fc2.weight",), ((_LAYER + "mlp.down_proj.weight", "hidden ffn"),), Row()),
 )
 
-MAPPING = Mapping("llama", EMBEDDING, LAYER_RULES, NORM, HEAD)
+MAPPING = Mapping("llama", EMBEDDING, LAYER_RULES, NORM, HEAD, VALUE_HEAD)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhfspec_mega.models.mapping.layouts import QKV
-from rlhfspec_mega.models.mapping.llama import EMBEDDING, HEAD, LAYER_RULES, NORM
+from rlhfspec_mega.models.mapping.llama import EMBEDDING, HEAD, LAYER_RULES, NORM, VALUE_HEAD
 from rlhfspec_mega.models.mapping.table import Mapping, Rule
 
 QKV_BIAS = Rule(
@@ -16,4 +16,4 @@ QKV_BIAS = Rule(
     QKV(),
 )
 
-MAPPING = Mapping("qwen2", EMBEDDING, (*LAYER_RULES, QKV_BIAS), NORM, HEAD)
+MAPPING = Mapping("qwen2", EMBEDDING, (*LAYER_RULES, QKV_BIAS), NORM, HEAD, VALUE_HEAD)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhfspec_mega.models.mapping.layouts import Replicated
-from rlhfspec_mega.models.mapping.llama import EMBEDDING, HEAD, LAYER_RULES, NORM
+from rlhfspec_mega.models.mapping.llama import EMBEDDING, HEAD, LAYER_RULES, NORM, VALUE_HEAD
 from rlhfspec_mega.models.mapping.table import Mapping, Rule
 
 QK_NORMS = tuple(
@@ -15,4 +15,4 @@ QK_NORMS = tuple(
     for letter in "qk"
 )
 
-MAPPING = Mapping("qwen3", EMBEDDING, (*LAYER_RULES, *QK_NORMS), NORM, HEAD)
+MAPPING = Mapping("qwen3", EMBEDDING, (*LAYER_RULES, *QK_NORMS), NORM, HEAD, VALUE_HEAD)

@@ -42,26 +42,42 @@ def sizes(shape: ModelShape) -> dict[str, int]:
         "head": shape.head_dim,
         "ffn": shape.ffn_size,
         "vocab": shape.vocab_size,
+        "one": 1,
     }
 
 
 class Mapping:
     """All rules of one architecture. Layer numbers are global: the caller adds the offset of its pipeline stage."""
 
-    def __init__(self, architecture: str, embedding: Rule, layer_rules: Sequence[Rule], norm: Rule, head: Rule) -> None:
+    def __init__(
+        self,
+        architecture: str,
+        embedding: Rule,
+        layer_rules: Sequence[Rule],
+        norm: Rule,
+        head: Rule,
+        value_head: Rule,
+    ) -> None:
         self.architecture = architecture
         self.embedding = embedding
         self.layer_rules = tuple(layer_rules)
         self.norm = norm
         self.head = head
+        self.value_head = value_head
         self._in_layer = {name: rule for rule in self.layer_rules for name in rule.megatron}
         self._global = {name: rule for rule in (embedding, norm, head) for name in rule.megatron}
+
+    def head_of(self, shape: ModelShape) -> Rule | None:
+        """The rule of what follows the final norm; None where that is the embedding."""
+        if shape.value_head:
+            return self.value_head
+        return None if shape.tie_embeddings else self.head
 
     def hf_tensors(self, shape: ModelShape, dtype: str = "float32") -> list[TensorInfo]:
         """Names and full shapes of every Hugging Face tensor in model order; no head where embeddings are tied."""
         rules: list[tuple[Rule, int | None]] = [(self.embedding, None)]
         rules += [(rule, layer) for layer in range(shape.num_layers) for rule in self.layer_rules]
-        rules += [(self.norm, None)] if shape.tie_embeddings else [(self.norm, None), (self.head, None)]
+        rules += [(rule, None) for rule in (self.norm, self.head_of(shape)) if rule is not None]
         length = sizes(shape)
         return [
             TensorInfo(name.format(layer=layer), tuple(length[word] for word in dimensions.split()), dtype)
@@ -69,12 +85,15 @@ class Mapping:
             for name, dimensions in rule.hugging_face
         ]
 
-    def rule_for(self, megatron_name: str, tie_embeddings: bool = False) -> tuple[Rule, int | None]:
+    def rule_for(self, megatron_name: str, shape: ModelShape | None = None) -> tuple[Rule, int | None]:
         """Rule and global layer number (None outside the layers) of a Megatron parameter.
 
         With tied embeddings the last pipeline stage holds a copy of the embedding as `output_layer.weight`: its rule is
-        then the embedding's, right for loading, while an exporter leaves that copy out. Raises RunError for a parameter
-        that the architecture does not have.
+        then the embedding's, right for loading, while an exporter leaves that copy out. A value head has the same name.
+        Raises RunError for a parameter that the architecture does not have.
+
+        Args:
+            shape: decides what the output layer is; None: logits that are not tied.
         """
         match = _LAYER_NAME.fullmatch(megatron_name)
         rule = self._in_layer.get(match[2]) if match else self._global.get(megatron_name)
@@ -83,6 +102,6 @@ class Mapping:
                 f"The Megatron parameter {megatron_name} has no counterpart in {self.architecture}: "
                 "the layer spec or the transformer config does not fit the model's architecture."
             )
-        if rule is self.head and tie_embeddings:
-            rule = self.embedding
+        if rule is self.head and shape is not None:
+            rule = self.head_of(shape) or self.embedding
         return rule, int(match[1]) if match else None

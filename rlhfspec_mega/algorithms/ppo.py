@@ -1,0 +1,130 @@
+"""PPO with a critic (arXiv 1707.06347; for language models arXiv 2203.02155): advantages by GAE, values that learn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhfspec_mega.algorithms.policy_gradient import PolicyGradient, averaged
+from rlhfspec_mega.config.schema.training import AlgorithmConfig, CriticConfig
+from rlhfspec_mega.planning.placement import ACTOR, CRITIC
+from rlhfspec_mega.rl.advantages import learning_samples, shaped_rewards, shuffled
+from rlhfspec_mega.rl.experience import Experience
+from rlhfspec_mega.rl.gae import (
+    Doubles,
+    advantages_and_returns,
+    discounted_sums,
+    explained_variance,
+    length_adaptive_lambda,
+    whitened,
+)
+from rlhfspec_mega.rl.kl_controller import KlController
+from rlhfspec_mega.rl.losses import kl_estimate
+from rlhfspec_mega.rl.microbatch import TokenLoss
+from rlhfspec_mega.rl.objectives import VALUE_METRICS, value_objective
+from rlhfspec_mega.workers.model_group import ModelGroup
+
+
+class PPO(PolicyGradient):
+    """A critic's values make an advantage of every token; the reward comes with the last one.
+
+    For the arguments see PolicyGradient.
+    """
+
+    def __init__(
+        self,
+        config: AlgorithmConfig,
+        members: int,
+        samples_per_update: int,
+        loss: TokenLoss | None = None,
+        *,
+        critic: CriticConfig,
+    ) -> None:
+        super().__init__(config, members, samples_per_update, loss)
+        self._critic = critic
+        self._value_loss = partial(value_objective, clip=critic.value_clip)
+        self._kl = KlController(config.kl_coef, config.target_kl, config.kl_horizon)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names of the models that the algorithm needs."""
+        return (*super().models, CRITIC)
+
+    def add_values(self, experience: Experience, critic: ModelGroup) -> None:
+        """Compute and add the critic's values before this step's updates."""
+        experience.columns["values"] = critic.values(experience, "values")
+
+    def add_advantages(self, experience: Experience, generator: torch.Generator) -> dict[str, float]:
+        """Compute and add advantages, and the returns that the critic learns; everything in float64.
+
+        The policy's lambda and the critic's differ (VAPO, arXiv 2504.05118). Advantages are whitened over the tokens
+        in the loss of all samples of the step, whatever ranks train them.
+
+        Returns `critic/explained_variance`, of undiscounted returns by the values, and means of values and returns.
+        """
+        config, offsets = self._config, experience.response_offsets
+        values = experience.columns["values"].astype(np.float64)
+        rewards, metrics = self._token_rewards(experience)
+        lambda_of_policy: Any = config.gae_lambda
+        if config.gae_lambda_alpha is not None:
+            lambda_of_policy = length_adaptive_lambda(experience.response_lengths, config.gae_lambda_alpha)
+        found, _ = advantages_and_returns(rewards, values, offsets, config.gamma, lambda_of_policy)
+        _, returns = advantages_and_returns(rewards, values, offsets, config.gamma, self._critic.gae_lambda)
+        learns = learning_samples(torch.from_numpy(experience.per_sample["truncated"]), config).numpy()
+        counted = np.repeat(learns, experience.response_lengths)
+        if config.whiten_advantages:
+            found = whitened(found, counted)
+        if config.shuffle_advantages:
+            found = shuffled(torch.from_numpy(found), generator).numpy()
+        experience.columns |= {"advantages": found.astype(np.float32), "returns": returns.astype(np.float32)}
+        undiscounted = discounted_sums(rewards, offsets, 1.0)
+        return metrics | {
+            "critic/explained_variance": explained_variance(undiscounted, values),
+            "critic/value_mean": float(values.mean()),
+            "critic/return_mean": float(returns.mean()),
+        }
+
+    def update(
+        self, experience: Experience, models: Mapping[str, ModelGroup], step: int, generator: torch.Generator
+    ) -> dict[str, float]:
+        """Update actor and critic with every mini-batch; see PolicyGradient.update.
+
+        In the first `critic.warmup_steps` steps only the critic learns.
+        """
+        of_actor: list[dict[str, float]] = []
+        of_critic: list[dict[str, float]] = []
+        for batch in self._mini_batches(experience, generator):
+            if step >= self._critic.warmup_steps and not self._diverged(of_actor):
+                of_actor.append(self._update_actor(batch, models[ACTOR]))
+            critic = models[CRITIC]
+            of_critic.append(critic.accumulate(batch, self._value_loss, VALUE_METRICS) | critic.step())
+        return averaged(ACTOR, of_actor) | averaged(CRITIC, of_critic)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weight of the KL penalty."""
+        return {"kl_weight": self._kl.weight}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self._kl.weight = float(state["kl_weight"])
+
+    def _token_rewards(self, experience: Experience) -> tuple[Doubles, dict[str, float]]:
+        """The reward of every token, [response tokens]: a sample's score at its last one, minus any KL penalty."""
+        config, offsets = self._config, experience.response_offsets
+        given, truncated = (torch.from_numpy(experience.per_sample[name]) for name in ("rewards", "truncated"))
+        scores = shaped_rewards(given, truncated, None, config).numpy()
+        rewards, metrics = np.zeros(int(offsets[-1])), {}
+        if config.kl_in == "reward" and config.kl_coef > 0:
+            policy, reference = (
+                torch.from_numpy(experience.columns[name]).double() for name in ("old_logprobs", "reference_logprobs")
+            )
+            divergence = kl_estimate(policy, reference, config.kl_loss_type).numpy()
+            rewards -= self._kl.weight * divergence
+            metrics = {"actor/kl_coef": self._kl.weight}
+            self._kl.observe(float(experience.summed(divergence).mean()), len(experience))
+        rewards[offsets[1:] - 1] += scores  # a response has at least one token
+        return rewards, metrics

@@ -1,0 +1,73 @@
+"""PPO in whole runs: an actor on TP 2 and a critic of another shape on PP 2, in the same two processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.chaos import differences, steps_done
+from tests.e2e.conftest import SHAPE, make_model, small_run, train
+from tests.e2e.test_supervision import Disturbed
+
+PPO = (
+    "algorithm=ppo",
+    "actor.tensor_parallel=2",
+    "critic.tensor_parallel=1",
+    "critic.pipeline_parallel=2",
+    "algorithm.ppo_epochs=2",
+    "trainer.mini_batch_size=3",
+    "trainer.steps=6",
+    "trainer.checkpoint_every=2",
+    "trainer.deterministic=true",
+)
+
+
+@pytest.fixture(scope="module")
+def critic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("critic") / "other", replace(SHAPE, hidden_size=48, num_layers=2))
+
+
+@pytest.fixture(scope="module")
+def quiet(model: Path, critic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("ppo")
+    result = train(*small_run(model, output, "quiet", *PPO, f"critic.path={critic}"))
+    assert result.returncode == 0, result.stderr
+    return output / "quiet"
+
+
+def test_actor_and_critic_learn(quiet: Path) -> None:
+    rows = [json.loads(line) for line in (quiet / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "critic/loss" in row]
+    assert len(steps) == 6 and all(row["critic/skipped_updates"] == row["actor/skipped_updates"] == 0 for row in steps)
+    assert all(row["critic/grad_norm"] > 0 and row["timing_s/values"] > 0 for row in steps)
+    assert all("critic/explained_variance" in row and row["actor/kl_coef"] == 0.01 for row in steps)
+    summary = json.loads((quiet / "summary.json").read_text())
+    assert summary["value_loss_last"] > 0 and "explained_variance_last" in summary
+    held = {path.name for path in (quiet / "checkpoints" / "step_6").iterdir()}
+    assert held == {"actor", "critic", "state.json", "manifest.json"}
+
+
+def test_the_same_bits_after_a_death_and_after_a_stop(quiet: Path, model: Path, critic: Path, tmp_path: Path) -> None:
+    options = (*PPO, f"critic.path={critic}")
+    run = Disturbed(model, tmp_path, *options, done=3)
+    run.worker("actor-1").kill()
+    while steps_done(run.directory) < 5 and run.process.poll() is None:
+        time.sleep(0.02)
+    run.process.send_signal(signal.SIGTERM)
+    said = run.end()
+    assert run.process.returncode in (0, 75), said
+    assert "actor rank 1 died" in said
+    resumed = train(*small_run(model, tmp_path, "disturbed", *options, "trainer.resume=true"))
+    assert resumed.returncode in (0, 2), resumed.stderr  # 2: it had finished before the signal came
+    assert differences(quiet, run.directory) == []
+
+
+def test_another_critic_does_not_go_on_from_these_checkpoints(quiet: Path, model: Path, tmp_path: Path) -> None:
+    options = small_run(model, quiet.parent, "quiet", *PPO, "trainer.resume=true", "trainer.steps=7")
+    result = train(*options)
+    assert result.returncode == 2 and "critic" in result.stderr and "another model" in result.stderr, result.stderr
