@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SGLANG := .venv-sglang
 SGLANG_PINS := rlhfspec_mega/rollout/sglang_engine/cpu_kernels/requirements.txt
-PYTEST := -m pytest --dist loadfile --no-loadscope-reorder
+PYTEST := -m pytest --no-loadscope-reorder
 
 .PHONY: demo test sglang-cpu demo-sglang test-sglang test-slurm clean
 

@@ -58,6 +58,8 @@ def small_run(model: Path, output: Path, name: str, *more: str) -> list[str]:
         "reward.function=tests.e2e.rewards.evenness",
         "logger.tensorboard=false",
         "logger.plots=false",
+        "launcher.start_timeout=120",  # a run that hangs says where before the test ends
+        "launcher.call_timeout=150",
         *([] if placed else ["placement.reference=actor"]),
         *more,
     ]
@@ -96,10 +98,16 @@ def left_behind(mark: str) -> list[int]:
 
 
 def train(*options: str, seconds: float = 200) -> subprocess.CompletedProcess[str]:
-    """A whole run; nothing of it may be left when it ends."""
+    """A whole run; nothing of it may be left when it ends. If it does not end, what it said is shown."""
     mark = uuid4().hex
     process = start(*options, mark=mark)
-    output, errors = process.communicate(timeout=seconds)
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        names = [" ".join(psutil.Process(pid).cmdline()[:3]) for pid in marked(mark)]
+        process.kill()
+        output, errors = process.communicate()
+        pytest.fail(f"No end after {seconds:g} s, with processes {names}. It said:\n{output}\n{errors}")
     assert left_behind(mark) == []
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 

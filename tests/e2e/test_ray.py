@@ -40,7 +40,7 @@ def assert_the_same(run: Path, local: Path) -> None:
 
 
 def test_an_own_instance_gives_the_run_of_local(local: Path, model: Path, tmp_path: Path) -> None:
-    result = train(*small_run(model, tmp_path, "own", *STEPS, "launcher=ray"), seconds=280)
+    result = train(*small_run(model, tmp_path, "own", *STEPS, "launcher=ray"))
     assert result.returncode == 0, result.stderr
     assert "ray" not in (result.stdout + result.stderr).lower(), "Ray's own messages do not reach the console"
     assert_the_same(tmp_path / "own", local)
@@ -50,7 +50,7 @@ def test_two_nodes_and_the_object_store_give_the_run_of_local(local: Path, model
     """Two devices with two workers of one CPU each: a node of two CPUs holds one device."""
     with two_nodes(cpus=2) as address:
         options = ("launcher=ray", f"launcher.address={address}", "resharding.transport=object_store")
-        result = train(*small_run(model, tmp_path, "nodes", *STEPS, *options), seconds=280)
+        result = train(*small_run(model, tmp_path, "nodes", *STEPS, *options))
     assert result.returncode == 0, result.stderr
     assert_the_same(tmp_path / "nodes", local)
 
