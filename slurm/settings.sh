@@ -12,4 +12,5 @@ export NCCL_CUMEM_ENABLE=0                  # else NCCL's buffers lie in memory 
 # Only this attempt's processes may join its Ray cluster: other users of the network reach its ports.
 RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
+export RAY_worker_niceness=0                # with Ray's default, 15, whatever else computes starves the workers
 export PYTHONUNBUFFERED=1                   # logs are whole when a process is killed

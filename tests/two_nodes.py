@@ -16,6 +16,7 @@ def two_nodes(cpus: int) -> Iterator[str]:
     node = {"num_cpus": cpus, "num_gpus": 0, "node_ip_address": "127.0.0.1", "object_store_memory": 2**28}
     with TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as directory, pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", directory)  # short: Ray makes sockets in it
+        patch.setenv("RAY_worker_niceness", "0")  # as slurm/settings.sh has it
         cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
         try:
             cluster.add_node(**node)

@@ -63,6 +63,8 @@ class RayInstance:
     def _start(self, cpus: int, gpus: int) -> None:
         # Ray asks for a token on every connection. Without this it would leave one in the home directory.
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        # With Ray's default, 15, anything else that computes leaves workers a thirtieth of a CPU.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         temporary = tempfile.gettempdir()
         base = temporary if len(temporary) <= _LONGEST_DIRECTORY else "/tmp"
         directory = tempfile.mkdtemp(prefix="rlhfspec.", dir=base)

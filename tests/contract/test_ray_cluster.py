@@ -367,6 +367,7 @@ def test_two_own_instances_at_once_leave_nothing(tmp_path: Path) -> None:
         for name in ("a", "b")
     ]
     workers = [int(driver.stdout.readline()) for driver in drivers]
+    assert [psutil.Process(pid).nice() for pid in workers] == [psutil.Process().nice()] * 2, "they starve otherwise"
     trees = [psutil.Process(driver.pid).children(recursive=True) for driver in drivers]
     for tree in trees:
         for process in tree:
