@@ -58,8 +58,7 @@ def small_run(model: Path, output: Path, name: str, *more: str) -> list[str]:
         "reward.function=tests.e2e.rewards.evenness",
         "logger.tensorboard=false",
         "logger.plots=false",
-        "launcher.start_timeout=120",  # a run that hangs says where before the test ends
-        "launcher.call_timeout=150",
+        "launcher.call_timeout=150",  # a run that hangs says where before the test ends
         *([] if placed else ["placement.reference=actor"]),
         *more,
     ]

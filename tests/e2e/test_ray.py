@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.conftest import small_run, train
 from tests.two_nodes import two_nodes
 
-STEPS = ("trainer.steps=2", "trainer.deterministic=true", "trainer.export=false")
+STEPS = ("trainer.steps=2", "trainer.deterministic=true", "trainer.export=false", "launcher.start_timeout=180")
 
 
 def numbers(directory: Path) -> list[dict]:
