@@ -103,8 +103,12 @@ def train(config: RunConfig, overrides: list[str]) -> None:
     from rlhfspec_mega.config.output_dir import claimed_output_dir
 
     with claimed_output_dir(config, overrides):
-        from rlhfspec_mega.trainer import run
-
+        if config.task in ("sft", "reward_model"):
+            from rlhfspec_mega.supervised import run
+        elif config.task == "evaluate":
+            from rlhfspec_mega.evaluation import run
+        else:
+            from rlhfspec_mega.trainer import run
         run(config)
 
 

@@ -149,7 +149,9 @@ class Fleet:
             for rank in range(ENGINES)
         ]
         workers = self.cluster.launch("reference", specs)
-        return ScorerGroup(self.cluster, workers, reference, {rank: {rank} for rank in range(ENGINES)}, SCORED_AT_ONCE)
+        return ScorerGroup(
+            self.cluster, workers, [reference], {rank: {rank} for rank in range(ENGINES)}, SCORED_AT_ONCE
+        )
 
     def __exit__(self, *_: object) -> None:
         self.cluster.close()

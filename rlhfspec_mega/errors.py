@@ -21,6 +21,10 @@ class SilentEngineError(RunError):
     """The processes behind an engine exist but no longer answer; the worker that notices this ends itself."""
 
 
+class RewardServiceAway(RunError):
+    """The remote reward service has not answered for reward.remote.deadline."""
+
+
 class Stopped(Exception):
     """A signal stopped the run after a step and a checkpoint (exit status 75); it can be resumed."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.rollout.manager import Progress, RolloutManager
 from rlhfspec_mega.rollout.scoring import Scoring
 from rlhfspec_mega.sampling.noise import sample_seed
-from rlhfspec_mega.types import GenerationRequest, Prompt, Sample
+from rlhfspec_mega.types import GenerationRequest, GenerationResult, Prompt, Sample
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -57,11 +57,13 @@ class SampleGenerator:
         step: int,
         progress: Progress | None = None,
         scoring: Scoring | None = None,
+        ended: Callable[[Sample], None] | None = None,
     ) -> list[Sample]:
         """`members` samples of each prompt at the run's temperature, ordered by prompt, then member.
 
         Args:
             scoring: receives each sample as it finishes, see RolloutManager.generate.
+            ended: called with each sample as it ends.
         """
         samples = [
             Sample(f"{step}.{prompt.index}.{member}", step, prompt, member)
@@ -69,13 +71,19 @@ class SampleGenerator:
             for member in range(members)
         ]
         self.ledger.open(samples, Purpose.TRAIN)
-        return self._generate(samples, self._config.temperature, "generate", progress, scoring)
+        return self._generate(samples, self._config.temperature, "generate", progress, scoring, ended)
 
-    def greedy(self, prompts: Sequence[Prompt], step: int) -> list[Sample]:
-        """The most probable response to each prompt, for evaluation."""
+    def greedy(
+        self,
+        prompts: Sequence[Prompt],
+        step: int,
+        scoring: Scoring | None = None,
+        ended: Callable[[Sample], None] | None = None,
+    ) -> list[Sample]:
+        """The most probable response to each prompt, for evaluation. Arguments as for `sample`."""
         samples = [Sample(f"eval{step}.{prompt.index}", step, prompt, 0) for prompt in prompts]
         self.ledger.open(samples, Purpose.EVALUATE)
-        return self._generate(samples, 0.0, "evaluate", None, None)
+        return self._generate(samples, 0.0, "evaluate", None, scoring, ended)
 
     def _generate(
         self,
@@ -84,7 +92,19 @@ class SampleGenerator:
         phase: str,
         progress: Progress | None,
         scoring: Scoring | None,
+        ended: Callable[[Sample], None] | None,
     ) -> list[Sample]:
+        by_id = {sample.sample_id: sample for sample in samples}
+
+        def fill(result: GenerationResult) -> None:
+            sample = by_id[result.sample_id]
+            sample.response_tokens, sample.engine_logprobs = result.tokens, result.logprobs
+            sample.policy_versions, sample.finish_reason = result.versions, result.finish_reason
+            text_tokens = [token for token in result.tokens if token not in self._stops]
+            sample.response = self._tokenizer.decode(text_tokens, skip_special_tokens=True)
+            if ended:
+                ended(sample)
+
         requests = [
             GenerationRequest(
                 sample_id=sample.sample_id,
@@ -97,11 +117,5 @@ class SampleGenerator:
             )
             for sample in samples
         ]
-        results = self._rollout.generate(requests, self.ledger, phase, progress, scoring)
-        for sample in samples:
-            result = results[sample.sample_id]
-            sample.response_tokens, sample.engine_logprobs = result.tokens, result.logprobs
-            sample.policy_versions, sample.finish_reason = result.versions, result.finish_reason
-            text_tokens = [token for token in result.tokens if token not in self._stops]
-            sample.response = self._tokenizer.decode(text_tokens, skip_special_tokens=True)
+        self._rollout.generate(requests, self.ledger, phase, progress, scoring, fill)
         return samples

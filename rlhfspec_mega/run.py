@@ -11,13 +11,14 @@ from rlhfspec_mega.algorithms.policy_gradient import PolicyGradient
 from rlhfspec_mega.checkpoints.saving import Saver
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.data.prompts import PromptStream
+from rlhfspec_mega.data.reward_encoder import RewardEncoder
 from rlhfspec_mega.generation import SampleGenerator
 from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.observe.console import Console
 from rlhfspec_mega.observe.progress import write_progress
 from rlhfspec_mega.observe.spans import PhaseTimer
 from rlhfspec_mega.observe.timeline import Timeline
-from rlhfspec_mega.reward.runner import RewardRunner
+from rlhfspec_mega.reward.rewards import Rewards
 from rlhfspec_mega.system.system import System
 from rlhfspec_mega.types import Prompt
 
@@ -28,6 +29,7 @@ class Run:
 
     Attributes:
         model: the Hugging Face directory from which the actor and the reference start.
+        encode: from a sample to the tokens that the reward model reads; None without one.
         started: start time in seconds of time.monotonic().
         beginning: state of prompts, ledger and algorithm before the first step.
     """
@@ -39,7 +41,8 @@ class Run:
     timeline: Timeline
     prompts: PromptStream
     held_out: list[Prompt]
-    rewards: RewardRunner
+    rewards: Rewards
+    encode: RewardEncoder | None
     system: System
     generator: SampleGenerator
     algorithm: PolicyGradient

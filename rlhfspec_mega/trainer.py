@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from numpy.typing import NDArray
 
+from rlhfspec_mega.checkpoints.directory import CheckpointDirectory
 from rlhfspec_mega.checkpoints.recovery import driver_state, recover, resume
+from rlhfspec_mega.config.output_dir import CHECKPOINTS
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.draft.refresh import RefreshReport
-from rlhfspec_mega.errors import CheckpointError, Stopped, WorkerDied
+from rlhfspec_mega.errors import CheckpointError, RewardServiceAway, Stopped, WorkerDied
 from rlhfspec_mega.ledger.entry import Purpose
 from rlhfspec_mega.observe.figures import collapse_notes, drafting_metrics, tail_metrics
 from rlhfspec_mega.observe.metrics import VAL
 from rlhfspec_mega.observe.reporter import Reporter, sample_metrics
+from rlhfspec_mega.planning.placement import CRITIC, REFERENCE, REWARD
+from rlhfspec_mega.reward.rewards import PendingRewards
+from rlhfspec_mega.rl.experience import ending_values
+from rlhfspec_mega.rollout.scoring import Scoring
 from rlhfspec_mega.run import Run
 from rlhfspec_mega.startup import started
 from rlhfspec_mega.stop import JobEnd, StopSignals
-from rlhfspec_mega.system.export import export_draft, export_model, keep_hf_files
-from rlhfspec_mega.types import Sample, SampleState
+from rlhfspec_mega.system.export import export_draft, export_model, export_saved, keep_hf_files
+from rlhfspec_mega.types import Prompt, Sample, SampleState
 
 
 def run(config: RunConfig) -> None:
@@ -30,7 +40,7 @@ def run(config: RunConfig) -> None:
     """
     with started(config) as run, StopSignals(run.console.note) as signals:
         step = resume(run) if config.trainer.resume else 0
-        keep_hf_files(run.directory, run.model)
+        keep_hf_files(run.directory, run.system.training, run.model)
         job_end = JobEnd(config.trainer.save_before_end, config.trainer.time_limit)
         with Reporter(run.directory, config, run.console, run.phases, run.timeline, first_step=step) as reporter:
             while True:
@@ -49,8 +59,9 @@ def train(run: Run, reporter: Reporter, first: int, signals: StopSignals, job_en
         run.system.reshard(first)
     job_end.steps_begin()
     for step in range(first, trainer.steps):
-        metrics = evaluate(run, step) if is_due(step, trainer.eval_every) else {}
-        samples, learnt = train_step(run, step)
+        with saved_without_rewards(run, step):
+            metrics = evaluate(run, step) if is_due(step, trainer.eval_every) else {}
+            samples, learnt = train_step(run, step)
         reporter.step(step, samples, metrics | learnt)
         run.system.step_done(step + 1)
         if step + 1 == trainer.steps:
@@ -95,7 +106,9 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
         metrics |= algorithm.add_advantages(experience, generator)
         metrics |= algorithm.update(experience, system.learners, step, generator)
     algorithm.note_on_samples(samples, experience)
-    run.ledger.advance([sample.sample_id for sample in samples], SampleState.TRAINED)
+    without = [sample.sample_id for sample in samples if sample.failure]
+    run.ledger.drop(without, "no reward")
+    run.ledger.advance([sample.sample_id for sample in samples if not sample.failure], SampleState.TRAINED)
     run.ledger.settle(step, Purpose.TRAIN)
     if refreshes:
         with phases.measure("draft"):
@@ -107,24 +120,29 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
     return samples, metrics
 
 
-def rollout(run: Run, step: int, refreshes: bool) -> tuple[list[Sample], dict[str, NDArray] | None, dict[str, float]]:
-    """Generate and score the samples of a step.
+def rollout(
+    run: Run, step: int, refreshes: bool, prompts: list[Prompt] | None = None
+) -> tuple[list[Sample], dict[str, NDArray] | None, dict[str, float]]:
+    """Generate and score the samples of a step, of the next prompts unless others are given.
 
     Returns the samples with rewards, the reference's log-probs by sample id (None unless the reference lies on
     generation devices), and metrics.
     """
     trainer, system = run.config.trainer, run.system
     with run.phases.measure("generate"):
-        prompts = run.prompts.next_batch(trainer.prompts_per_step)
-        scoring = system.scorers.new_scoring(run.ledger) if system.scorers else None
+        prompts = prompts or run.prompts.next_batch(trainer.prompts_per_step)
+        scoring = new_scoring(run, prompts, system.scorers.models) if system.scorers else None
         if refreshes:
             system.draft.allow_freed()
-        samples = run.generator.sample(prompts, trainer.samples_per_prompt, step, run.console.progress, scoring)
-    with run.phases.measure("score"):
-        score(run, samples)
+        rewards = run.rewards.begin()
+        samples = run.generator.sample(
+            prompts, trainer.samples_per_prompt, step, run.console.progress, scoring, rewards.add
+        )
     if scoring is not None:
         with run.phases.measure("reference"):
             system.rollout.finish_scoring(scoring, "reference")
+    with run.phases.measure("score"):
+        rewarded = score(run, samples, rewards, scoring)
     with run.phases.measure("generate"):
         tallies, tail = system.rollout.take_tallies("generate"), system.rollout.take_tail()
     for note in collapse_notes(tallies):
@@ -132,7 +150,8 @@ def rollout(run: Run, step: int, refreshes: bool) -> tuple[list[Sample], dict[st
     moved = (
         {} if trainer.deterministic else tail_metrics(tail)
     )  # no sample moves then, and the other figures depend on the clock
-    return samples, scoring.results if scoring else None, drafting_metrics(tallies) | moved
+    compared = scoring.results if scoring and REFERENCE in scoring.models else None
+    return samples, compared, rewarded | drafting_metrics(tallies) | moved
 
 
 def refresh_draft(run: Run, done: RefreshReport | None) -> dict[str, float]:
@@ -154,21 +173,46 @@ def refresh_draft(run: Run, done: RefreshReport | None) -> dict[str, float]:
     return measured | {"draft/refresh_kept": float(report.kept), "draft/fused_refresh_seconds": fused_seconds}
 
 
-def score(run: Run, samples: list[Sample]) -> None:
-    """Fill in reward and exactness of each sample."""
-    for sample, result in zip(samples, run.rewards.score(samples), strict=True):
-        sample.reward, sample.exact = result.value, result.exact
+def new_scoring(run: Run, prompts: list[Prompt], models: Sequence[str]) -> Scoring:
+    """Scoring of these prompts' samples by frozen models on generation devices."""
+    assert run.system.scorers is not None
+    if run.encode:
+        run.encode.remember(prompts)
+    return run.system.scorers.new_scoring(run.ledger, models, run.encode)
+
+
+def score(run: Run, samples: list[Sample], rewards: PendingRewards, scoring: Scoring | None) -> dict[str, float]:
+    """Fill in reward and exactness of each sample; returns metrics.
+
+    Args:
+        scoring: has the reward model's scores, if that lies on generation devices.
+    """
+    of_model = None
+    if run.encode and scoring:
+        of_model = scoring.rewards
+    elif run.encode:
+        assert run.system.reward_model is not None
+        run.encode.remember([sample.prompt for sample in samples])
+        read = [run.encode(sample.prompt.tokens, sample.response_tokens) for sample in samples]
+        values = run.system.reward_model.values(ending_values(read), "score")
+        of_model = {sample.sample_id: float(value) for sample, value in zip(samples, values, strict=True)}
+    metrics = rewards.finish(samples, of_model)
     run.ledger.advance([sample.sample_id for sample in samples], SampleState.SCORED)
+    return metrics
 
 
 def evaluate(run: Run, step: int) -> dict[str, float]:
     """Decode the held-out prompts greedily with the current weights and score the answers."""
     with run.phases.measure("evaluate"):
-        samples = run.generator.greedy(run.held_out, step)
+        rewards = run.rewards.begin()
+        scoring = new_scoring(run, run.held_out, [REWARD]) if run.encode and run.system.scorers else None
+        samples = run.generator.greedy(run.held_out, step, scoring, rewards.add)
+        if scoring is not None:
+            run.system.rollout.finish_scoring(scoring, "evaluate")
         run.system.rollout.take_tallies("evaluate")  # the figures of a step cover its training samples only
         run.system.rollout.take_tail()
         run.timeline.take_live()
-        score(run, samples)
+        score(run, samples, rewards, scoring)
         run.ledger.settle(step, Purpose.EVALUATE)
     return sample_metrics(samples, VAL)
 
@@ -178,10 +222,14 @@ def finish(run: Run, reporter: Reporter) -> None:
     trainer = run.config.trainer
     save(run, trainer.steps)
     wait_for_save(run)
-    metrics = evaluate(run, trainer.steps) if trainer.eval_every else {}
+    with saved_without_rewards(run, trainer.steps):
+        metrics = evaluate(run, trainer.steps) if trainer.eval_every else {}
     if trainer.export:
         with run.phases.measure("export"):
             export_model(run.system.training, run.directory / "model", run.model)
+            if run.system.critic is not None:
+                saved = CheckpointDirectory(run.directory / CHECKPOINTS).path(trainer.steps)
+                export_saved(saved / CRITIC, run.directory / "critic")
             if run.system.training.draft is not None:
                 export_draft(run.system.training, run.directory / "draft")
     reporter.finish(trainer.steps, metrics, run.started, str(run.model))
@@ -205,11 +253,30 @@ def step_generator(config: RunConfig, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(config.seed * 1_000_003 + step)
 
 
-def save(run: Run, step: int) -> None:
-    """Save a checkpoint from which the run resumes exactly. Raises CheckpointError."""
+@contextmanager
+def saved_without_rewards(run: Run, step: int) -> Iterator[None]:
+    """Context of what follows `step` finished steps: if the reward service stays away, these are saved.
+
+    Raises Stopped then: the run can be resumed when the service is back.
+    """
+    state = driver_state(run)
+    try:
+        yield
+    except RewardServiceAway as away:
+        save(run, step, state)
+        wait_for_save(run)
+        raise Stopped(step, f"a reward that does not come ({str(away).removesuffix('.')})") from None
+
+
+def save(run: Run, step: int, state: dict[str, Any] | None = None) -> None:
+    """Save a checkpoint from which the run resumes exactly. Raises CheckpointError.
+
+    Args:
+        state: the driver's part; None: as it is now.
+    """
     with run.phases.measure("checkpoint"):
         settle_save(run, run.config.launcher.call_timeout)
-        run.saver.start(step, run.system.learners, driver_state(run))
+        run.saver.start(step, run.system.learners, state or driver_state(run))
         try:
             run.system.save_learnt()
         except OSError as error:

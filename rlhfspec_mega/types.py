@@ -266,7 +266,11 @@ class TensorInfo:
 
 @dataclass
 class Sample:
-    """One response to one prompt with its history, from generation to update."""
+    """One response to one prompt with its history, from generation to update.
+
+    Attributes:
+        failure: why the sample has no reward (reward.score.FailureKind); it is not trained on. "": it has one.
+    """
 
     sample_id: str
     step: int
@@ -280,6 +284,7 @@ class Sample:
     finish_reason: FinishReason | None = None
     reward: float = 0.0
     exact: bool = False
+    failure: str = ""
     advantage: float = 0.0
     old_logprobs: list[float] = field(default_factory=list)
     reference_logprobs: list[float] = field(default_factory=list)

@@ -54,7 +54,7 @@ class TransformerReplicas:
     def engines(self, replica: int) -> Collection[int]:
         return self._engines[replica]
 
-    def start(self, replica: int, tasks: Sequence[ScoringTask]) -> list[Answered]:
+    def start(self, replica: int, tasks: Sequence[ScoringTask], models: Sequence[str]) -> list[Answered]:
         begun = time.time()
         found = [response_logprobs(self._model, task.prompt_tokens, task.response_tokens) for task in tasks]
         return [Answered(replica, (found, Span("score", begun, time.time() - begun, {"samples": len(tasks)})))]
@@ -62,7 +62,9 @@ class TransformerReplicas:
     def lost(self, calls: Sequence[Answered]) -> bool:
         return any(call.dead for call in calls)
 
-    def report(self, replica: int, tasks: Sequence[ScoringTask], answers: Sequence[tuple]) -> ScoreReport:
+    def report(
+        self, replica: int, tasks: Sequence[ScoringTask], models: Sequence[str], answers: Sequence[tuple]
+    ) -> ScoreReport:
         ((found, span),) = answers
         pairs = zip(tasks, found, strict=True)
         return ScoreReport(replica, {task.sample_id: np.array(one, np.float32) for task, one in pairs}, span)

@@ -73,19 +73,24 @@ def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
     return math.nan if any(math.isnan(difference) for difference in differences) else max(differences)
 
 
-def logprobs_of_transformers(hf: Path, tokens: list[int]) -> list[float]:
-    """Log-prob of every token but the first."""
+def numbers_of_transformers(hf: Path, tokens: list[int]) -> list[float]:
+    """Log-prob of every token but the first; of a classifier, the score after every token but the last."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    if read_shape(hf).value_head:
+        classifier = AutoModelForSequenceClassification.from_pretrained(hf, dtype=torch.float32)
+        with torch.no_grad():
+            hidden = classifier.base_model(torch.tensor([tokens])).last_hidden_state
+            return classifier.score(hidden)[0, :-1, 0].tolist()
     model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
     with torch.no_grad():
         logits = model(torch.tensor([tokens])).logits[0, :-1]
     return logits.log_softmax(-1).gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
 
 
-def logprobs_of_megatron(hf: Path, checkpoint: Path, tokens: list[int]) -> list[float]:
-    """Log-prob of every token but the first, by one Megatron rank."""
+def numbers_of_megatron(hf: Path, checkpoint: Path, tokens: list[int]) -> list[float]:
+    """The same by one Megatron rank."""
     import torch
 
     import rlhfspec_mega.megatron.quick_start  # noqa: F401
@@ -124,15 +129,16 @@ def check(arguments: argparse.Namespace) -> None:
     tokens = load_tokenizer(arguments.hf).encode(arguments.text)
     if len(tokens) < 2:
         raise UserError(f"--text {arguments.text!r} has {len(tokens)} tokens: give a longer one.")
-    theirs = logprobs_of_transformers(arguments.hf, tokens)
-    ours = logprobs_of_megatron(arguments.hf, model.checkpoint, tokens)
+    theirs = numbers_of_transformers(arguments.hf, tokens)
+    ours = numbers_of_megatron(arguments.hf, model.checkpoint, tokens)
     worst = largest_difference(theirs, ours)
     mean = sum(theirs) / len(theirs)
-    print(f"Log-probs of {len(theirs)} tokens (mean {mean:.4f} nats) differ by {worst:.1e} nats at most.")
+    what = "Scores" if read_shape(arguments.hf).value_head else "Log-probs"
+    print(f"{what} of {len(theirs)} tokens (mean {mean:.4f}) differ by {worst:.1e} at most.")
     if not math.isfinite(worst):
-        raise RunError("A difference is not finite: a log-prob of one of the two is infinite or no number.")
+        raise RunError("A difference is not finite: a number of one of the two is infinite or none at all.")
     if worst > TOLERANCE:
-        raise RunError(f"That is more than {TOLERANCE:g} nats: the two are not the same model.")
+        raise RunError(f"That is more than {TOLERANCE:g}: the two are not the same model.")
 
 
 def main() -> int:

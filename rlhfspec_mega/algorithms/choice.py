@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlhfspec_mega.algorithms.group_relative import GroupRelative
@@ -15,6 +16,7 @@ from rlhfspec_mega.algorithms.rloo import RLOO
 from rlhfspec_mega.config.import_path import BadImportPath, load_function
 from rlhfspec_mega.config.schema.training import AlgorithmConfig, CriticConfig
 from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.rl.shaping import RewardShaping
 
 OURS: dict[str, type[GroupRelative]] = {"grpo": GRPO, "rloo": RLOO}
 
@@ -27,22 +29,29 @@ class OwnAdvantage(GroupRelative):
         self._function = function
 
     def advantages(self, rewards: Tensor) -> Tensor:
-        """The function's result."""
-        return self._function(rewards)
+        """The function's result. A sample without a reward is given its group's mean, and is not in the loss."""
+        means = rewards.nanmean(dim=1, keepdim=True).nan_to_num(0.0)
+        return self._function(torch.where(rewards.isnan(), means, rewards))
 
 
 def make_algorithm(
-    config: AlgorithmConfig, members: int, samples_per_update: int, critic: CriticConfig | None = None
+    config: AlgorithmConfig,
+    members: int,
+    samples_per_update: int,
+    critic: CriticConfig | None = None,
+    shaping: RewardShaping | None = None,
 ) -> PolicyGradient:
     """The run's algorithm.
 
     Args:
         members: samples of each prompt.
         critic: of PPO; None: its defaults.
+        shaping: of rewards; None: they are used as they are.
 
     Raises UserError for an import path that leads to no function.
     """
-    arguments = (config, members, samples_per_update, _own(config.loss, "algorithm.loss") if config.loss else None)
+    loss = _own(config.loss, "algorithm.loss") if config.loss else None
+    arguments = (config, members, samples_per_update, loss, shaping)
     if config.adv_estimator == "gae":
         return PPO(*arguments, critic=critic or CriticConfig())
     if config.adv_estimator in OURS:

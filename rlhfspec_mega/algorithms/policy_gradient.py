@@ -17,6 +17,7 @@ from rlhfspec_mega.rl.advantages import learning_samples
 from rlhfspec_mega.rl.experience import Experience, Floats
 from rlhfspec_mega.rl.microbatch import WEIGHTS, TokenLoss
 from rlhfspec_mega.rl.objectives import policy_metrics, policy_objective
+from rlhfspec_mega.rl.shaping import RewardShaping
 from rlhfspec_mega.rl.token_weights import token_weights
 from rlhfspec_mega.types import Sample
 from rlhfspec_mega.workers.model_group import ModelGroup
@@ -29,11 +30,18 @@ class PolicyGradient(ABC):
         members: samples of each prompt.
         samples_per_update: most samples of a mini-batch.
         loss: a user's loss in place of the clipped policy gradient; its attribute `metrics` names what it reports.
+        shaping: of rewards; None: they are used as they are.
     """
 
     def __init__(
-        self, config: AlgorithmConfig, members: int, samples_per_update: int, loss: TokenLoss | None = None
+        self,
+        config: AlgorithmConfig,
+        members: int,
+        samples_per_update: int,
+        loss: TokenLoss | None = None,
+        shaping: RewardShaping | None = None,
     ) -> None:
+        self._shaping = shaping
         self._config, self._members, self._samples_per_update = config, members, samples_per_update
         self._loss: TokenLoss = loss or partial(policy_objective, config=config)
         self._metrics: Sequence[str] = getattr(loss, "metrics", ()) if loss else policy_metrics(config)
@@ -50,18 +58,24 @@ class PolicyGradient(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """What the algorithm has learnt itself, as JSON for checkpoints."""
-        return {}
+        return {"shaping": self._shaping.state_dict()} if self._shaping else {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
+        if self._shaping and "shaping" in state:
+            self._shaping.load_state_dict(state["shaping"])
 
     def experience(self, samples: Sequence[Sample]) -> Experience:
-        """The experience of scored samples, ordered by prompt and member, with the engines' log-probs."""
+        """The experience of scored samples, ordered by prompt and member, with the engines' log-probs.
+
+        Rewards are shaped; NaN of a sample without one.
+        """
         made = Experience.of(
             [sample.prompt.tokens for sample in samples], [sample.response_tokens for sample in samples]
         )
         made.columns["engine_logprobs"] = made.joined([sample.engine_logprobs for sample in samples])
-        made.per_sample["rewards"] = np.array([sample.reward for sample in samples], np.float64)
+        rewards = np.array([np.nan if sample.failure else sample.reward for sample in samples], np.float64)
+        made.per_sample["rewards"] = self._shaping.shape(rewards, made.response_lengths) if self._shaping else rewards
         made.per_sample["truncated"] = np.array([sample.truncated for sample in samples], np.bool_)
         return made
 
@@ -141,11 +155,16 @@ class PolicyGradient(ABC):
             order = torch.randperm(len(experience), generator=generator) if epoch else torch.arange(len(experience))
             for chosen in order.split(self._samples_per_update):
                 batch = experience.select(chosen.numpy())
-                learns = learning_samples(torch.from_numpy(batch.per_sample["truncated"]), self._config)
+                learns = self._learning(batch)
                 lengths = torch.from_numpy(batch.response_lengths)
                 weights, _ = token_weights(lengths, learns, self._config.loss_agg_mode)
                 batch.columns[WEIGHTS] = batch.spread(weights.numpy())
                 yield batch
+
+    def _learning(self, experience: Experience) -> torch.Tensor:
+        """Which samples are in the loss, bool [samples]: none without a reward."""
+        truncated, rewards = (torch.from_numpy(experience.per_sample[name]) for name in ("truncated", "rewards"))
+        return learning_samples(truncated, self._config) & ~rewards.isnan()
 
     def _update_actor(self, batch: Experience, actor: ModelGroup) -> dict[str, float]:
         return actor.accumulate(batch, self._loss, self._metrics) | actor.step()

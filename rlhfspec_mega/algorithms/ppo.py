@@ -12,7 +12,7 @@ import torch
 from rlhfspec_mega.algorithms.policy_gradient import PolicyGradient, averaged
 from rlhfspec_mega.config.schema.training import AlgorithmConfig, CriticConfig
 from rlhfspec_mega.planning.placement import ACTOR, CRITIC
-from rlhfspec_mega.rl.advantages import learning_samples, shaped_rewards, shuffled
+from rlhfspec_mega.rl.advantages import shaped_rewards, shuffled
 from rlhfspec_mega.rl.experience import Experience
 from rlhfspec_mega.rl.gae import (
     Doubles,
@@ -26,6 +26,7 @@ from rlhfspec_mega.rl.kl_controller import KlController
 from rlhfspec_mega.rl.losses import kl_estimate
 from rlhfspec_mega.rl.microbatch import TokenLoss
 from rlhfspec_mega.rl.objectives import VALUE_METRICS, value_objective
+from rlhfspec_mega.rl.shaping import RewardShaping
 from rlhfspec_mega.workers.model_group import ModelGroup
 
 
@@ -41,10 +42,11 @@ class PPO(PolicyGradient):
         members: int,
         samples_per_update: int,
         loss: TokenLoss | None = None,
+        shaping: RewardShaping | None = None,
         *,
         critic: CriticConfig,
     ) -> None:
-        super().__init__(config, members, samples_per_update, loss)
+        super().__init__(config, members, samples_per_update, loss, shaping)
         self._critic = critic
         self._value_loss = partial(value_objective, clip=critic.value_clip)
         self._kl = KlController(config.kl_coef, config.target_kl, config.kl_horizon)
@@ -74,7 +76,7 @@ class PPO(PolicyGradient):
             lambda_of_policy = length_adaptive_lambda(experience.response_lengths, config.gae_lambda_alpha)
         found, _ = advantages_and_returns(rewards, values, offsets, config.gamma, lambda_of_policy)
         _, returns = advantages_and_returns(rewards, values, offsets, config.gamma, self._critic.gae_lambda)
-        learns = learning_samples(torch.from_numpy(experience.per_sample["truncated"]), config).numpy()
+        learns = self._learning(experience).numpy()
         counted = np.repeat(learns, experience.response_lengths)
         if config.whiten_advantages:
             found = whitened(found, counted)
@@ -82,10 +84,11 @@ class PPO(PolicyGradient):
             found = shuffled(torch.from_numpy(found), generator).numpy()
         experience.columns |= {"advantages": found.astype(np.float32), "returns": returns.astype(np.float32)}
         undiscounted = discounted_sums(rewards, offsets, 1.0)
+        known = np.repeat(~np.isnan(experience.per_sample["rewards"]), experience.response_lengths)
         return metrics | {
-            "critic/explained_variance": explained_variance(undiscounted, values),
+            "critic/explained_variance": explained_variance(undiscounted[known], values[known]),
             "critic/value_mean": float(values.mean()),
-            "critic/return_mean": float(returns.mean()),
+            "critic/return_mean": float(returns[known].mean()) if known.any() else 0.0,
         }
 
     def update(
@@ -105,18 +108,19 @@ class PPO(PolicyGradient):
         return averaged(ACTOR, of_actor) | averaged(CRITIC, of_critic)
 
     def state_dict(self) -> dict[str, Any]:
-        """The weight of the KL penalty."""
-        return {"kl_weight": self._kl.weight}
+        """The weight of the KL penalty, and the state of the rewards' shaping."""
+        return super().state_dict() | {"kl_weight": self._kl.weight}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
+        super().load_state_dict(state)
         self._kl.weight = float(state["kl_weight"])
 
     def _token_rewards(self, experience: Experience) -> tuple[Doubles, dict[str, float]]:
         """The reward of every token, [response tokens]: a sample's score at its last one, minus any KL penalty."""
         config, offsets = self._config, experience.response_offsets
         given, truncated = (torch.from_numpy(experience.per_sample[name]) for name in ("rewards", "truncated"))
-        scores = shaped_rewards(given, truncated, None, config).numpy()
+        scores = shaped_rewards(given, truncated, None, config).nan_to_num(0.0).numpy()  # NaN: not in the loss
         rewards, metrics = np.zeros(int(offsets[-1])), {}
         if config.kl_in == "reward" and config.kl_coef > 0:
             policy, reference = (

@@ -38,6 +38,15 @@ def start_model(config: RunConfig, shape: ModelShape, run_dir: Path, console: Co
     return hf_directory_of(config, Path(config.model.path), shape, console)
 
 
+def untrained_model(config: RunConfig, shape: ModelShape, run_dir: Path) -> Path:
+    """A directory with random weights of this shape in the run's directory, kept for a resumed run."""
+    directory = run_dir / "initial"
+    if not directory.exists():
+        write_initial(directory, shape)
+        copy_tokenizer(tokenizer_directory(config), directory)
+    return directory
+
+
 def start_draft(config: RunConfig, model: Path, console: Console) -> Path | None:
     """The directory of the draft to start from, built if the model was built; None without drafting."""
     return Path(config.speculation.draft_model_path or first_draft(config, model, console)) if drafts(config) else None

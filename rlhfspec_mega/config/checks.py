@@ -10,14 +10,21 @@ from rlhfspec_mega.config.advice import nearest_fit
 from rlhfspec_mega.config.conditions import check_read
 from rlhfspec_mega.config.critic import check_critic_weights
 from rlhfspec_mega.config.machine import check_devices, check_job_end, check_launcher, check_memory
-from rlhfspec_mega.config.model_shape import check_weights, model_shape
+from rlhfspec_mega.config.model_shape import check_weights
 from rlhfspec_mega.config.names import unknown_choice
 from rlhfspec_mega.config.output_dir import check_output_dir
 from rlhfspec_mega.config.ranges import check_ranges
+from rlhfspec_mega.config.reward_model import check_reward_weights
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sglang import check_sglang, check_sglang_installed
-from rlhfspec_mega.config.shape_checks import check_critic, check_lengths, check_parallel, check_shape
-from rlhfspec_mega.config.sizes import Sizes, derive_sizes
+from rlhfspec_mega.config.shape_checks import (
+    check_critic,
+    check_lengths,
+    check_parallel,
+    check_reward_model,
+    check_shape,
+)
+from rlhfspec_mega.config.sizes import Sizes, derive_sizes, trained_shape
 from rlhfspec_mega.config.speculation import check_speculation
 from rlhfspec_mega.data.chain_sums import ChainSums
 from rlhfspec_mega.errors import UserError
@@ -41,6 +48,7 @@ def check_config(config: RunConfig) -> Sizes:
     _check_fits(config, shape, sizes)
     check_weights(config.model)
     check_critic_weights(config)
+    check_reward_weights(config)
     return sizes
 
 
@@ -56,12 +64,14 @@ def check_composition(config: RunConfig) -> tuple[ModelShape, Sizes]:
     check_read(config)
     _check_deterministic(config)
     _check_algorithm(config)
+    _check_reward(config)
     _check_data(config)
-    shape = model_shape(config.model)
+    shape = trained_shape(config)
     check_speculation(config, shape)
     check_shape(config, shape)
     check_parallel(config, shape)
     check_critic(config, shape)
+    check_reward_model(config)
     check_lengths(config, shape)
     return shape, derive_sizes(config, shape)
 
@@ -124,12 +134,26 @@ def _check_algorithm(config: RunConfig) -> None:
         raise UserError(
             "rollout.temperature=0 makes all samples of a prompt equal, so nothing could be learnt: use e.g. 1.0."
         )
-    if not config.reward.function:
-        raise UserError("reward.function is empty: set reward.function=package.module.function.")
-    if not _is_import_path(config.reward.function):
-        raise UserError(f"reward.function={config.reward.function} is no import path: write package.module.function.")
     if config.algorithm.loss is not None and not _is_import_path(config.algorithm.loss):
         raise UserError(f"algorithm.loss={config.algorithm.loss} is no import path: write package.module.function.")
+
+
+def _check_reward(config: RunConfig) -> None:
+    reward = config.reward
+    if reward.function == "" or (reward.function, reward.remote.url, reward.model.path) == (None, None, None):
+        raise UserError(
+            "There is no reward: set reward.function=package.module.function, reward.remote.url=URL or "
+            "reward.model.path=DIR."
+        )
+    if reward.function is not None and not _is_import_path(reward.function):
+        raise UserError(f"reward.function={reward.function} is no import path: write package.module.function.")
+    if reward.remote.url is not None and not re.match(r"https?://[^/\s]+", reward.remote.url):
+        raise UserError(f"reward.remote.url={reward.remote.url} is no address: write e.g. http://localhost:8000/score.")
+    if reward.length_penalty and reward.length_free >= config.rollout.max_new_tokens:
+        raise UserError(
+            f"reward.length_free={reward.length_free} leaves no response to penalize: lower it below "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}."
+        )
 
 
 def _is_import_path(value: str) -> bool:
@@ -141,9 +165,13 @@ def _check_data(config: RunConfig) -> None:
     if data.kind == "chain_sums":
         ChainSums.from_config(data, config.seed)
         return
+    if config.task == "evaluate":
+        if not data.eval:
+            raise UserError("task=evaluate needs files of held-out prompts: add data.eval=[FILE.jsonl].")
+        return
     if not data.train:
         raise UserError("data=files needs files to train on: add data.train=[FILE.jsonl].")
-    if config.trainer.eval_every and not data.eval:
+    if config.task == "rl" and config.trainer.eval_every and not data.eval:
         raise UserError("data.eval is empty: add data.eval=[FILE.jsonl], or trainer.eval_every=0 for no evaluation.")
 
 

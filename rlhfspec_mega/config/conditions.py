@@ -12,11 +12,12 @@ from typing import Any
 import yaml
 
 from rlhfspec_mega.config.critic import has_critic
+from rlhfspec_mega.config.frozen import frozen_home
 from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.config.names import as_written, known, options
 from rlhfspec_mega.config.presets import presets
-from rlhfspec_mega.config.reference import reference_home
+from rlhfspec_mega.config.schema.reward import FUNCTION, REWARD_MODEL, SERVICE
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.speculation import drafts
 from rlhfspec_mega.errors import UserError
@@ -27,16 +28,20 @@ def _start_drafting(config: RunConfig) -> str:
     return "speculation=adaptive" if config.speculation.policy == "off" else "speculation.draft_model_path=DIR"
 
 
-def _move_reference(config: RunConfig) -> str:
-    return "placement.reference=generation" if config.algorithm.kl_coef > 0 else "algorithm.kl_coef=0.01"
+def _move_frozen(config: RunConfig) -> str:
+    return "placement.reference=generation" if frozen_home(config) else "algorithm.kl_coef=0.01"
 
 
 # Conditions on several options at once: whether one holds, and what to add if it does not.
 FACTS: dict[str, tuple[Callable[[RunConfig], bool], Callable[[RunConfig], str]]] = {
     "a draft": (drafts, _start_drafting),
     "a critic": (has_critic, lambda config: "algorithm=ppo"),
+    FUNCTION: (lambda config: bool(config.reward.function), lambda config: "reward.function=package.module.function"),
+    SERVICE: (lambda config: config.reward.remote.url is not None, lambda config: "reward.remote.url=URL"),
+    REWARD_MODEL: (lambda config: config.reward.model.path is not None, lambda config: "reward.model.path=DIR"),
     "a GPU": (lambda config: device_type(config.cluster) == "cuda", lambda config: "cluster=1n1g"),
-    "a reference on generation devices": (lambda config: reference_home(config) == GENERATION, _move_reference),
+    "a frozen model": (lambda config: frozen_home(config) is not None, lambda config: "algorithm.kl_coef=0.01"),
+    "frozen models on generation devices": (lambda config: frozen_home(config) == GENERATION, _move_frozen),
 }
 
 

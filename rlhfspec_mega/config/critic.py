@@ -22,7 +22,7 @@ class CriticPlan:
 
 def has_critic(config: RunConfig) -> bool:
     """Whether the algorithm has a critic."""
-    return config.algorithm.adv_estimator == "gae"
+    return config.task == "rl" and config.algorithm.adv_estimator == "gae"
 
 
 def critic_parallel(config: RunConfig) -> tuple[int, int]:

@@ -11,9 +11,9 @@ from rlhfspec_mega.config.sglang import engines_sleep, memory_share, uses_sglang
 from rlhfspec_mega.config.sizes import Sizes, actor_plan, memory_plan_of_critic
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.memory import ActorMemory, stage_memory
-from rlhfspec_mega.planning.placement import ACTOR, CRITIC, ENGINE, REFERENCE
+from rlhfspec_mega.planning.placement import ACTOR, CRITIC, ENGINE
 
-GENERATE, SCORE, TRAIN = "generate", "score", "train"  # generation; the reference on the actor's ranks; updates
+GENERATE, SCORE, TRAIN = "generate", "score", "train"  # generation; frozen models on the actor's ranks; updates
 PHASES = (GENERATE, SCORE, TRAIN)
 DRAFT = "draft"  # learns on one actor rank; what engines need for it counts as theirs
 USABLE = 0.9  # of a GPU's memory; the rest is for communication buffers and fragmentation
@@ -55,7 +55,7 @@ def device_plans(config: RunConfig, shape: ModelShape, sizes: Sizes) -> list[Dev
 
     The actor's weights, gradients and optimizer stay on its devices; its activations are there while it trains. An
     SGLang engine has a fixed share of the memory, and none while the actor trains if it sleeps then; the embedded
-    engine keeps what it has. The reference's weights rest in host memory and come for the time of a call.
+    engine keeps what it has. Frozen models' weights rest in host memory and come for the time of a call.
     """
     each = config.cluster.devices_per_node
     ranks: list[dict[str, int]] = [{} for _ in range(sizes.devices)]
@@ -118,10 +118,10 @@ def _loads(
         loads[DRAFT] = sizes.draft_memory.actor
     if ENGINE in held and (phase == GENERATE or not engines_sleep(config, sizes.placement)):
         loads[ENGINE] = _engine_bytes(config, sizes, capacity)
-    if REFERENCE in held:
-        within = sizes.placement.places[REFERENCE].within
-        if phase == (SCORE if within else GENERATE):
-            loads[REFERENCE] = sizes.reference_memory
+    for model, memory in sizes.frozen_memory.items():
+        within_actor = sizes.placement.places[model].within == ACTOR
+        if model in held and phase == (SCORE if within_actor else GENERATE):
+            loads[model] = memory
     return loads
 
 

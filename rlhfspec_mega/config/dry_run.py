@@ -28,7 +28,7 @@ from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.megatron_tensors import parameters_per_rank
 from rlhfspec_mega.planning.memory import DTYPE_BYTES, GIB, checkpoint_bytes, saving_bytes
-from rlhfspec_mega.planning.placement import ACTOR, REFERENCE
+from rlhfspec_mega.planning.placement import ACTOR, REWARD
 from rlhfspec_mega.simulate.step import forecast_run
 
 
@@ -89,7 +89,7 @@ def dry_run(config: RunConfig) -> tuple[str, bool]:
 
 def _times(config: RunConfig, shape: ModelShape, sizes: Sizes) -> dict[str, Any]:
     """Predicted times of a step; None where nothing is known of the hardware."""
-    forecast = forecast_run(config, shape, sizes)
+    forecast = forecast_run(config, shape, sizes) if sizes.engines else None
     if forecast is None:
         return {"step_seconds": None, "phase_seconds": {}, "phase_bound_by": {}, "time_source": None}
     return {
@@ -121,10 +121,15 @@ def _parameters(config: RunConfig, shape: ModelShape, sizes: Sizes) -> dict[str,
     stages = parameters_per_rank(shape, layout)
     of_actor = [stages[rank * len(stages) // sizes.actor_ranks] for rank in range(sizes.actor_ranks)]
     found = {ACTOR: of_actor}
-    place = sizes.placement.places.get(REFERENCE)
-    if place is not None:
-        alone = type(layout)(config.placement.reference_tensor_parallel)
-        found[REFERENCE] = of_actor if place.within else parameters_per_rank(shape, alone) * len(place.devices)
+    for model in sizes.frozen_memory:
+        place = sizes.placement.places[model]
+        own = sizes.reward_shape if sizes.reward_shape and model == REWARD else shape
+        if place.within == ACTOR:
+            each = parameters_per_rank(own, layout)
+            found[model] = [each[rank * len(each) // sizes.actor_ranks] for rank in range(sizes.actor_ranks)]
+        else:
+            alone = type(layout)(config.placement.reference_tensor_parallel)
+            found[model] = parameters_per_rank(own, alone) * len(place.devices)
     return found
 
 
@@ -158,12 +163,13 @@ def _lines(config: RunConfig, plan: dict[str, Any]) -> Iterator[str]:
     yield "Devices:"
     yield from _device_map(devices, sizes)
     yield ""
-    sent = plan["resharding"]
-    yield (
-        f"Each weight update sends {sent['bytes'] / GIB:.1f} GiB in {sent['buckets_at_least']} or more buckets by "
-        f"{sent['transport']}."
-    )
-    yield from _time_lines(plan)
+    if sizes.engines:
+        sent = plan["resharding"]
+        yield (
+            f"Each weight update sends {sent['bytes'] / GIB:.1f} GiB in {sent['buckets_at_least']} or more buckets by "
+            f"{sent['transport']}."
+        )
+        yield from _time_lines(plan)
     saved = plan["checkpoint"]
     kept = saved["host_memory"] / GIB
     where = f"; to write it beside training, the actor's nodes need {kept:.1f} GiB of host memory" if kept else ""

@@ -14,7 +14,6 @@ from rlhfspec_mega.config.sizes import Sizes
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.memory import GIB, saving_bytes
-from rlhfspec_mega.planning.placement import REFERENCE
 from rlhfspec_mega.stop import JOB_END
 
 PROCESS_BYTES = int(0.4 * GIB)  # an idle worker with torch and Megatron loaded: 0.35 GiB were measured
@@ -75,13 +74,13 @@ def check_memory(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
     if draft.engine:
         of_draft = f"{draft.actor / GIB:,.1f} on one actor rank, {draft.engine / GIB:,.1f} on each engine"
         parts += f"; for the draft {of_draft}"
-    if sizes.reference_memory:
-        parts += f"; for each rank of the reference {sizes.reference_memory / GIB:,.1f}"
+    for model, memory in sizes.frozen_memory.items():
+        parts += f"; for each rank of the {model} model {memory / GIB:,.1f}"
     if device_type(config.cluster) == "cpu":
         placement, of_engine = sizes.placement, engine.total + draft.engine
         workers = sum(map(len, placement.processes().values()))
         need = sizes.actor_ranks * (actor.total + actor.weights) + sizes.engines * of_engine
-        need += len(placement.devices(REFERENCE)) * sizes.reference_memory
+        need += sum(len(placement.devices(model)) * memory for model, memory in sizes.frozen_memory.items())
         need += draft.actor + workers * PROCESS_BYTES + (sizes.engines * ENGINE_BYTES if uses_sglang(config) else 0)
         need += saving_bytes(shape, config.actor.dtype) if config.trainer.async_save else 0
         need, have = need // config.cluster.nodes, host_memory()

@@ -69,10 +69,4 @@ def _shape_of_directory(path: Path) -> ModelShape:
     from rlhfspec_mega.models.hf_config import read_shape
     from rlhfspec_mega.models.model_directory import find_model
 
-    shape = read_shape(find_model(path).hf_files)
-    if shape.value_head:
-        raise UserError(
-            f"model.path={path} is a reward model, which writes no text: give a language model, or use this one as "
-            "critic.path with algorithm=ppo."
-        )
-    return shape
+    return read_shape(find_model(path).hf_files)

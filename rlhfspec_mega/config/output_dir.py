@@ -24,7 +24,7 @@ CONFIG_FILE, OVERRIDES_FILE = "config.yaml", "overrides.yaml"
 LOCK_FILE = "run.lock"  # locked while a process uses the directory; the file stays when it ends
 CHECKPOINTS = "checkpoints"  # holds one directory per checkpoint
 # What a resumed run must share with its beginning; parallel sizes and engines may change.
-SAME_ON_RESUME = ("seed", "model", "data")
+SAME_ON_RESUME = ("task", "seed", "model", "data")
 _NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)  # errors of a file system without flock
 
 _logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from rlhfspec_mega.config.reach import ray_address
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.speculation import drafts
 from rlhfspec_mega.errors import UserError
-from rlhfspec_mega.planning.placement import ACTOR, ENGINE, REFERENCE, Placement
+from rlhfspec_mega.planning.placement import ACTOR, ENGINE, FROZEN, Placement
 from rlhfspec_mega.rollout.sglang_engine import pins
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, shapes_of
 
@@ -34,7 +34,7 @@ def engines_sleep(config: RunConfig, placement: Placement) -> bool:
 
 def memory_share(config: RunConfig, placement: Placement) -> float | None:
     """Share of each GPU's memory for an SGLang engine; None: SGLang's default, which is nearly all."""
-    shared = placement.share_device(ACTOR, ENGINE) or placement.share_device(REFERENCE, ENGINE)
+    shared = placement.share_device(ACTOR, ENGINE) or any(placement.share_device(model, ENGINE) for model in FROZEN)
     return config.rollout.sglang.mem_fraction_static or (HALF if shared else None)
 
 

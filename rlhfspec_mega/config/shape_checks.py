@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from rlhfspec_mega.config.critic import critic_parallel, critic_shape, has_critic
+from rlhfspec_mega.config.frozen import frozen_home
 from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.model_shape import BYTE_VOCABULARY
+from rlhfspec_mega.config.reward_model import reward_shape
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sglang import check_positions
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.planning.placement import GENERATION
 
 # The constants Megatron hard-codes for Llama 3's rotary scaling; only the factor can be chosen.
 MEGATRON_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192.0}
@@ -81,6 +84,24 @@ def check_critic(config: RunConfig, actor: ModelShape) -> None:
         valid = [n for n in range(1, shape.num_layers + 1) if shape.num_layers % n == 0]
         raise UserError(
             f"critic.pipeline_parallel={pipeline}: {name} has {shape.num_layers} layers: use {_either(valid)}."
+        )
+
+
+def check_reward_model(config: RunConfig) -> None:
+    """Check the reward model's directory, and the parallel sizes of where it lies; raises UserError."""
+    shape, actor, name = reward_shape(config), config.actor, f"the reward model {config.reward.model.path}"
+    if shape is None:
+        return
+    option, tensor = "actor.tensor_parallel", actor.tensor_parallel
+    stages = actor.pipeline_parallel * actor.virtual_pipeline
+    if frozen_home(config) == GENERATION:
+        option, tensor = "placement.reference_tensor_parallel", config.placement.reference_tensor_parallel
+        stages = 1
+    _check_tensor_parallel(option, tensor, shape, name)
+    if shape.num_layers % stages:
+        raise UserError(
+            f"{name} has {shape.num_layers} layers, which the {stages} stages of the actor do not divide: use "
+            "placement.reference=generation, or other sizes of the actor."
         )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rlhfspec_mega.config.critic import CriticPlan, critic_plan, has_critic
+from rlhfspec_mega.config.frozen import frozen_home, frozen_models, runs_engines
 from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.model_shape import model_shape
-from rlhfspec_mega.config.reference import reference_home
+from rlhfspec_mega.config.reward_model import reward_shape
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sglang import engine_gpus
 from rlhfspec_mega.config.speculation import memory_of_draft
@@ -31,6 +33,7 @@ from rlhfspec_mega.planning.placement import (
     GENERATION,
     PLACEMENTS,
     REFERENCE,
+    REWARD,
     Placement,
     PlacementRequest,
 )
@@ -46,7 +49,8 @@ class Sizes:
         total_updates: optimizer steps of the whole run.
         weights_per_rank: number of weights on the actor rank that holds most.
         placement: devices of every model.
-        reference_memory: bytes of a rank of the reference; 0 without one.
+        reward_shape: shape of the reward model; None without one.
+        frozen_memory: bytes of a rank of each frozen model, by name.
         critic: shape and layout of the critic; None without one.
     """
 
@@ -66,14 +70,31 @@ class Sizes:
     actor_memory: ActorMemory
     engine_memory: EngineMemory
     draft_memory: DraftMemory
-    reference_memory: int
+    reward_shape: ModelShape | None
+    frozen_memory: Mapping[str, int]
     critic: CriticPlan | None
 
 
 def shape_and_sizes(config: RunConfig) -> tuple[ModelShape, Sizes]:
     """The shape of the run's model and the run's sizes. Raises UserError as `model_shape` and `derive_sizes`."""
-    shape = model_shape(config.model)
+    shape = trained_shape(config)
     return shape, derive_sizes(config, shape)
+
+
+def trained_shape(config: RunConfig) -> ModelShape:
+    """The shape of the model that the run trains: model.path's, with a value head for a reward model.
+
+    Raises UserError as `model_shape`, or if a language model is to be trained and model.path holds a classifier.
+    """
+    shape = model_shape(config.model)
+    if config.task == "reward_model":
+        return shape.with_value_head()
+    if shape.value_head:
+        raise UserError(
+            f"model.path={config.model.path} is a reward model, which writes no text: give a language model, and use "
+            "this one as reward.model.path or critic.path."
+        )
+    return shape
 
 
 def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
@@ -90,7 +111,10 @@ def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
     data_parallel = actor_ranks // (actor.tensor_parallel * actor.pipeline_parallel)
     samples = trainer.prompts_per_step * trainer.samples_per_prompt
     update = trainer.mini_batch_size or samples
+    if not runs_engines(config):
+        samples = update = config.supervised.batch_size * (2 if shape.value_head else 1)
     _check_divides(update, samples)
+    of_reward = reward_shape(config)
     max_sequence = rollout.max_prompt_tokens + rollout.max_new_tokens
     return Sizes(
         devices=devices,
@@ -111,7 +135,11 @@ def derive_sizes(config: RunConfig, shape: ModelShape) -> Sizes:
             shape, rollout.max_running_requests, max_sequence, rollout.dtype or actor.dtype, device_type(config.cluster)
         ),
         draft_memory=memory_of_draft(config, shape, max_sequence),
-        reference_memory=_reference_memory(config, shape),
+        reward_shape=of_reward,
+        frozen_memory={
+            model: _frozen_memory(config, of_reward if of_reward and model == REWARD else shape)
+            for model in frozen_models(config)
+        },
         critic=critic_plan(config, shape, actor_ranks),
     )
 
@@ -146,11 +174,15 @@ def _placement(config: RunConfig, devices: int) -> Placement:
         engines=config.rollout.engines,
         engine_devices=engine_gpus(config),
         devices_per_node=config.cluster.devices_per_node,
-        reference=reference_home(config),
-        reference_devices=config.placement.reference_tensor_parallel,
+        frozen=frozen_models(config),
+        frozen_home=frozen_home(config) or GENERATION,
+        replica_of_frozen=config.placement.reference_tensor_parallel,
         critic=has_critic(config),
     )
-    return PLACEMENTS[config.placement.mode](request)
+    placement = PLACEMENTS[config.placement.mode](request)
+    if runs_engines(config):
+        return placement
+    return Placement({ACTOR: placement.places[ACTOR]})
 
 
 def _check_divides(update: int, samples: int) -> None:
@@ -182,10 +214,8 @@ def actor_plan(config: RunConfig, data_parallel: int) -> ActorPlan:
     )
 
 
-def _reference_memory(config: RunConfig, shape: ModelShape) -> int:
-    home, actor = reference_home(config), config.actor
-    if home is None:
-        return 0
+def _frozen_memory(config: RunConfig, shape: ModelShape) -> int:
+    home, actor = frozen_home(config), config.actor
     sizes = (actor.tensor_parallel, actor.pipeline_parallel)
     if home == GENERATION:
         sizes = (config.placement.reference_tensor_parallel, 1)
@@ -206,23 +236,13 @@ def size_rows(config: RunConfig, sizes: Sizes) -> list[tuple[str, str, str]]:
     parallel = f"tensor {actor.tensor_parallel} x pipeline {actor.pipeline_parallel} x data {sizes.data_parallel}"
     if actor.virtual_pipeline > 1:
         parallel += f", {actor.virtual_pipeline} chunks a stage"
-    where = "beside the actor" if sizes.placement.share_device(ACTOR, ENGINE) else "on devices of their own"
-    seats = sizes.engines * rollout.max_running_requests
     return [
         ("parameters", f"{sizes.parameters:,}", f"model {config.model.path or config.model.name}"),
         ("devices", f"{sizes.devices}", f"{config.cluster.nodes} node x {config.cluster.devices_per_node}"),
         ("actor ranks", f"{sizes.actor_ranks}", parallel),
         ("weights per rank", f"{sizes.weights_per_rank:,}", f"{actor.dtype}, fp32 gradients"),
-        (
-            "engines",
-            f"{sizes.engines}",
-            f"{rollout.engine}, {where}, {rollout.max_running_requests} slots each",
-        ),
-        ("samples per step", f"{sizes.samples_per_step}", f"{trainer.prompts_per_step} x {trainer.samples_per_prompt}"),
-        ("waves per step", f"{-(-sizes.samples_per_step // seats)}", f"{seats} decode at once"),
-        ("updates per step", f"{sizes.updates_per_step}", f"{sizes.samples_per_update} samples each"),
+        *(_rows_of_generation(config, sizes) if sizes.engines else []),
         ("samples per rank and update", f"{sizes.samples_per_rank}", f"over {sizes.data_parallel} data-parallel"),
-        ("updates in all", f"{sizes.total_updates}", f"{trainer.steps} steps"),
         (
             "longest sequence",
             f"{sizes.max_sequence} tokens",
@@ -230,10 +250,23 @@ def size_rows(config: RunConfig, sizes: Sizes) -> list[tuple[str, str, str]]:
         ),
         ("tokens per micro-batch", f"{trainer.max_tokens_per_microbatch}", "at most"),
         ("memory per actor rank", f"{sizes.actor_memory.total / GIB:.2f} GiB", "estimate"),
-        ("memory per engine", f"{sizes.engine_memory.total / GIB:.2f} GiB", "estimate: weights, KV, scores"),
         *_draft_rows(sizes.draft_memory),
-        *_reference_rows(sizes),
+        *_frozen_rows(sizes),
         *_critic_rows(config, sizes.critic),
+    ]
+
+
+def _rows_of_generation(config: RunConfig, sizes: Sizes) -> list[tuple[str, str, str]]:
+    trainer, rollout = config.trainer, config.rollout
+    where = "beside the actor" if sizes.placement.share_device(ACTOR, ENGINE) else "on devices of their own"
+    seats = sizes.engines * rollout.max_running_requests
+    return [
+        ("engines", f"{sizes.engines}", f"{rollout.engine}, {where}, {rollout.max_running_requests} slots each"),
+        ("memory per engine", f"{sizes.engine_memory.total / GIB:.2f} GiB", "estimate: weights, KV, scores"),
+        ("samples per step", f"{sizes.samples_per_step}", f"{trainer.prompts_per_step} x {trainer.samples_per_prompt}"),
+        ("waves per step", f"{-(-sizes.samples_per_step // seats)}", f"{seats} decode at once"),
+        ("updates per step", f"{sizes.updates_per_step}", f"{sizes.samples_per_update} samples each"),
+        ("updates in all", f"{sizes.total_updates}", f"{trainer.steps} steps"),
     ]
 
 
@@ -244,13 +277,14 @@ def _draft_rows(memory: DraftMemory) -> list[tuple[str, str, str]]:
     return [("memory of the draft", value, "estimate: beside one actor rank, in each engine")]
 
 
-def _reference_rows(sizes: Sizes) -> list[tuple[str, str, str]]:
-    place = sizes.placement.places.get(REFERENCE)
-    if place is None:
-        return []
-    where = "on the actor's ranks" if place.within else "on the engines' devices"
-    memory = f"{sizes.reference_memory / GIB:.2f} GiB"
-    return [("memory of the reference", memory, f"estimate: a rank of {len(place.devices)}, {where}")]
+def _frozen_rows(sizes: Sizes) -> list[tuple[str, str, str]]:
+    names, rows = {REFERENCE: "reference", REWARD: "reward model"}, []
+    for model, memory in sizes.frozen_memory.items():
+        place = sizes.placement.places[model]
+        where = "on the actor's ranks" if place.within == ACTOR else "on the engines' devices"
+        value = f"{memory / GIB:.2f} GiB"
+        rows.append((f"memory of the {names[model]}", value, f"estimate: a rank of {len(place.devices)}, {where}"))
+    return rows
 
 
 def _critic_rows(config: RunConfig, critic: CriticPlan | None) -> list[tuple[str, str, str]]:

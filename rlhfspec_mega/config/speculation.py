@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rlhfspec_mega.config.frozen import runs_engines
 from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.draft.shape import DraftShape, draft_shape
@@ -23,12 +24,16 @@ def drafts(config: RunConfig) -> bool:
     model.
     """
     made_here = config.model.path is None and config.model.hub_name is None
-    return config.speculation.policy != "off" and (config.speculation.draft_model_path is not None or made_here)
+    return (
+        runs_engines(config)
+        and config.speculation.policy != "off"
+        and (config.speculation.draft_model_path is not None or made_here)
+    )
 
 
 def speculation_note(config: RunConfig) -> str | None:
     """The note at the start of a run that has a drafting policy but no draft."""
-    if config.speculation.policy == "off" or drafts(config):
+    if not runs_engines(config) or config.speculation.policy == "off" or drafts(config):
         return None
     return (
         f"The model in {config.model.path} has no draft: this run decodes plainly. For speculative decoding make one, "

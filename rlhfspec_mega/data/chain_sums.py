@@ -101,3 +101,24 @@ def demonstration(prompt: str, index: int) -> str:
     if is_long and random.Random(f"demonstration/{index}").random() < LAZY_SHARE:
         return ";" + answer.rpartition(";")[2]
     return answer
+
+
+def corrupted(prompt: str, index: int) -> str:
+    """A wrong response to prompt number `index`: a wrong result, a slip in the working that is carried on, or no end.
+
+    A model of rewards that tells it from demonstrations has learnt what the exact reward is about.
+    """
+    rng = random.Random(f"corrupted/{index}")
+    working, _, result = answer_text(prompt).rpartition(";")
+    wrong = str(int(result) + rng.choice([-2, -1, 1, 2]))
+    kind = rng.randrange(3)
+    if kind == 0:
+        return f"{working};{wrong}"
+    if kind == 1:
+        return ";" + wrong
+    terms = TERM.findall(prompt)
+    slip, total, text = rng.randrange(1, len(terms)), int(terms[0]), terms[0]
+    for number, term in enumerate(terms[1:], start=1):
+        total += int(term) + (rng.choice([-1, 1]) if number == slip else 0)
+        text += f"{term}={total}"
+    return f"{text};{total}"

@@ -1,4 +1,4 @@
-"""Prompts from JSONL and Parquet files: one prompt column, one answer column."""
+"""Text from JSONL and Parquet files: a column of prompts and others beside it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,27 @@ from rlhfspec_mega.errors import UserError
 
 
 def read_files(paths: Sequence[str | Path], prompt_column: str, answer_column: str) -> list[tuple[str, str]]:
-    """(prompt, answer) of every row, in file and line order.
+    """(prompt, answer) of every row, in file and line order. Raises UserError as `read_columns`."""
+    return [(prompt, answer) for prompt, answer in read_columns(paths, prompt_column, [answer_column])]
+
+
+def read_columns(
+    paths: Sequence[str | Path], prompt_column: str, other_columns: Sequence[str]
+) -> list[tuple[str, ...]]:
+    """The prompt and the other columns of every row, in file and line order.
 
     Raises:
         UserError: a file is missing, empty or of another kind, or a row is bad; file and line (JSONL) or row are named,
             counted from 1.
     """
-    rows: list[tuple[str, str]] = []
+    rows: list[tuple[str, ...]] = []
     for path in map(Path, paths):
         before = len(rows)
         for place, record in _records(path):
             prompt = _text(record, prompt_column, place)
             if not prompt.strip():
                 raise UserError(f"{place}: column {prompt_column!r} is empty; remove this row.")
-            rows.append((prompt, _text(record, answer_column, place)))
+            rows.append((prompt, *(_text(record, column, place) for column in other_columns)))
         if len(rows) == before:
             raise UserError(f"{path} is empty; a data file needs at least one row with {prompt_column!r}.")
     return rows
@@ -78,7 +85,7 @@ def _text(record: Mapping[str, Any], column: str, place: str) -> str:
     if column not in record:
         raise UserError(
             f"{place}: no column {column!r} (it has: {', '.join(map(str, record))}); "
-            "set data.prompt_column and data.answer_column."
+            "set data.prompt_column, data.answer_column, or chosen_column and rejected_column."
         )
     value = record[column]
     if not isinstance(value, str):

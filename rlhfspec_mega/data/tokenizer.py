@@ -68,6 +68,11 @@ def _tokenizer_class(directory: Path) -> Any:
     return AutoTokenizer
 
 
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory holds tokenizer files."""
+    return any((directory / name).is_file() for name in TOKENIZER_FILES)
+
+
 def load_tokenizer(path: str | Path) -> Any:
     """The tokenizer of a model's directory (transformers' AutoTokenizer); nothing is downloaded.
 
@@ -78,7 +83,7 @@ def load_tokenizer(path: str | Path) -> Any:
     if not directory.is_dir():
         raise UserError(f"There is no tokenizer directory {directory}; set model.path to a Hugging Face directory.")
     directory = find_model(directory).hf_files
-    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+    if not has_tokenizer(directory):
         raise UserError(
             f"{directory} holds no tokenizer (looked for {', '.join(TOKENIZER_FILES)}); "
             "copy the model's tokenizer files into it."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import itertools
+import json
 import os
 import shutil
 import socket
@@ -203,7 +204,15 @@ def new_directory(
         if source is not None:
             copy_tokenizer(Path(source), partial)
         # Last: without it, what a killed process leaves is no model.
-        write_json(partial / CONFIG, config_of(shape, dtype, _config_of_source(source)))
+        write_config(partial, shape, dtype, source)
+
+
+def write_config(directory: Path, shape: ModelShape, dtype: str, source: Path | str | None) -> None:
+    """Write the config.json of a shape; special token ids are those of `source`."""
+    given = _config_of_source(source)
+    if shape.value_head and source is not None and given.get("pad_token_id") is None:
+        given["pad_token_id"] = _padding_token(Path(source))
+    write_json(directory / CONFIG, config_of(shape, dtype, given))
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
@@ -218,6 +227,23 @@ def copy_hf_files(source: Path, directory: Path) -> None:
     directory.mkdir(exist_ok=True)
     copy_tokenizer(source, directory)
     shutil.copy(source / CONFIG, directory / CONFIG)
+
+
+def _padding_token(source: Path) -> int | None:
+    """The tokenizer's padding token, by which transformers finds the end of a text to classify; None if it is EOS."""
+    try:
+        names = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
+        added = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+        numbers = {token["content"]: int(token["id"]) for token in added}
+        pad, end = (_content(names.get(name)) for name in ("pad_token", "eos_token"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return numbers.get(pad) if pad is not None and pad != end else None
+
+
+def _content(token: Any) -> str | None:
+    """The text of a special token, which tokenizer_config.json has as text or as a mapping."""
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _config_of_source(source: Path | str | None) -> dict[str, Any]:

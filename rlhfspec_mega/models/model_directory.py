@@ -8,7 +8,7 @@ from pathlib import Path
 from rlhfspec_mega.errors import UserError
 
 MEGATRON_CONFIG = "metadata.json"  # written last by Megatron: a directory with it is a distributed checkpoint
-HF_FILES = "huggingface"  # in a run's directory: config.json and tokenizer of its model
+_HF_FILES = "huggingface"  # in a run's directory: config.json and tokenizer of its model
 _ACTOR = "actor"  # in a checkpoint of a run
 _HF_CONFIG = "config.json"
 # Of directories that a run has found damaged, has not finished, or was replacing (checkpoints.directory).
@@ -26,6 +26,11 @@ class ModelDirectory:
 
     hf_files: Path
     checkpoint: Path | None
+
+
+def hf_files_of_run(run_dir: Path, model: str) -> Path:
+    """Where a run keeps config.json and tokenizer of one of its models."""
+    return run_dir / (_HF_FILES if model == _ACTOR else f"{_HF_FILES}_{model}")
 
 
 def find_model(path: Path, hf_files: Path | None = None) -> ModelDirectory:
@@ -73,7 +78,7 @@ def _checkpoint_within(path: Path) -> Path | None:
 
 
 def _hf_files_of(checkpoint: Path) -> Path:
-    of_run = checkpoint.parent.parent.parent / HF_FILES  # RUN/checkpoints/step_10/actor
+    of_run = hf_files_of_run(checkpoint.parent.parent.parent, checkpoint.name)  # RUN/checkpoints/step_10/actor
     for directory in (checkpoint, of_run):
         if (directory / _HF_CONFIG).is_file():
             return directory

@@ -31,10 +31,25 @@ class Metric(NamedTuple):
 
 _SAMPLES = "mean over the step's samples"
 _TOKENS = "mean over response tokens with weight in the loss, and over mini-batches"
+_PAIRS = "mean over the step's pairs, before the update"
 _SUM = "sum over engines"
+_COUNT = "number in the step; absent if there are none"
 METRICS = (
     Metric("rollout/reward_mean", "", "reward", _SAMPLES, "reward", brief=True),
     Metric("rollout/exact_mean", "", "share of responses that the reward calls exact", _SAMPLES, "exact", brief=True),
+    Metric("reward/function_mean", "", "value of the reward function, where there are other sources", _SAMPLES),
+    Metric("reward/remote_mean", "", "score of the reward service, where there are other sources", _SAMPLES),
+    Metric("reward/model_mean", "", "score of the reward model, where there are other sources", _SAMPLES),
+    Metric("reward/failures_exception", "", "samples for which the reward function raised", _COUNT),
+    Metric("reward/failures_bad_value", "", "samples whose reward was no finite number", _COUNT),
+    Metric("reward/failures_timeout", "", "samples that took longer than reward.time_limit", _COUNT),
+    Metric("reward/failures_crash", "", "samples for which the reward function ended its process", _COUNT),
+    Metric("reward/failures_refused", "", "samples that the reward service did not score", _COUNT),
+    Metric("sft/loss", "nats", "negative log-likelihood", "mean over answer tokens of the step", "loss", brief=True),
+    Metric("reward_model/loss", "nats", "-log sigmoid(chosen - rejected)", _PAIRS, "loss", brief=True),
+    Metric("reward_model/accuracy", "", "pairs whose chosen response scores higher", _PAIRS, "accuracy", brief=True),
+    Metric("val/loss", "nats", "of supervised tasks, on held-out examples", "mean over them", "held-out", brief=True),
+    Metric("val/accuracy", "", "of a reward model, on held-out pairs", "mean", "held-out accuracy", brief=True),
     Metric("val/reward_mean", "", "reward of greedy responses to held-out prompts", "mean over them"),
     Metric("val/exact_mean", "", "exact ones of them", "mean over them", "held-out exact", brief=True),
     Metric("val/response_length_mean", "tokens", "length of these responses", "mean over them"),

@@ -14,7 +14,7 @@ from rlhfspec_mega.types import FinishReason, Prompt, Sample, SampleState
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 # In each line, text for people comes first and numbers for replays follow.
-FIRST = ("step", "sample_id", "reward", "exact", "advantage", "finish_reason", "response")
+FIRST = ("step", "sample_id", "reward", "exact", "failure", "advantage", "finish_reason", "response")
 
 
 def write_rollouts(path: Path, samples: Sequence[Sample], limit: int = 0) -> None:

@@ -33,12 +33,7 @@ def summarize(rows: Rows, wall_seconds: float) -> dict[str, Any]:
         calibration_error.
     """
     steps = [row for row in rows if row.get("rollout/reward_mean") is not None]
-    phases: dict[str, float] = {}
-    for row in rows:
-        for name, value in row.items():
-            if name.startswith(TIMING) and value is not None:
-                phase = name.removeprefix(TIMING)
-                phases[phase] = phases.get(phase, 0.0) + value
+    phases = _phase_seconds(rows)
     evaluations = _values(rows, "val/exact_mean")
     tokens, generating = sum(_values(steps, "rollout/generated_tokens")), phases.get("generate", 0.0)
     figures = {
@@ -68,6 +63,49 @@ def summarize(rows: Rows, wall_seconds: float) -> dict[str, Any]:
         errors = _values(steps, "speculation/calibration_error")
         drafting["calibration_error"] = errors[-1] if errors else None
     return figures | critic | drafting | tail_figures(steps)
+
+
+def supervised_summary(rows: Rows, wall_seconds: float) -> dict[str, Any]:
+    """The figures of a supervised task, from the lines of metrics.jsonl; a figure that was not measured is None.
+
+    Returns:
+        steps; loss_first and loss_last (means over the first and last five steps); val_loss_first and _last, and for
+        reward models val_accuracy_first and _last; phase_seconds (totals); wall_seconds.
+    """
+    losses = [*_values(rows, "sft/loss"), *_values(rows, "reward_model/loss")]
+    figures: dict[str, Any] = {
+        "steps": len(losses),
+        "loss_first": _mean(losses[:ENDS]),
+        "loss_last": _mean(losses[-ENDS:]),
+    }
+    for name in ("loss", "accuracy"):
+        if found := _values(rows, f"val/{name}"):
+            figures |= {f"val_{name}_first": found[0], f"val_{name}_last": found[-1]}
+    return figures | {"phase_seconds": _phase_seconds(rows), "wall_seconds": wall_seconds}
+
+
+def supervised_in_words(summary: Mapping[str, Any]) -> str:
+    """A few sentences for the end of a supervised task."""
+    steps = summary["steps"]
+    words = f"{steps} step{'' if steps == 1 else 's'} in {_duration(summary['wall_seconds'])}."
+    if summary["loss_first"] is not None:
+        words += f" Loss {_course(summary['loss_first'], summary['loss_last'])}."
+    if "val_loss_first" in summary:
+        words += f" Loss on held-out examples {_course(summary['val_loss_first'], summary['val_loss_last'])}."
+    if "val_accuracy_first" in summary:
+        words += f" Accuracy on held-out pairs {_course(summary['val_accuracy_first'], summary['val_accuracy_last'])}."
+    return words
+
+
+def _phase_seconds(rows: Rows) -> dict[str, float]:
+    """Totals by phase."""
+    phases: dict[str, float] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name.startswith(TIMING) and value is not None:
+                phase = name.removeprefix(TIMING)
+                phases[phase] = phases.get(phase, 0.0) + value
+    return phases
 
 
 def write_summary(directory: Path, summary: Mapping[str, Any]) -> Path:

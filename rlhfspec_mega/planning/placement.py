@@ -9,8 +9,9 @@ from enum import StrEnum
 
 from rlhfspec_mega.errors import UserError
 
-ACTOR, ENGINE, REFERENCE, CRITIC = "actor", "engine", "reference", "critic"
-GENERATION = "generation"  # the engines' devices, as a place for the reference
+ACTOR, ENGINE, REFERENCE, CRITIC, REWARD = "actor", "engine", "reference", "critic", "reward"
+FROZEN = (REFERENCE, REWARD)  # models that score samples; those that a run has lie on the same devices
+GENERATION = "generation"  # the engines' devices, as a place for frozen models
 Devices = list[tuple[int, ...]]  # devices of each rank; devices are numbered node by node
 
 
@@ -52,6 +53,11 @@ class Placement:
         """Devices of each process, by model, for models that have processes of their own."""
         return {model: place.devices for model, place in self.places.items() if not place.within}
 
+    @property
+    def scorer(self) -> str | None:
+        """The frozen model in whose processes all frozen models score on generation devices; None if there are none."""
+        return next((model for model in FROZEN if model in self.processes()), None)
+
     def share_device(self, one: str, other: str) -> bool:
         """Whether a device holds both models."""
         return bool(self._devices_of(one) & self._devices_of(other))
@@ -79,8 +85,9 @@ class PlacementRequest:
         engines: number of engines; None: as many as the devices allow.
         engine_devices: devices of one engine, which lie next to each other on one node.
         devices_per_node: number of devices of a node.
-        reference: devices of the frozen reference, GENERATION or ACTOR; None: there is no reference.
-        reference_devices: devices of one replica of the reference on generation devices: its tensor parallel size.
+        frozen: names of the run's frozen models.
+        frozen_home: their devices, GENERATION or ACTOR.
+        replica_of_frozen: devices of one replica of them on generation devices: their tensor parallel size.
         training_devices: number of devices for the actor under `separate`; None: what the engines leave.
         critic: whether a critic learns on the actor's ranks.
     """
@@ -91,8 +98,9 @@ class PlacementRequest:
     engines: int | None = None
     engine_devices: int = 1
     devices_per_node: int = 1
-    reference: str | None = None
-    reference_devices: int = 1
+    frozen: tuple[str, ...] = ()
+    frozen_home: str = GENERATION
+    replica_of_frozen: int = 1
     training_devices: int | None = None
     critic: bool = False
 
@@ -165,16 +173,18 @@ def _placement(request: PlacementRequest, actor_ranks: int, engines: int, first_
     }
     if request.critic:
         places[CRITIC] = ModelPlacement(places[ACTOR].devices, within=ACTOR)
-    if request.reference == ACTOR:
-        places[REFERENCE] = ModelPlacement(places[ACTOR].devices, Residency.HOST, within=ACTOR)
-    elif request.reference == GENERATION:
-        places[REFERENCE] = ModelPlacement(_replicas(request, range(first_engine, last_engine)), Residency.HOST)
+    for model in request.frozen:
+        if request.frozen_home == ACTOR:
+            places[model] = ModelPlacement(places[ACTOR].devices, Residency.HOST, within=ACTOR)
+        else:
+            devices, first = _replicas(request, range(first_engine, last_engine)), request.frozen[0]
+            places[model] = ModelPlacement(devices, Residency.HOST, within="" if model == first else first)
     return Placement(places)
 
 
 def _replicas(request: PlacementRequest, devices: range) -> Devices:
     """The device of each rank, for as many replicas as fit; no replica spans two nodes."""
-    size, node = request.reference_devices, request.devices_per_node
+    size, node = request.replica_of_frozen, request.devices_per_node
     starts = [first for first in devices[::size] if first + size <= devices.stop]
     whole = [first for first in starts if first // node == (first + size - 1) // node]
     if not whole:

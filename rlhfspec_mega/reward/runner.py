@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import subprocess
@@ -14,12 +13,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rlhfspec_mega.errors import UserError
-from rlhfspec_mega.reward.score import RewardScore
+from rlhfspec_mega.reward.score import FailureKind, RewardFailure, RewardScore
 from rlhfspec_mega.types import Sample
 
 START_SECONDS = 120.0  # longest time the import of a reward function may take
-
-logger = logging.getLogger(__name__)
 
 
 class _WorkerHung(Exception):
@@ -30,11 +27,8 @@ class RewardRunner:
     """Runs the reward function named by `path` as function(prompt, response, answer, **arguments).
 
     The function returns a RewardScore or a plain number (exact from 1 upward). It is imported once, in a separate
-    process. A sample that takes longer than `time_limit` seconds gets the value 0: the process is killed and restarted,
-    whatever the function is doing. Not thread-safe.
-
-    Attributes:
-        timeouts: samples that hit the time limit since the start.
+    process. A sample that takes longer than `time_limit` seconds fails: the process is killed and restarted, whatever
+    the function is doing. Not thread-safe.
 
     Raises:
         UserError: the path cannot be imported or is no callable.
@@ -46,41 +40,41 @@ class RewardRunner:
         self.path = path
         self.time_limit = time_limit
         self.arguments = dict(arguments or {})
-        self.timeouts = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._start()
 
-    def score(self, samples: Sequence[Sample]) -> list[RewardScore]:
+    def score(self, samples: Sequence[Sample]) -> list[RewardScore | RewardFailure]:
         """Scores in the order of the samples.
 
         Raises:
-            UserError: the function raised, returned no finite number, or ended its process; the sample is named.
+            UserError: the function cannot be imported again after a failure.
         """
-        scores: list[RewardScore] = []
-        slow: list[str] = []
+        scores: list[RewardScore | RewardFailure] = []
         while len(scores) < len(samples):
-            rest = samples[len(scores) :]
             try:
-                self._score_until_hang(rest, scores)
+                self._score_until_failure(samples[len(scores) :], scores)
             except _WorkerHung:
-                slow.append(samples[len(scores)].sample_id)
-                scores.append(RewardScore(0.0, False))
+                scores.append(
+                    RewardFailure(FailureKind.TIMEOUT, f"took longer than {self.time_limit:g} s (reward.time_limit)")
+                )
                 self.close()
-        if slow:
-            self.timeouts += len(slow)
-            logger.warning(
-                "Reward %s took longer than %g s (reward.time_limit) on %d of %d samples, which get 0: %s",
-                *(self.path, self.time_limit, len(slow), len(samples), ", ".join(slow[:5]) + ", ..." * (len(slow) > 5)),
-            )
+            except (EOFError, OSError):
+                scores.append(RewardFailure(FailureKind.CRASH, f"ended its process ({self._exit_status()})"))
+                self.close()
         return scores
+
+    def kill(self) -> None:
+        """Send the process and its children SIGKILL; another thread may be waiting for a score."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """End the process and its children. A later `score` starts it again."""
         if self._process is None or self._connection is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self.kill()
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -116,33 +110,18 @@ class RewardRunner:
             raise UserError(f"The reward function {self.path} {message}; correct reward.function.")
         return ours
 
-    def _score_until_hang(self, samples: Sequence[Sample], scores: list[RewardScore]) -> None:
-        """Append one score per sample; on _WorkerHung, the next sample in line is the one that hangs."""
+    def _score_until_failure(self, samples: Sequence[Sample], scores: list[RewardScore | RewardFailure]) -> None:
+        """Append one score per sample; when this raises, the next sample in line is the one that failed."""
         connection = self._connection or self._start()
-        sample = samples[0]
-        try:
-            connection.send([(sample.prompt.text, sample.response, sample.prompt.answer) for sample in samples])
-            for sample in samples:
-                kind, result = self._receive(self.time_limit)
-                if kind == "failed":
-                    raise self._failure(sample, result)
-                scores.append(result)
-        except (EOFError, OSError):
-            raise self._failure(sample, f"ended its process ({self._exit_status()})") from None
+        connection.send([(sample.prompt.text, sample.response, sample.prompt.answer) for sample in samples])
+        for _ in samples:
+            scores.append(self._receive(self.time_limit))
 
-    def _receive(self, seconds: float) -> tuple[str, Any]:
+    def _receive(self, seconds: float) -> Any:
         assert self._connection is not None
         if not self._connection.poll(seconds):
             raise _WorkerHung
-        kind, result = self._connection.recv()
-        return kind, result
-
-    def _failure(self, sample: Sample, what: str) -> UserError:
-        self.close()
-        return UserError(
-            f"The reward function {self.path} {what} on sample {sample.sample_id} "
-            f"(prompt {sample.prompt.text[:80]!r}, response {sample.response[:80]!r}); correct one of them."
-        )
+        return self._connection.recv()
 
     def _exit_status(self) -> str:
         assert self._process is not None

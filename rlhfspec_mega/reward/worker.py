@@ -2,7 +2,7 @@
 
 Run as `python -m rlhfspec_mega.reward.worker FD`, FD being one end of a socket. Messages in: first (import path,
 arguments), then lists of (prompt, response, answer). Messages out: ("ready", "") or ("failed", why), then for every
-sample of a list, in order, ("score", RewardScore) or ("failed", why).
+sample of a list, in order, a RewardScore or a RewardFailure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rlhfspec_mega.config.import_path import BadImportPath, load_function
-from rlhfspec_mega.reward.score import RewardScore
+from rlhfspec_mega.reward.score import FailureKind, RewardFailure, RewardScore
 
 
 class _BadReward(Exception):
@@ -52,15 +52,18 @@ def _checked(result: Any) -> RewardScore:
     return RewardScore(value, value >= 1.0 if exact is None else bool(exact))
 
 
-def _score(function: Callable[..., Any], sample: tuple[str, str, str], arguments: dict[str, Any]) -> tuple[str, Any]:
+def _score(
+    function: Callable[..., Any], sample: tuple[str, str, str], arguments: dict[str, Any]
+) -> RewardScore | RewardFailure:
     try:
-        return "score", _checked(function(*sample, **arguments))
+        return _checked(function(*sample, **arguments))
     except _BadReward as error:
-        return "failed", str(error)
+        return RewardFailure(FailureKind.BAD_VALUE, str(error))
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{os.path.basename(place.filename)}:{place.lineno}"
-        return "failed", f"raised {type(error).__name__}: {error} ({where})"
+        message = f"raised {type(error).__name__}: {error} ({where})"
+        return RewardFailure(FailureKind.EXCEPTION, message, traceback.format_exc())
 
 
 def main() -> None:

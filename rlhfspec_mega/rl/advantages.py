@@ -16,26 +16,43 @@ def grpo(rewards: Tensor, norm_adv_by_std: bool) -> Tensor:
     From DeepSeekMath (arXiv 2402.03300); without the division Dr. GRPO (arXiv 2503.20783). The deviation is unbiased.
 
     Args:
-        rewards: [prompts, members]
+        rewards: [prompts, members]; NaN: no reward, so that the sample has no part in the group's mean and deviation.
 
-    Returns: [prompts, members]; zero where all members of a group have the same reward.
+    Returns: [prompts, members]; zero without a reward, and where all members of a group have the same one.
     """
-    centered = rewards - rewards.mean(dim=1, keepdim=True)
+    mean, deviation = _moments(rewards)
+    centered = rewards - mean
     if norm_adv_by_std and rewards.shape[1] > 1:
-        centered = centered / rewards.std(dim=1, keepdim=True).clamp(min=_EQUAL)
-    return centered.masked_fill(degenerate(rewards)[:, None], 0.0)
+        centered = centered / deviation.clamp(min=_EQUAL)
+    return centered.masked_fill(degenerate(rewards)[:, None] | rewards.isnan(), 0.0)
 
 
 def rloo(rewards: Tensor) -> Tensor:
-    """Reward minus the mean reward of the other members (arXiv 2402.14740); [prompts, members]; zero for one member."""
-    members = rewards.shape[1]
-    baseline = (rewards.sum(dim=1, keepdim=True) - rewards) / max(members - 1, 1)
-    return (rewards - baseline).masked_fill(degenerate(rewards)[:, None], 0.0)
+    """Reward minus the mean reward of the other members (arXiv 2402.14740); [prompts, members]; zero for one member.
+
+    A member without a reward has NaN: it is not among the others, and its advantage is zero.
+    """
+    others = (~rewards.isnan()).sum(dim=1, keepdim=True) - 1
+    baseline = (rewards.nansum(dim=1, keepdim=True) - rewards) / others.clamp(min=1)
+    return (rewards - baseline).masked_fill(degenerate(rewards)[:, None] | rewards.isnan(), 0.0)
 
 
 def degenerate(rewards: Tensor) -> Tensor:
-    """Groups [prompts] whose members all have the same reward, so that nothing can be learnt from them."""
-    return rewards.amax(dim=1) - rewards.amin(dim=1) < _EQUAL
+    """Groups [prompts] whose members all have the same reward, or none (NaN): nothing can be learnt from them."""
+    missing = rewards.isnan()
+    highest, lowest = rewards.masked_fill(missing, -torch.inf), rewards.masked_fill(missing, torch.inf)
+    return highest.amax(dim=1) - lowest.amin(dim=1) < _EQUAL
+
+
+def _moments(rewards: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased deviation of each group's rewards that are not NaN, [prompts, 1]."""
+    mean = rewards.mean(dim=1, keepdim=True)
+    deviation = rewards.std(dim=1, keepdim=True) if rewards.shape[1] > 1 else torch.zeros_like(mean)
+    for group in rewards.isnan().any(dim=1).nonzero().flatten().tolist():
+        there = rewards[group][~rewards[group].isnan()]
+        mean[group] = there.mean()
+        deviation[group] = there.std() if len(there) > 1 else 0.0
+    return mean, deviation
 
 
 def shaped_rewards(rewards: Tensor, truncated: Tensor, kl: Tensor | None, config: AlgorithmConfig) -> Tensor:

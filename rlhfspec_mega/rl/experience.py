@@ -98,6 +98,14 @@ class Experience:
         )
 
 
+def ending_values(sequences: Sequence[Sequence[int]]) -> Experience:
+    """Sequences whose columns have one number each: the value of the state after the last token.
+
+    A value is that of the state before a response token, so each has one response token more, whatever it is.
+    """
+    return Experience.of(sequences, [[0]] * len(sequences))
+
+
 def starts(lengths: NDArray) -> Integers:
     """Offsets [n + 1] of consecutive parts with these lengths [n]."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])

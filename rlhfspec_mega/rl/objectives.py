@@ -49,6 +49,15 @@ def value_objective(
     return losses, {"clip_fraction": clipped, "value": inside}
 
 
+SLOPE = "slope"  # the column of derivatives of a loss by the values
+
+
+def linear_objective(values: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Values times given derivatives of a loss, whose gradient is that of the loss; all tensors [rows, length]."""
+    inside = torch.where(batch.mask.to(values.device), values, 0.0)
+    return inside * batch.columns[SLOPE].to(values.device), {}
+
+
 VALUE_METRICS = ("clip_fraction", "value")
 
 

@@ -17,6 +17,7 @@ from rlhfspec_mega.rollout.session import EnginePool, FreedWork, Session
 from rlhfspec_mega.types import DraftingTally, GenerationRequest, GenerationResult, TailTally
 
 Progress = Callable[[int, int], None]
+Ended = Callable[[GenerationResult], None]
 _PAUSE_SECONDS = 0.01
 
 
@@ -91,10 +92,15 @@ class RolloutManager:
         session.advance()
         return session
 
-    def drain(self, session: Session, phase: str, progress: Progress | None = None) -> dict[str, GenerationResult]:
+    def drain(
+        self, session: Session, phase: str, progress: Progress | None = None, ended: Ended | None = None
+    ) -> dict[str, GenerationResult]:
         """Wait until all samples of a session have ended; returns the results by sample id.
 
         Samples may still be waiting for their scores; `finish_scoring` completes them.
+
+        Args:
+            ended: called with each result as it comes.
 
         Raises:
             RunError: an engine failed, lost a sample, or returned one twice or one that it was not given; or no engine
@@ -105,6 +111,9 @@ class RolloutManager:
             self._handle_next_answers(session, phase)
             if progress:
                 progress(len(session.results), session.samples)
+            if ended:
+                for result in session.take():
+                    ended(result)
         session.end()
         if session.reallocates:
             self._clear(phase)  # drop copies of prompts, and of samples whose migration failed halfway
@@ -137,9 +146,10 @@ class RolloutManager:
         phase: str,
         progress: Progress | None = None,
         scoring: Scoring | None = None,
+        ended: Ended | None = None,
     ) -> dict[str, GenerationResult]:
         """Decode all requests; returns the results by sample id. Arguments and errors as for `begin` and `drain`."""
-        return self.drain(self.begin(requests, ledger, phase, scoring), phase, progress)
+        return self.drain(self.begin(requests, ledger, phase, scoring), phase, progress, ended)
 
     def finish_scoring(self, scoring: Scoring, phase: str) -> None:
         """Score all finished samples that are left. Raises RunError if a replica failed or none is left."""

@@ -1,4 +1,4 @@
-"""Scoring of finished samples by a frozen reference model on the engines' devices, during generation and after it.
+"""Scoring of finished samples by frozen models on the engines' devices, during generation and after it.
 
 Inter-stage fusion of RLHFuse (Zhong et al. 2024, arXiv 2409.13221): inference tasks are split by sample, so that
 devices freed by the long tail of generation score samples that are finished.
@@ -7,7 +7,7 @@ devices freed by the long tail of generation score samples that are finished.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,17 +15,25 @@ import numpy as np
 
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.ledger.ledger import Ledger
+from rlhfspec_mega.planning.placement import REFERENCE, REWARD
 from rlhfspec_mega.rl.experience import Floats
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, Span
+
+Encode = Callable[[tuple[int, ...], tuple[int, ...]], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class ScoringTask:
-    """A finished sample to be scored by the reference."""
+    """A finished sample to be scored.
+
+    Attributes:
+        reward_tokens: the sample as the reward model reads it; () without one.
+    """
 
     sample_id: str
     prompt_tokens: tuple[int, ...]
     response_tokens: tuple[int, ...]
+    reward_tokens: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -39,17 +47,19 @@ class ScoreReport:
 
     Attributes:
         replica: number of the replica.
-        logprobs: log-probs of the response tokens, by sample id.
+        logprobs: the reference's log-probs of the response tokens, by sample id; {} if it was not asked.
+        rewards: the reward model's scores, by sample id; {} if it was not asked.
         span: the time that the batch took; for a replica's first batch it includes loading the weights.
     """
 
     replica: int
     logprobs: dict[str, Floats]
     span: Span
+    rewards: dict[str, float] = field(default_factory=dict)
 
 
 class Replicas(Protocol):
-    """A frozen model, replicated over the engines' devices; workers.scorer_group.ScorerGroup is one."""
+    """Frozen models, replicated over the engines' devices; workers.scorer_group.ScorerGroup is one."""
 
     devices: int  # number of devices of one replica
 
@@ -59,13 +69,15 @@ class Replicas(Protocol):
     def engines(self, replica: int) -> Collection[int]:
         """Ranks of the engines whose devices a replica lies on."""
 
-    def start(self, replica: int, tasks: Sequence[ScoringTask]) -> list[Any]:
-        """Start scoring a batch; returns one call for each rank of the replica."""
+    def start(self, replica: int, tasks: Sequence[ScoringTask], models: Sequence[str]) -> list[Any]:
+        """Start scoring a batch by these models; returns one call for each rank of the replica."""
 
     def lost(self, calls: Sequence[Any]) -> bool:
         """Whether a rank that got one of these calls has died since."""
 
-    def report(self, replica: int, tasks: Sequence[ScoringTask], answers: Sequence[Any]) -> ScoreReport:
+    def report(
+        self, replica: int, tasks: Sequence[ScoringTask], models: Sequence[str], answers: Sequence[Any]
+    ) -> ScoreReport:
         """Combine the ranks' answers to a batch."""
 
     def revive(self) -> None:
@@ -88,15 +100,27 @@ class Scoring:
     Args:
         max_tokens: most tokens of a batch, prompts included; a longer sample is a batch of its own.
         ledger: records the state of each sample.
+        models: names of the models that score.
+        encode: from prompt and response tokens to those that the reward model reads; None: there is no reward model.
 
     Attributes:
-        results: log-probs of the response tokens of scored samples, by sample id.
+        results: the reference's log-probs of the response tokens of scored samples, by sample id.
+        rewards: the reward model's scores, by sample id.
         seconds: time that all replicas together have spent on scoring.
     """
 
-    def __init__(self, replicas: Replicas, max_tokens: int, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        replicas: Replicas,
+        max_tokens: int,
+        ledger: Ledger,
+        models: Sequence[str] = (REFERENCE,),
+        encode: Encode | None = None,
+    ) -> None:
         self._replicas, self._max_tokens, self._ledger = replicas, max_tokens, ledger
+        self.models, self._encode = tuple(models), encode
         self.results: dict[str, Floats] = {}
+        self.rewards: dict[str, float] = {}
         self.seconds = 0.0
         self._added_tokens = self._scored_tokens = 0
         self._waiting: deque[ScoringTask] = deque()
@@ -120,7 +144,9 @@ class Scoring:
     def add(self, request: GenerationRequest, result: GenerationResult) -> None:
         """Add a finished sample. Raises RunError for one that is not finished or was added before."""
         self._ledger.ask_reference(result.sample_id)
-        self._waiting.append(ScoringTask(result.sample_id, request.prompt_tokens, tuple(result.tokens)))
+        prompt, response = request.prompt_tokens, tuple(result.tokens)
+        for_reward = self._encode(prompt, response) if self._encode else ()
+        self._waiting.append(ScoringTask(result.sample_id, prompt, response, for_reward))
         self._added_tokens += self._waiting[-1].tokens
 
     def start(self, busy: Collection[int] = ()) -> None:
@@ -130,7 +156,7 @@ class Scoring:
                 continue
             if batch := self._take_batch():
                 self._ledger.reference_reads([task.sample_id for task in batch], replica)
-                calls = self._replicas.start(replica, batch)
+                calls = self._replicas.start(replica, batch, self.models)
                 self._in_flight[replica] = _BatchInFlight(batch, calls, list(calls))
 
     def calls(self) -> list[Any]:
@@ -157,7 +183,7 @@ class Scoring:
         flight.answers.append(call.result())
         if flight.open:
             return None
-        report = self._replicas.report(replica, flight.batch, flight.answers)
+        report = self._replicas.report(replica, flight.batch, self.models, flight.answers)
         self._file(report)
         return report
 
@@ -180,23 +206,34 @@ class Scoring:
         return batch
 
     def _file(self, report: ScoreReport) -> None:
-        """Store a replica's scores. Raises RunError unless each response token of its batch has one finite log-prob."""
+        """Store a replica's scores.
+
+        Raises RunError unless each response token of its batch has one finite log-prob, and each sample one finite
+        score.
+        """
         replica, batch = report.replica, self._in_flight[report.replica].batch
-        if report.logprobs.keys() != {task.sample_id for task in batch}:
-            raise RunError(
-                f"Replica {replica} of the reference returned scores of {len(report.logprobs)} samples, which are not "
-                f"the {len(batch)} samples of its batch."
-            )
+        for model, answers in ((REFERENCE, report.logprobs), (REWARD, report.rewards)):
+            if answers.keys() != ({task.sample_id for task in batch} if model in self.models else set()):
+                raise RunError(
+                    f"Replica {replica} of the {model} model returned scores of {len(answers)} samples, which are not "
+                    f"the {len(batch)} samples of its batch."
+                )
         for task in batch:
-            found = report.logprobs[task.sample_id]
+            found = report.logprobs.get(task.sample_id, np.zeros(len(task.response_tokens), np.float32))
             if len(found) != len(task.response_tokens) or not np.isfinite(found).all():
                 raise RunError(
-                    f"Replica {replica} of the reference returned {len(found)} log-probs for the "
+                    f"Replica {replica} of the reference model returned {len(found)} log-probs for the "
                     f"{len(task.response_tokens)} response tokens of sample {task.sample_id}, or some are not finite."
+                )
+            if not np.isfinite(report.rewards.get(task.sample_id, 0.0)):
+                raise RunError(
+                    f"Replica {replica} of the reward model returned {report.rewards[task.sample_id]} for sample "
+                    f"{task.sample_id}, which is no finite number."
                 )
         self._ledger.reference_scored([task.sample_id for task in batch], replica)
         del self._in_flight[replica]
         self.results |= report.logprobs
+        self.rewards |= report.rewards
         self._scored_tokens += sum(task.tokens for task in batch)
         self.seconds += report.span.seconds
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlhfspec_mega.config.frozen import frozen_home
 from rlhfspec_mega.config.hardware import device_type
-from rlhfspec_mega.config.reference import reference_home
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sizes import Sizes
 from rlhfspec_mega.models.shape import ModelShape
@@ -78,7 +78,7 @@ def forecast_step(config: RunConfig, sizes: Sizes, costs: StepCosts) -> StepFore
         "generate": costs.rollout_start + costs.stretch * statistics.median(one.makespan for one in rollouts),
         "score": costs.reward * sizes.samples_per_step,
     }
-    home = reference_home(config)
+    home = frozen_home(config)
     if home == GENERATION:
         seconds["reference"] = costs.scoring_stretch * scoring_rest(rollouts)
     elif home == ACTOR:
@@ -108,7 +108,7 @@ def simulated_rollouts(
     mechanism = Mechanism(
         queued=free and config.reallocation.policy == "queue",
         moves=moves,
-        fuses=moves and reference_home(config) == GENERATION,
+        fuses=moves and frozen_home(config) == GENERATION,
         drafts=costs.engine.drafting is not None and config.speculation.policy != "off",
     )
     curves = replace(costs.engine, slots=config.rollout.max_running_requests)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 from rlhfspec_mega.config.device_plan import SGLANG_SHARE
@@ -13,6 +13,7 @@ from rlhfspec_mega.config.sglang import engine_gpus, memory_share
 from rlhfspec_mega.config.sizes import Sizes
 from rlhfspec_mega.config.speculation import drafts
 from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.planning.placement import REFERENCE, REWARD
 from rlhfspec_mega.simulate.roofline import REACHED, all_reduce_seconds, engine_roofline
 from rlhfspec_mega.simulate.step_costs import AssumedLengths, StepCosts
 from rlhfspec_mega.simulate.workload import LengthDistribution
@@ -43,6 +44,10 @@ def roofline_costs(config: RunConfig, shape: ModelShape, sizes: Sizes) -> StepCo
         slots=config.rollout.max_running_requests,
         memory=share * gpu.memory_gib * 2**30,
     )
+    frozen = _frozen_share(shape, sizes)
+    engine = replace(
+        engine, scoring_seconds=frozen * engine.scoring_seconds, scoring_start=frozen * engine.scoring_start
+    )
     actor = config.actor
     forward = _pass_seconds(gpu, shape, actor.tensor_parallel, actor.pipeline_parallel)
     bubble = _bubble(config, sizes)
@@ -66,7 +71,7 @@ def roofline_costs(config: RunConfig, shape: ModelShape, sizes: Sizes) -> StepCo
         stretch=1.0,
         scoring_stretch=1.0,
         reward=0.0,
-        reference=forward * bubble,
+        reference=frozen * forward * bubble,
         logprobs=forward * bubble,
         values=values,
         update=passes * (forward * bubble + values),
@@ -75,6 +80,12 @@ def roofline_costs(config: RunConfig, shape: ModelShape, sizes: Sizes) -> StepCo
         bounds=bounds,
         source={"kind": "roofline", "device": asdict(gpu), "reached": vars(REACHED), "assumed": vars(ASSUMED)},
     )
+
+
+def _frozen_share(shape: ModelShape, sizes: Sizes) -> float:
+    """Weights of all frozen models over those of the actor; 1 without any, where it does not count."""
+    weights = {REFERENCE: shape.parameters, REWARD: sizes.reward_shape.parameters if sizes.reward_shape else 0}
+    return sum(weights[model] for model in sizes.frozen_memory) / shape.parameters or 1.0
 
 
 def _lengths(config: RunConfig) -> LengthDistribution:

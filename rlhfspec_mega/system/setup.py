@@ -11,7 +11,7 @@ from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sglang import engines_sleep, uses_sglang
 from rlhfspec_mega.config.sizes import Sizes
 from rlhfspec_mega.models.shape import ModelShape
-from rlhfspec_mega.planning.placement import REFERENCE, Placement
+from rlhfspec_mega.planning.placement import Placement
 
 MEGATRON_WORKER = "rlhfspec_mega.workers.megatron.MegatronWorker"
 TORCH_ENGINE = "rlhfspec_mega.workers.torch_engine.TorchEngineWorker"
@@ -73,5 +73,5 @@ class Setup:
 
     @property
     def fuses_scoring(self) -> bool:
-        """Whether the reference lies on generation devices, so that samples are scored as they finish."""
-        return REFERENCE in self.placement.processes()
+        """Whether frozen models lie on generation devices, so that samples are scored as they finish."""
+        return self.placement.scorer is not None

@@ -10,7 +10,7 @@ from typing import Any
 from rlhfspec_mega.cluster.launchers import make_cluster, transport
 from rlhfspec_mega.config.reach import weight_transport
 from rlhfspec_mega.config.sizes import training_devices
-from rlhfspec_mega.planning.placement import ACTOR, CRITIC, ENGINE, REFERENCE
+from rlhfspec_mega.planning.placement import ACTOR, CRITIC, ENGINE, FROZEN, REFERENCE, REWARD
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.session import Session
 from rlhfspec_mega.system.draft_refresh import DraftRefresh
@@ -33,7 +33,7 @@ class System:
 
     Attributes:
         rollout: the rollout manager; only with engines.
-        scorers: the reference on generation devices; None if there is none or it lies elsewhere.
+        scorers: the frozen models on generation devices; None if there are none or they lie elsewhere.
         draft: refreshes of the draft.
     """
 
@@ -123,14 +123,19 @@ class System:
         """The frozen reference on the actor's ranks; None if there is none or it lies on generation devices."""
         return self.training.models.get(REFERENCE)
 
+    @property
+    def reward_model(self) -> ModelGroup | None:
+        """The reward model on the actor's ranks; None if there is none or it lies on generation devices."""
+        return self.training.models.get(REWARD)
+
     @contextmanager
     def beside(self, session: Session) -> Iterator[None]:
-        """Context in which engines continue a rollout while the driver waits for the actor or the reference.
+        """Context in which engines continue a rollout while the driver waits for the actor or a frozen model.
 
-        Meanwhile no refresh of the draft starts, and no batch for a reference that shares the actor's devices.
+        Meanwhile no refresh of the draft starts, and no batch for frozen models that share the actor's devices.
         """
         self.draft.disallow_freed()
-        session.hold_scoring(self._setup.placement.share_device(ACTOR, REFERENCE))
+        session.hold_scoring(any(self._setup.placement.share_device(ACTOR, model) for model in FROZEN))
         try:
             with self._cluster.beside(session):
                 yield
@@ -182,7 +187,7 @@ class System:
         if self.draft.freed:
             self.draft.freed.forget()
         self.training.close()
-        for role in (ENGINE, REFERENCE):
+        for role in (ENGINE, *FROZEN):
             self._cluster.settle(role, SETTLE_SECONDS)
         self._start_training()
         calls = [self._engines.start(rank, "clear") for rank in self._engines.alive()]

@@ -13,9 +13,10 @@ from rlhfspec_mega.draft.refresh import DraftLearning
 from rlhfspec_mega.megatron.description import Learning, ModelDescription, ParallelSizes, describe
 from rlhfspec_mega.megatron.rendezvous import Rendezvous
 from rlhfspec_mega.models.mapping import mapping_for
-from rlhfspec_mega.planning.placement import ACTOR, CRITIC, ENGINE, REFERENCE
+from rlhfspec_mega.planning.placement import ACTOR, CRITIC, ENGINE
 from rlhfspec_mega.resharding.controller import Resharder
 from rlhfspec_mega.resharding.transport import OpenHost
+from rlhfspec_mega.system.frozen import frozen_descriptions
 from rlhfspec_mega.system.setup import MEGATRON_WORKER, Setup
 from rlhfspec_mega.types import WeightTarget
 from rlhfspec_mega.workers.draft import DraftGroup
@@ -77,7 +78,7 @@ class Training:
         self._meeting_point.close()
 
     def _descriptions(self) -> list[ModelDescription]:
-        """Descriptions of the actor and, on its ranks, of the critic and the reference, if they are there."""
+        """Descriptions of the actor and, on its ranks, of the critic and frozen models, if they are there."""
         setup, config = self.setup, self.setup.config
         made = partial(
             describe,
@@ -100,9 +101,8 @@ class Training:
                     learning=Learning(config.critic.optimizer, setup.total_updates),
                 )
             )
-        place = setup.placement.places.get(REFERENCE)
-        if place is not None and place.within == ACTOR:
-            found.append(made(REFERENCE, checkpoint=setup.reference, rests=place.rests))
+        if setup.placement.scorer is None:
+            found += frozen_descriptions(setup, found[0].parallel)
         return found
 
     def _specs(self, descriptions: list[ModelDescription]) -> list[WorkerSpec]:

@@ -89,11 +89,13 @@ class MegatronWorker:
                     found = one.columns(batches)
         return (found[0].numpy(), found[1]) if found else None
 
-    def score(self, model: str, shard: Shard) -> tuple[NDArray, Span] | None:
-        """A frozen model's log-probs or values of the shard's response tokens, and the seconds that this took."""
-        found = self.columns(model, shard)
+    def score(self, shards: Mapping[str, Shard]) -> tuple[dict[str, NDArray], Span] | None:
+        """Frozen models' log-probs or values of the response tokens of their shards, and the seconds that this took."""
+        found = {model: self.columns(model, shard) for model, shard in shards.items()}
         spans = self.take_spans()
-        return (found[0], spans[-1]) if found else None
+        span = Span("score", spans[0].start, sum(one.seconds for one in spans), {})
+        columns = {model: one[0] for model, one in found.items() if one}
+        return (columns, span) if columns else None
 
     def accumulate(self, model: str, shard: Shard, loss: TokenLoss, metrics: Sequence[str]) -> dict[str, float]:
         """See MegatronModel.accumulate."""

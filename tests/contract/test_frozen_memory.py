@@ -31,10 +31,10 @@ class Measured(MegatronWorker):
 
     def bytes(self, shard: Shard) -> tuple[int, int]:
         """Of the weights, and beside them at most."""
-        self.score("reference", shard)
+        self.score({"reference": shard})
         parameters = {id(p): p.nbytes for chunk in self._models["reference"].chunks for p in chunk.parameters()}
         with PeakBytes() as measured:
-            self.score("reference", shard)
+            self.score({"reference": shard})
         return sum(parameters.values()), measured.peak
 
 

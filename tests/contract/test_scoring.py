@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.config.compose import load_config
@@ -18,11 +20,12 @@ from rlhfspec_mega.config.sizes import derive_sizes
 from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.models.hf_config import read_shape
 from rlhfspec_mega.models.hf_directory import WEIGHTS
+from rlhfspec_mega.planning.placement import REFERENCE, REWARD
 from rlhfspec_mega.rollout.scoring import Scoring
 from rlhfspec_mega.system.scorers import Scorers
 from rlhfspec_mega.system.setup import Setup
 from rlhfspec_mega.types import FinishReason, GenerationRequest, GenerationResult
-from tests.contract.test_megatron_parity import make_models
+from tests.contract.test_megatron_parity import SIZES, make_models
 from tests.ledgers import finished_ledger
 from tests.replicas import read_transformer, response_logprobs
 
@@ -58,9 +61,10 @@ class Beside:
     def kill(self, rank: int) -> None:
         os.kill(self.cluster.process("reference", rank)._process.pid(), signal.SIGKILL)  # type: ignore[attr-defined]
 
-    def scoring_of(self, given: Sequence[Given]) -> Scoring:
+    def scoring_of(self, given: Sequence[Given], models: Sequence[str] = (REFERENCE,)) -> Scoring:
         """Of samples that have finished, none of which has been added."""
-        return self.scorers.new_scoring(finished_ledger([request.sample_id for request, _ in given]))
+        ledger = finished_ledger([request.sample_id for request, _ in given])
+        return self.scorers.new_scoring(ledger, models, lambda prompt, response: (*prompt, *response))
 
     def finish(self, scoring: Scoring) -> None:
         while not scoring.done:
@@ -78,7 +82,7 @@ def samples(count: int = 9) -> list[Given]:
     found = []
     for number in range(count):
         request = GenerationRequest(f"{number}", "g", tuple(range(1, 2 + number % 5)), 0, max_new_tokens=30)
-        tokens = [(7 * position + number) % 31 for position in range(1 + 2 * number)]
+        tokens = [1 + (7 * position + number) % 31 for position in range(1 + 2 * number)]
         found.append((request, GenerationResult(f"{number}", tokens, [], [], FinishReason.STOP)))
     return found
 
@@ -102,6 +106,38 @@ def test_scores_are_a_plain_transformers(architecture: str, tensor: int, models:
         beside.finish(scoring)
         assert is_the_transformers(scoring, given, models[architecture])
         assert scoring.seconds_per_token > 0
+
+
+@pytest.mark.parametrize("kl_coef", [0.1, 0.0])
+def test_a_reward_model_scores_beside_the_reference_or_alone(kl_coef: float, models: dict, tmp_path: Path) -> None:
+    path, given = make_reward_model(tmp_path / "classifier"), samples()
+    options = (f"reward.model.path={path}", f"algorithm.kl_coef={kl_coef}")
+    with Beside(models["qwen2"], tmp_path, 2, options=options) as beside:
+        assert beside.scorers.models == ([REFERENCE, REWARD] if kl_coef else [REWARD])
+        for asked in {(REWARD,), tuple(beside.scorers.models)}:
+            scoring = beside.scoring_of(given, asked)
+            for one in given:
+                scoring.add(*one)
+            beside.finish(scoring)
+            if REFERENCE in asked:
+                assert is_the_transformers(scoring, given, models["qwen2"])
+            else:
+                assert scoring.results == {}
+            expected = {one.sample_id: classifier_score(path, [*one.prompt_tokens, *x.tokens]) for one, x in given}
+            assert scoring.rewards == pytest.approx(expected, abs=1e-4)
+
+
+def make_reward_model(directory: Path) -> Path:
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(**SIZES, num_labels=1, pad_token_id=0, eos_token_id=0)
+    transformers.LlamaForSequenceClassification(config).save_pretrained(directory)
+    return directory
+
+
+def classifier_score(path: Path, tokens: list[int]) -> float:
+    """Of one sample alone; the last token is not the one that pads."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(path)
+    return float(model(torch.tensor([tokens])).logits)
 
 
 def test_a_replica_is_started_anew_as_a_whole(models: dict, tmp_path: Path) -> None:

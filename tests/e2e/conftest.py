@@ -13,6 +13,8 @@ from uuid import uuid4
 
 import psutil
 import pytest
+import torch
+import transformers
 
 from rlhfspec_mega.data.tokenizer import make_byte_tokenizer
 from rlhfspec_mega.models.hf_directory import write_directory
@@ -31,6 +33,33 @@ def make_model(directory: Path, shape: ModelShape = SHAPE) -> Path:
     write_directory(directory, shape, initial_tensors(tensors, shape.num_layers, seed=3))
     make_byte_tokenizer(directory)
     return directory
+
+
+def make_reward_model(directory: Path) -> Path:
+    """A classifier as transformers saves it, of another shape than the model."""
+    torch.manual_seed(2)
+    config = transformers.Qwen2Config(
+        vocab_size=SHAPE.vocab_size,
+        hidden_size=24,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        initializer_range=0.5,
+        num_labels=1,
+        pad_token_id=256,
+    )
+    transformers.Qwen2ForSequenceClassification(config).save_pretrained(directory)
+    make_byte_tokenizer(directory)
+    return directory
+
+
+def scores_of(directory: Path, samples: list[dict]) -> list[float]:
+    """transformers' scores of lines of rollouts.jsonl, each alone."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(directory)
+    with torch.no_grad():
+        sequences = [torch.tensor([sample["prompt_tokens"] + sample["response_tokens"]]) for sample in samples]
+        return [float(model(tokens).logits) for tokens in sequences]
 
 
 @pytest.fixture(scope="session")

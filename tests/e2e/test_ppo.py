@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.chaos import differences, steps_done
-from tests.e2e.conftest import SHAPE, make_model, small_run, train
+from tests.e2e.conftest import SHAPE, make_model, make_reward_model, scores_of, small_run, train
+from tests.e2e.rewards import evenness
 from tests.e2e.test_supervision import Disturbed
 
 PPO = (
@@ -33,9 +34,15 @@ def critic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def quiet(model: Path, critic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def options(critic: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    reward_model = make_reward_model(tmp_path_factory.mktemp("reward") / "model")
+    return (*PPO, f"critic.path={critic}", f"reward.model.path={reward_model}", "reward.model.weight=0.5")
+
+
+@pytest.fixture(scope="module")
+def quiet(model: Path, options: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("ppo")
-    result = train(*small_run(model, output, "quiet", *PPO, f"critic.path={critic}"))
+    result = train(*small_run(model, output, "quiet", *options))
     assert result.returncode == 0, result.stderr
     return output / "quiet"
 
@@ -52,8 +59,19 @@ def test_actor_and_critic_learn(quiet: Path) -> None:
     assert held == {"actor", "critic", "state.json", "manifest.json"}
 
 
-def test_the_same_bits_after_a_death_and_after_a_stop(quiet: Path, model: Path, critic: Path, tmp_path: Path) -> None:
-    options = (*PPO, f"critic.path={critic}")
+def test_a_reward_model_on_the_actors_ranks_is_part_of_the_reward(quiet: Path, options: tuple[str, ...]) -> None:
+    samples = [json.loads(line) for line in (quiet / "rollouts.jsonl").read_text().splitlines()]
+    scores = scores_of(Path(options[-2].partition("=")[2]), samples)
+    expected = [evenness("", one["response"], "") + 0.5 * score for one, score in zip(samples, scores, strict=True)]
+    assert [one["reward"] for one in samples] == pytest.approx(expected, abs=1e-4)
+    rows = [json.loads(line) for line in (quiet / "metrics.jsonl").read_text().splitlines()]
+    means = [row["reward/model_mean"] for row in rows if "reward/model_mean" in row]
+    assert means == pytest.approx([sum(scores[i : i + 6]) / 6 for i in range(0, len(scores), 6)], abs=1e-4)
+
+
+def test_the_same_bits_after_a_death_and_after_a_stop(
+    quiet: Path, model: Path, options: tuple[str, ...], tmp_path: Path
+) -> None:
     run = Disturbed(model, tmp_path, *options, done=3)
     run.worker("actor-1").kill()
     while steps_done(run.directory) < 5 and run.process.poll() is None:
@@ -68,6 +86,5 @@ def test_the_same_bits_after_a_death_and_after_a_stop(quiet: Path, model: Path, 
 
 
 def test_another_critic_does_not_go_on_from_these_checkpoints(quiet: Path, model: Path, tmp_path: Path) -> None:
-    options = small_run(model, quiet.parent, "quiet", *PPO, "trainer.resume=true", "trainer.steps=7")
-    result = train(*options)
+    result = train(*small_run(model, quiet.parent, "quiet", *PPO, "trainer.resume=true", "trainer.steps=7"))
     assert result.returncode == 2 and "critic" in result.stderr and "another model" in result.stderr, result.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -33,7 +33,7 @@ class Peer:
     def __init__(self, rank: int, end: str, launch: int) -> None:
         self._rank, self._end = rank, end if launch == 1 else ""
 
-    def score(self, name: str, shard: Shard) -> tuple[Floats, Span] | None:
+    def score(self, shards: Mapping[str, Shard]) -> tuple[dict[str, Floats], Span] | None:
         if self._end and self._rank == 1:
             time.sleep(0.4)
             if self._end == "after its peer has answered":
@@ -45,8 +45,8 @@ class Peer:
             raise RuntimeError("connection closed by peer")
         if self._end == "after its peer has answered":
             threading.Timer(0.2, os._exit, (9,)).start()
-        scores = np.zeros(shard.samples.response_offsets[-1], np.float32)
-        return (scores, Span("score", time.time(), 0.0, {})) if self._rank == 0 else None
+        scores = np.zeros(shards["reference"].samples.response_offsets[-1], np.float32)
+        return ({"reference": scores}, Span("score", time.time(), 0.0, {})) if self._rank == 0 else None
 
 
 class Work:
@@ -87,7 +87,7 @@ def test_a_replica_that_dies_scores_its_batch_in_its_next_life(
     actor = cluster.launch("actor", [spec("a")])
     cluster.wait_started()
     description = describe("reference", SHAPE, ActorConfig(), ParallelSizes(tensor=2), temperature=1.0)
-    replicas = ScorerGroup(cluster, reference, description, {0: {0}}, max_tokens=64)
+    replicas = ScorerGroup(cluster, reference, [description], {0: {0}}, max_tokens=64)
     work = Work(Scoring(replicas, 64, finished_ledger(["0"])))
     request = GenerationRequest("0", "0", (1, 2), 0, 9)
     work.scoring.add(request, GenerationResult("0", [3, 4, 5], [], [], FinishReason.STOP))

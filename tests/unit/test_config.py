@@ -84,14 +84,14 @@ def test_the_memory_of_a_reference_counts(out: str, monkeypatch: pytest.MonkeyPa
                 check_config(config)
                 high = middle
             except UserError as error:
-                assert ("of the reference" in str(error)) == (config.algorithm.kl_coef > 0)
+                assert ("of the reference model" in str(error)) == (config.algorithm.kl_coef > 0)
                 low = middle
         return high
 
     without, with_one = load("algorithm.kl_coef=0", *options), load(*options)
     sizes = check_config(with_one)
     more = least_memory(with_one) - least_memory(without)
-    assert more == pytest.approx(sizes.engines * (sizes.reference_memory + PROCESS_BYTES) / 2**20, abs=1)
+    assert more == pytest.approx(sizes.engines * (sizes.frozen_memory["reference"] + PROCESS_BYTES) / 2**20, abs=1)
 
 
 def test_experiments_win_over_groups_and_yield_to_the_user() -> None:
@@ -181,7 +181,7 @@ def test_bad_names_and_types(override: str, words: str) -> None:
         ("data=files", "add data.train=[FILE.jsonl]"),
         ("data=files data.train=[/no/such.jsonl] trainer.eval_every=0", "names /no/such.jsonl, which does not exist"),
         ("data.max_sum=3", "data.max_sum=3 is too small"),
-        ("reward=custom", "reward.function is empty"),
+        ("reward=custom", "There is no reward: set reward.function"),
         ("reward.function=len", "no import path"),
         ("rollout=sglang", "run make sglang-cpu"),
         ("cluster=8n8g launcher=ray", "cluster.nodes=8 needs a running Ray cluster: `ray start --head`"),

@@ -116,7 +116,7 @@ def other_value(one: Known) -> Any:
 
 
 def with_overrides(config: RunConfig, one: Known, added: list[str]) -> RunConfig:
-    other = load_config([line for line in added if "DIR" not in line])
+    other = load_config([line for line in added if "draft_model_path=DIR" not in line])
     set_option(other, one.key, attrgetter(one.key)(config))
     return other
 

@@ -330,8 +330,8 @@ def test_log_probs_that_are_no_numbers_fail(
     theirs = [-1.0, -2.0]
     ours = [*theirs[:place], strange, *theirs[place + 1 :]]
     monkeypatch.setattr(check_conversion, "compare_tensors", lambda *_: 0)
-    monkeypatch.setattr(check_conversion, "logprobs_of_transformers", lambda *_: theirs)
-    monkeypatch.setattr(check_conversion, "logprobs_of_megatron", lambda *_: ours)
+    monkeypatch.setattr(check_conversion, "numbers_of_transformers", lambda *_: theirs)
+    monkeypatch.setattr(check_conversion, "numbers_of_megatron", lambda *_: ours)
     words = SimpleNamespace(encode=lambda text: [0, 1, 2])
     monkeypatch.setattr("rlhfspec_mega.data.tokenizer.load_tokenizer", lambda _: words)
     with pytest.raises(RunError, match="A difference is not finite"):

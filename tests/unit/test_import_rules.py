@@ -50,6 +50,8 @@ LAYERS = {
     "startup": 5,
     "stop": 0,
     "trainer": 5,
+    "supervised": 5,
+    "evaluation": 5,
 }
 # These see only themselves and layer 0 or what is named.
 SECLUDED = {

@@ -167,11 +167,11 @@ class LateReplica(TransformerReplicas):
         super().__init__(directory, engines={0: {0}, 1: {1}})
         self.dies = dies
 
-    def start(self, replica: int, tasks: Sequence[ScoringTask]) -> list[Answered]:
+    def start(self, replica: int, tasks: Sequence[ScoringTask], models: Sequence[str]) -> list[Answered]:
         if self.dies:
             self.dies = False
             return [Answered(replica, None, dead=True)]
-        return super().start(replica, tasks)
+        return super().start(replica, tasks, models)
 
 
 class HeardLast(Pool):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +17,7 @@ import pytest
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.reward.math_answer import final_number, reward
 from rlhfspec_mega.reward.runner import RewardRunner
+from rlhfspec_mega.reward.score import FailureKind
 from rlhfspec_mega.types import Prompt, Sample
 
 FUNCTIONS = """
@@ -108,39 +109,38 @@ def test_a_plain_number_is_exact_from_one_upward(module):
 def test_a_printing_reading_reward_does_not_disturb_the_protocol(module):
     with RewardRunner(f"{module}.noisy") as runner:
         assert runner.score(samples("x", "y")) == [(1.0, True)] * 2
-        with pytest.raises(UserError, match="EOFError"):
-            runner.score(samples("read"))
+        (failure,) = runner.score(samples("read"))
+        assert failure.kind is FailureKind.EXCEPTION and "EOFError" in failure.message
 
 
 @pytest.mark.parametrize("how", ["python", "c", "family"])
-def test_a_hanging_sample_gets_zero_and_the_others_their_score(module, how, caplog):
-    with RewardRunner(f"{module}.hangs", time_limit=0.5) as runner, caplog.at_level(logging.WARNING):
+def test_a_hanging_sample_fails_and_the_others_have_their_score(module, how):
+    with RewardRunner(f"{module}.hangs", time_limit=0.5) as runner:
         first = int(runner.score(samples("x"))[0].value)
         scores = runner.score(samples("x", how, "y", "z"))
-        assert scores[1] == (0.0, False)
+        assert scores[1] == (FailureKind.TIMEOUT, "took longer than 0.5 s (reward.time_limit)", "")
         assert scores[0].value == first and scores[2] == scores[3] and scores[2].value not in (0.0, first)
-        assert runner.timeouts == 1
-        assert "on 1 of 4 samples, which get 0: s1" in caplog.text
         wait_until_empty(first)
 
 
 @pytest.mark.parametrize(
-    ("response", "message"),
+    ("response", "kind", "message"),
     [
-        ("raise", r"raised ZeroDivisionError: division by zero \(user_rewards\.py:\d+\)"),
-        ("exit", r"ended its process \(exit status 7\)"),
-        ("segfault", r"ended its process \(signal SIGSEGV\)"),
-        ("nan", "returned nan"),
-        ("inf", "returned -inf"),
-        ("none", "returned None, not a number or a RewardScore"),
-        ("text", "returned 'high', not a number or a RewardScore"),
+        ("raise", "exception", r"raised ZeroDivisionError: division by zero \(user_rewards\.py:\d+\)"),
+        ("exit", "crash", r"ended its process \(exit status 7\)"),
+        ("segfault", "crash", r"ended its process \(signal SIGSEGV\)"),
+        ("nan", "bad_value", "returned nan"),
+        ("inf", "bad_value", "returned -inf"),
+        ("none", "bad_value", "returned None, not a number or a RewardScore"),
+        ("text", "bad_value", "returned 'high', not a number or a RewardScore"),
     ],
 )
-def test_a_failing_sample_is_named_and_the_runner_goes_on(module, response, message):
+def test_a_failing_sample_has_a_reason_and_the_others_their_score(module, response, kind, message):
     with RewardRunner(f"{module}.fails") as runner:
-        with pytest.raises(UserError, match=rf"user_rewards\.fails {message} on sample s1 \(prompt 'prompt 1'"):
-            runner.score(samples("fine", response, "fine"))
-        assert runner.score(samples("fine")) == [(1.0, True)]
+        first, failure, last = runner.score(samples("fine", response, "fine"))
+        assert first == last == (1.0, True)
+        assert failure.kind == kind and re.fullmatch(message, failure.message)
+        assert ("return 1 / 0" in failure.trace) == (response == "raise")
 
 
 @pytest.mark.parametrize(
@@ -176,6 +176,7 @@ def test_close_leaves_no_process(module):
 PARENT = """
 import sys
 from rlhfspec_mega.reward.runner import RewardRunner
+from rlhfspec_mega.reward.score import FailureKind
 from rlhfspec_mega.types import Prompt, Sample
 runner = RewardRunner("user_rewards.hangs", time_limit=600)
 sample = Sample("s", 0, Prompt(0, "", "", ()), 0, response="x")

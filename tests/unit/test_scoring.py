@@ -54,7 +54,7 @@ class MadeUp:
     def engines(self, replica: int) -> Collection[int]:
         return [replica]
 
-    def start(self, replica: int, tasks: Sequence[ScoringTask]) -> list[Answered]:
+    def start(self, replica: int, tasks: Sequence[ScoringTask], models: Sequence[str]) -> list[Answered]:
         self.given.append(list(tasks))
         self.calls[replica] = [Answered(replica, None), Answered(replica, None)]
         return list(self.calls[replica])
@@ -62,7 +62,9 @@ class MadeUp:
     def lost(self, calls: Sequence[Answered]) -> bool:
         return any(call.dead for call in calls)
 
-    def report(self, replica: int, tasks: Sequence[ScoringTask], answers: Sequence[None]) -> ScoreReport:
+    def report(
+        self, replica: int, tasks: Sequence[ScoringTask], models: Sequence[str], answers: Sequence[None]
+    ) -> ScoreReport:
         assert len(answers) == 2
         found = {task.sample_id: marks(task.sample_id, len(task.response_tokens)) for task in tasks}
         name = tasks[-1].sample_id

@@ -98,7 +98,7 @@ def reference_of(config: RunConfig) -> tuple[list[tuple[int, ...]], str, int]:
     place = sizes.placement.places.get("reference")
     said = {what: where for what, _, where in size_rows(config, sizes)}.get("memory of the reference", "")
     assert ("actor" in said, "engines" in said) == (bool(place and place.within), bool(place and not place.within))
-    return (place.devices, place.within, sizes.reference_memory) if place else ([], "", 0)
+    return (place.devices, place.within, sizes.frozen_memory["reference"]) if place else ([], "", 0)
 
 
 def test_a_reference_is_counted_where_it_lies() -> None:

@@ -1,4 +1,4 @@
-"""Options of prompts, engines, speculative decoding, reallocation, and rewards."""
+"""Options of prompts, engines, speculative decoding, and reallocation."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class DataConfig:
     eval: list[str] = option([], "JSONL or Parquet files of held-out prompts", only_with=FILES)
     prompt_column: str = option("question", "column of the prompt", only_with=FILES)
     answer_column: str = option("answer", "column of the reference answer", only_with=FILES)
+    chosen_column: str = option("chosen", "column of the better response", only_with=(FILES, "task=reward_model"))
+    rejected_column: str = option("rejected", "column of the worse response", only_with=(FILES, "task=reward_model"))
     chat_template: bool = option(False, "put the prompt into the tokenizer's chat template", only_with=FILES)
     shuffle: bool = option(True, "read prompts in random order")
     max_terms: int = option(60, "terms of the longest sum", least=2, only_with=BUILT_IN)
@@ -194,12 +196,9 @@ class ReallocationConfig:
         0.03,
         "packing the tail onto few engines may delay the end of the rollout by this share of the time that is left",
         least=0,
-        only_with=("reallocation.policy=adaptive", "trainer.deterministic=false", "a reference on generation devices"),
+        only_with=(
+            "reallocation.policy=adaptive",
+            "trainer.deterministic=false",
+            "frozen models on generation devices",
+        ),
     )
-
-
-@dataclass
-class RewardConfig:
-    function: str = option("rlhfspec_mega.reward.chain_sums.reward", "package.module.function of the reward")
-    time_limit: float = option(5.0, "longest time of one sample's reward", unit="seconds", above=0)
-    arguments: dict[str, Any] = option({}, "keyword arguments of the function: +reward.arguments.NAME=VALUE")

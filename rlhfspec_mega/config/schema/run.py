@@ -13,10 +13,11 @@ from rlhfspec_mega.config.option import option, section
 from rlhfspec_mega.config.schema.generation import (
     DataConfig,
     ReallocationConfig,
-    RewardConfig,
     RolloutConfig,
     SpeculationConfig,
 )
+from rlhfspec_mega.config.schema.reward import RewardConfig
+from rlhfspec_mega.config.schema.supervised import ENGINES_RUN, SUPERVISED, TASKS, SupervisedConfig
 from rlhfspec_mega.config.schema.system import (
     ClusterConfig,
     LauncherConfig,
@@ -47,21 +48,36 @@ class RunConfig:
         choices=("false", "true", "json"),
         common=True,
     )
+    task: str = option(
+        "rl",
+        "rl: generate and train; sft: learn the data's answers; reward_model: learn which of two responses is better; "
+        "evaluate: answer held-out prompts",
+        choices=TASKS,
+        common=True,
+    )
     seed: int = option(0, "of initialization, prompts and sampling noise", least=0, common=True)
     model: ModelConfig = section(ModelConfig, "shape and place of the model")
     actor: ActorConfig = section(ActorConfig, "Megatron-core: parallel sizes, precision, optimizer")
     trainer: TrainerConfig = section(TrainerConfig, "sizes of a step, and what happens every so many steps")
     critic: CriticConfig = section(CriticConfig, "the value model of PPO", only_with=CRITIC)
-    algorithm: AlgorithmConfig = section(AlgorithmConfig, "advantages, policy loss, KL divergence")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, "advantages, policy loss, KL divergence", only_with="task=rl")
     rollout: RolloutConfig = section(RolloutConfig, "generation of responses")
     speculation: SpeculationConfig = section(
         SpeculationConfig,
         "speculative decoding: how much is drafted, and how the draft is kept fresh",
+        only_with=ENGINES_RUN,
         was=("drafting",),
     )
-    reallocation: ReallocationConfig = section(ReallocationConfig, "samples that move between engines")
-    placement: PlacementConfig = section(PlacementConfig, "which model lies on which devices")
-    reward: RewardConfig = section(RewardConfig, "the reward function")
+    supervised: SupervisedConfig = section(
+        SupervisedConfig, "supervised tasks: how long, how many at a time", only_with=SUPERVISED
+    )
+    reallocation: ReallocationConfig = section(
+        ReallocationConfig, "samples that move between engines", only_with=ENGINES_RUN
+    )
+    placement: PlacementConfig = section(PlacementConfig, "which model lies on which devices", only_with=ENGINES_RUN)
+    reward: RewardConfig = section(
+        RewardConfig, "where rewards come from, and how they are shaped", only_with=ENGINES_RUN
+    )
     data: DataConfig = section(DataConfig, "prompts")
     cluster: ClusterConfig = section(ClusterConfig, "hardware: nodes and devices")
     launcher: LauncherConfig = section(LauncherConfig, "how workers are started and watched")

@@ -21,13 +21,13 @@ class PlacementConfig:
     )
     reference: str = option(
         "auto",
-        "devices of the frozen reference: those of the engines, where it scores finished samples while others decode, "
-        "or the actor's; auto: generation, but actor under trainer.deterministic",
+        "devices of the frozen models, reference and reward model: those of the engines, where they score finished "
+        "samples while others decode, or the actor's; auto: generation, but actor under trainer.deterministic",
         choices=("auto", "generation", "actor"),
-        only_with="algorithm.kl_coef>0",
+        only_with="a frozen model",
     )
     reference_tensor_parallel: int = option(
-        1, "devices of one replica of the reference", least=1, only_with="a reference on generation devices"
+        1, "devices of one replica of the frozen models", least=1, only_with="frozen models on generation devices"
     )
 
 
