@@ -104,9 +104,9 @@ def demonstration(prompt: str, index: int) -> str:
 
 
 def corrupted(prompt: str, index: int) -> str:
-    """A wrong response to prompt number `index`: a wrong result, a slip in the working that is carried on, or no end.
+    """A response to prompt number `index` that is not exact: a wrong result, a slip that is carried on, or no working.
 
-    A model of rewards that tells it from demonstrations has learnt what the exact reward is about.
+    A reward model that tells it from the worked solution has learnt what the exact reward is about.
     """
     rng = random.Random(f"corrupted/{index}")
     working, _, result = answer_text(prompt).rpartition(";")
@@ -115,7 +115,7 @@ def corrupted(prompt: str, index: int) -> str:
     if kind == 0:
         return f"{working};{wrong}"
     if kind == 1:
-        return ";" + wrong
+        return ";" + rng.choice([result, wrong])
     terms = TERM.findall(prompt)
     slip, total, text = rng.randrange(1, len(terms)), int(terms[0]), terms[0]
     for number, term in enumerate(terms[1:], start=1):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhfspec_mega.config.schema.generation import DataConfig
-from rlhfspec_mega.data.chain_sums import ChainSums, corrupted, demonstration
+from rlhfspec_mega.data.chain_sums import ChainSums, answer_text, corrupted, demonstration
 from rlhfspec_mega.data.files import read_columns
 from rlhfspec_mega.data.prompts import encode_prompts
 from rlhfspec_mega.errors import UserError
@@ -87,8 +87,9 @@ class ExampleMaker:
     def _of_task(self, task: ChainSums, split: str, seed: int) -> ExampleStream:
         def example(number: int) -> Example:
             text = task.prompt_text(split, number)
-            good = demonstration(text, number)
-            return self._example(text, (good, corrupted(text, number)) if self._pairs else (good,))
+            if self._pairs:
+                return self._example(text, (answer_text(text), corrupted(text, number)))
+            return self._example(text, (demonstration(text, number),))
 
         return ExampleStream(example, None, f"{task} {split}", seed, shuffle=False)
 
