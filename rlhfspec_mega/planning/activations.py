@@ -47,7 +47,7 @@ def peak_bytes(shape: ModelShape, one: Pass) -> int:
 
     It is reached at one of these moments of the backward pass, whichever takes most:
         head    logits, their gradient or a transposed copy, and the fp32 copies of a chunk;
-                later the gradient of the output layer's weight
+                later that gradient, its transposed copy and the gradient of the output layer's weight
         norm    the final norm, whose backward pass computes in fp32
         layer   the feed-forward part of the last layer: gradients of its input, and of gate and up
         end     the gradient of the embedding, which for a tied one is added to the output layer's
@@ -73,7 +73,8 @@ def peak_bytes(shape: ModelShape, one: Pass) -> int:
         chunk = min(one.chunk, tokens) / tokens
         head = max(rows * size + _FORWARD_COPIES * rows * chunk, 2 * rows * size + _BACKWARD_COPIES * rows * chunk)
         waiting = weight if shape.tie_embeddings and one.first else 0  # until the embedding's own gradient is there
-        moments = [inside + waiting, norm + head, norm + rows * size + weight]
+        gradients = 2 if one.rows > 1 else 1  # Megatron transposes [length, rows] and back, which for one row is a view
+        moments = [inside + waiting, norm + head, norm + gradients * rows * size + weight]
         moments += [_NORM_PASS * shape.hidden_size / split + waiting]
     peak = tokens * max((one.kept - 1) * kept + kept + max(moments), 0)
     if one.first:

@@ -40,6 +40,7 @@ NEED_MORE = {
     "data=files",
     "data=gsm8k",
     "experiment=gsm8k",
+    "experiment=ppo",
 }
 
 
