@@ -38,7 +38,7 @@ from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.megatron.description import ParallelRanks
 from rlhfspec_mega.rl.experience import Experience, starts
 from rlhfspec_mega.rl.microbatch import Shard
-from rlhfspec_mega.rl.packing import micro_batches
+from rlhfspec_mega.rl.packing import Batching, micro_batches
 from rlhfspec_mega.types import Prompt, Sample, SampleState
 
 SAMPLES, LENGTH, PROMPT, MEMBERS, BUDGET = 16384, 4096, 256, 16, 16384
@@ -108,7 +108,7 @@ def made_up(count: int) -> Experience:
 
 
 def plan_of(lengths: Sequence[int]) -> list[list[list[int]]]:
-    return micro_batches(lengths, BUDGET, ranks=DATA)
+    return micro_batches(lengths, Batching(BUDGET), ranks=DATA)
 
 
 def arrays(count: int, nodes: Any) -> float:
@@ -119,7 +119,7 @@ def arrays(count: int, nodes: Any) -> float:
     through_the_ledger(count)
     algorithm.add_advantages(experience, torch.Generator())
     experience.columns["weights"] = experience.spread(np.ones(count))
-    shards = [Shard.cut(experience, plan) for plan in plan_of(experience.lengths.tolist())]
+    shards = [Shard.cut(experience, plan, packed=True) for plan in plan_of(experience.lengths.tolist())]
     parts = [[shards[dp] for dp in of_node] for of_node in OF_NODE]
     found = nodes.scatter("checksum", [(part,) for part in parts], "hand over")
     seconds = time.perf_counter() - started

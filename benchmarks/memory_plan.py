@@ -96,12 +96,14 @@ class CountingWorker(MegatronWorker):
 
 
 def micro_batches(sequences: tuple[int, int], vocabulary: int) -> list[MicroBatch]:
-    """Random tokens without padding."""
+    """Random tokens, packed."""
     found = []
     for _ in range(MICRO_BATCHES):
         tokens = torch.randint(0, vocabulary, (sequences[0], sequences[1] + 1))
-        mask = torch.ones(sequences, dtype=torch.bool)
-        found.append(MicroBatch(tokens[:, :-1], tokens[:, 1:], mask, {"weights": mask.float()}))
+        inputs, targets = (part.reshape(1, -1) for part in (tokens[:, :-1], tokens[:, 1:]))
+        mask = torch.ones(inputs.shape, dtype=torch.bool)
+        lengths = [sequences[1]] * sequences[0]
+        found.append(MicroBatch(inputs, targets, mask, {"weights": mask.float()}, lengths, packed=True))
     return found
 
 

@@ -28,6 +28,7 @@ from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.reallocation import Reallocator
 from rlhfspec_mega.planning.rollout_state import MigrationCost
 from rlhfspec_mega.planning.tail import Consolidator, TailPolicy
+from rlhfspec_mega.rl.packing import Batching
 from rlhfspec_mega.rollout.assignment import max_samples_per_engine
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.reallocation import FIRST_DOWNTIME, Reallocation, ScoringWork
@@ -149,9 +150,8 @@ class Fleet:
             for rank in range(ENGINES)
         ]
         workers = self.cluster.launch("reference", specs)
-        return ScorerGroup(
-            self.cluster, workers, [reference], {rank: {rank} for rank in range(ENGINES)}, SCORED_AT_ONCE
-        )
+        own = {rank: {rank} for rank in range(ENGINES)}
+        return ScorerGroup(self.cluster, workers, [reference], own, Batching(SCORED_AT_ONCE))
 
     def __exit__(self, *_: object) -> None:
         self.cluster.close()

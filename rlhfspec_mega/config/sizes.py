@@ -211,6 +211,7 @@ def actor_plan(config: RunConfig, data_parallel: int) -> ActorPlan:
         microbatch_tokens=config.trainer.max_tokens_per_microbatch,
         max_sequence=rollout.max_prompt_tokens + rollout.max_new_tokens,
         logprob_chunk=actor.logprob_chunk,
+        packed=config.trainer.sequence_packing,
     )
 
 

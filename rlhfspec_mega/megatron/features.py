@@ -34,6 +34,7 @@ class Place:
 
     batch: int
     row: int
+    position: int
     tokens: torch.Tensor
     prompt_length: int
     first: int
@@ -50,27 +51,26 @@ def choose(batches: Sequence[MicroBatch], most_tokens: int) -> list[Place]:
     Args:
         most_tokens: limit for the tokens of all chosen sequences together.
     """
-    found: dict[int, tuple[int, int]] = {}
+    found: dict[int, tuple[int, int, slice]] = {}
     for number, batch in enumerate(batches):
-        found |= {index: (number, row) for row, index in enumerate(batch.indices) if batch.mask[row].any()}
-    lengths = {index: _last(batches[number], row) + 2 for index, (number, row) in found.items()}
+        for index, (row, position), inputs in zip(batch.indices, batch.places, batch.lengths, strict=True):
+            own = slice(position, position + inputs)
+            if batch.mask[row, own].any():
+                found[index] = number, row, own
+    lengths = {index: own.stop - own.start + 1 for index, (_, _, own) in found.items()}
     stride = max(1, -(-sum(lengths.values()) // most_tokens))
     chosen: list[Place] = []
     first = 0
     for index in sorted(found)[::stride]:
         if first + lengths[index] > most_tokens:
             continue
-        number, row = found[index]
-        batch, inputs = batches[number], lengths[index] - 1
-        tokens = torch.cat((batch.inputs[row, :inputs], batch.targets[row, inputs - 1 : inputs]))
-        chosen.append(Place(number, row, tokens, int(batch.mask[row].nonzero()[0]) + 1, first))
+        number, row, own = found[index]
+        batch = batches[number]
+        tokens = torch.cat((batch.inputs[row, own], batch.targets[row, own.stop - 1 : own.stop]))
+        prompt_length = int(batch.mask[row, own].nonzero()[0]) + 1
+        chosen.append(Place(number, row, own.start, tokens, prompt_length, first))
         first += lengths[index]
     return chosen
-
-
-def _last(batch: MicroBatch, row: int) -> int:
-    """Position of the input that the row's last response token follows."""
-    return int(batch.mask[row].nonzero()[-1])
 
 
 @contextmanager
@@ -150,7 +150,8 @@ class _Recorder:
         for place in self._places:
             if place.batch == self._batch:
                 for target in self._targets:
-                    target[place.first : place.first + place.inputs] = hidden[: place.inputs, place.row]
+                    own = hidden[place.position : place.position + place.inputs, place.row]
+                    target[place.first : place.first + place.inputs] = own
         self._batch += 1
 
 

@@ -23,6 +23,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from rlhfspec_mega.megatron.packed_sequences import PackedSequences, attend, causal_attention
+
 
 class RMSNorm(torch.nn.Module):
     """Root-mean-square normalisation over the last dimension, computed in fp32 as the Llama family does."""
@@ -44,21 +46,28 @@ class RMSNorm(torch.nn.Module):
 
 
 class CausalAttention(MegatronModule):
-    """Causal grouped-query attention on scaled_dot_product_attention; right padding needs no mask of its own."""
+    """Causal grouped-query attention on scaled_dot_product_attention.
+
+    Right padding needs no mask of its own; sequences packed into one row are kept apart.
+    """
 
     def __init__(self, config: TransformerConfig, *_: Any, pg_collection: ProcessGroupCollection, **__: Any) -> None:
         super().__init__(config=config)
         self.tp_group = pg_collection.tp  # without it, saving asks Megatron's globals
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """query [s, b, heads, d], key and value [s, b, kv_heads, d] -> [s, b, heads * d]."""
-        length, rows = query.shape[:2]
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        if k.shape[1] != q.shape[1]:
-            repeats = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return out.permute(2, 0, 1, 3).reshape(length, rows, -1)
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *_: Any,
+        packed_seq_params: PackedSequences | None = None,
+        **__: Any,
+    ) -> torch.Tensor:
+        """query [s, b, heads, d], key and value [s, b, kv_heads, d] -> [s, b, heads * d]; without b for packed ones."""
+        if packed_seq_params is not None:
+            return attend(query, key, value, packed_seq_params.runs)
+        return causal_attention(*(x.transpose(0, 1) for x in (query, key, value))).transpose(0, 1).flatten(2)
 
 
 def have_transformer_engine() -> bool:

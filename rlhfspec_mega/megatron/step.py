@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from rlhfspec_mega.megatron.build import unwrap
 from rlhfspec_mega.megatron.description import LogitSettings
+from rlhfspec_mega.megatron.packed_sequences import packed_sequences
 from rlhfspec_mega.megatron.vocab_parallel import vocab_parallel_logprobs
 from rlhfspec_mega.rl.microbatch import MicroBatch, TokenLoss, same_shape
 
@@ -48,10 +49,11 @@ def _forward(batches: Iterator[MicroBatch], model: Any, finish: Callable[..., An
     batch = next(batches)
     device = next(model.parameters()).device
     inputs = batch.inputs.to(device)
-    positions = torch.arange(inputs.shape[1], device=device).expand_as(inputs)
+    positions = torch.arange(inputs.shape[1], device=device).expand_as(inputs)  # rotary embeddings do not read them
+    apart = {"packed_seq_params": packed_sequences(batch.parts, device)} if batch.packed else {}
     # Float16Module would upcast all logits at once; the log-probs do it chunk by chunk.
     keep = {"fp32_output": False} if unwrap(model).config.bf16 else {}
-    output = model(input_ids=inputs, position_ids=positions, attention_mask=None, **keep)
+    output = model(input_ids=inputs, position_ids=positions, attention_mask=None, **keep, **apart)
     return output, partial(finish, batch)
 
 

@@ -142,6 +142,7 @@ METRICS = (
     Metric(
         "actor/grad_norm", "", "global norm of the gradient before clipping", "mean over mini-batches", "gradient norm"
     ),
+    Metric("actor/padding_share", "", "share of the positions computed that are padding", "mean over mini-batches"),
     Metric("actor/lr", "", "learning rate", "mean over mini-batches"),
     Metric("actor/skipped_updates", "", "updates left out because the gradient was not finite", "sum"),
     Metric("actor/kl_coef", "", "weight of the KL penalty in the reward (PPO)", "of the step"),
@@ -158,6 +159,7 @@ METRICS = (
     Metric("critic/clip_fraction", "", "share of values whose change was clipped", _TOKENS),
     Metric("critic/value_mean", "", "value before the update", "mean over the step's response tokens"),
     Metric("critic/return_mean", "", "return that the critic learns", "mean over the step's response tokens"),
+    Metric("critic/padding_share", "", "share of the positions computed that are padding", "mean over mini-batches"),
     Metric("critic/grad_norm", "", "global norm of the critic's gradient before clipping", "mean over mini-batches"),
     Metric("critic/lr", "", "the critic's learning rate", "mean over mini-batches"),
     Metric("critic/skipped_updates", "", "updates of the critic left out for a gradient that was not finite", "sum"),

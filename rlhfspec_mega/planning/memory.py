@@ -65,6 +65,7 @@ class ActorPlan:
         microbatch_tokens: most tokens in one forward and backward pass.
         max_sequence: tokens of the longest sequence.
         logprob_chunk: tokens whose fp32 logits exist at the same time.
+        packed: whether a micro-batch is one row (rl.packing.Batching).
     """
 
     layout: ParallelLayout
@@ -74,6 +75,7 @@ class ActorPlan:
     microbatch_tokens: int
     max_sequence: int
     logprob_chunk: int
+    packed: bool = True
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def stage_memory(shape: ModelShape, plan: ActorPlan, stage: int) -> ActorMemory:
     tokens = plan.microbatch_tokens
     largest = Pass(
         tokens=tokens,
-        rows=max(1, tokens // plan.max_sequence),
+        rows=1 if plan.packed else max(1, tokens // plan.max_sequence),
         tensor_parallel=layout.tensor,
         sequence_parallel=plan.sequence_parallel,
         recompute=plan.recompute,

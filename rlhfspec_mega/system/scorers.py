@@ -40,8 +40,7 @@ class Scorers:
             replica: engines_on(setup.placement.devices(ENGINE), devices[first : first + tensor])
             for replica, first in enumerate(range(0, len(devices), tensor))
         }
-        most = setup.config.trainer.max_tokens_per_microbatch
-        self._group = ScorerGroup(cluster, workers, descriptions, engines, most)
+        self._group = ScorerGroup(cluster, workers, descriptions, engines, setup.batching)
 
     def new_scoring(self, ledger: Ledger, models: Sequence[str], encode: Encode | None) -> Scoring:
         """Scoring of one rollout, whose samples the ledger holds, by some of the models; see Scoring."""

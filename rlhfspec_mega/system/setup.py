@@ -12,6 +12,7 @@ from rlhfspec_mega.config.sglang import engines_sleep, uses_sglang
 from rlhfspec_mega.config.sizes import Sizes
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.placement import Placement
+from rlhfspec_mega.rl.packing import Batching
 
 MEGATRON_WORKER = "rlhfspec_mega.workers.megatron.MegatronWorker"
 TORCH_ENGINE = "rlhfspec_mega.workers.torch_engine.TorchEngineWorker"
@@ -65,6 +66,12 @@ class Setup:
     def engine_dtype(self) -> str:
         """Precision of the engines' weights."""
         return self.config.rollout.dtype or self.config.actor.dtype
+
+    @property
+    def batching(self) -> Batching:
+        """How samples become micro-batches of models on Megatron."""
+        trainer = self.config.trainer
+        return Batching(trainer.max_tokens_per_microbatch, trainer.sequence_packing)
 
     @property
     def engines_sleep(self) -> bool:

@@ -43,8 +43,7 @@ class Training:
         descriptions = self._descriptions()
         workers = cluster.launch(ACTOR, self._specs(descriptions))
         cluster.wait_started()
-        most = config.trainer.max_tokens_per_microbatch
-        self.models = {one.name: ModelGroup(workers, one, most) for one in descriptions}
+        self.models = {one.name: ModelGroup(workers, one, setup.batching) for one in descriptions}
         self.resharder = Resharder(
             cluster,
             self.actor,

@@ -15,7 +15,7 @@ from rlhfspec_mega.megatron.description import ModelDescription
 from rlhfspec_mega.resharding.buckets import Bucket
 from rlhfspec_mega.rl.experience import Experience, Floats
 from rlhfspec_mega.rl.microbatch import Shard, TokenLoss
-from rlhfspec_mega.rl.packing import micro_batches
+from rlhfspec_mega.rl.packing import Batching, micro_batches
 from rlhfspec_mega.types import Span, WeightTarget
 
 
@@ -24,14 +24,14 @@ class ModelGroup:
 
     Args:
         workers: MegatronWorkers that hold a model of this description.
-        max_tokens: most tokens of a micro-batch, padding included.
+        batching: how samples become micro-batches.
 
     Attributes:
         positions: position of each rank in the model's grid.
     """
 
-    def __init__(self, workers: WorkerGroup, description: ModelDescription, max_tokens: int) -> None:
-        self._workers, self.description, self._max_tokens = workers, description, max_tokens
+    def __init__(self, workers: WorkerGroup, description: ModelDescription, batching: Batching) -> None:
+        self._workers, self.description, self._batching = workers, description, batching
         self.positions = workers.call("grid_position", description.name, phase=f"start {description.name}")
 
     def load_weights(self, path: Path) -> None:
@@ -66,8 +66,13 @@ class ModelGroup:
         return column, entropy
 
     def accumulate(self, samples: Experience, loss: TokenLoss, metrics: Sequence[str]) -> dict[str, float]:
-        """Accumulate the gradients of a mini-batch; see MegatronModel.accumulate for the metrics returned."""
-        return self._scatter("accumulate", self._shards(samples), loss, metrics, phase="update")[0]
+        """Accumulate the gradients of a mini-batch.
+
+        Returns the metrics of MegatronModel.accumulate, and "padding_share" of the positions that were computed.
+        """
+        shards = self._shards(samples)
+        found = self._scatter("accumulate", shards, loss, metrics, phase="update")[0]
+        return found | {"padding_share": 1.0 - sum(one.inputs for one in shards) / sum(one.positions for one in shards)}
 
     def step(self) -> dict[str, float]:
         """One optimizer step with the accumulated gradients; see MegatronModel.step for the metrics returned."""
@@ -171,9 +176,9 @@ class ModelGroup:
         multiple = sizes.tensor if sizes.sequence else 1
         plan = micro_batches(
             samples.lengths.tolist(),
-            self._max_tokens,
+            self._batching,
             ranks=sizes.data,
             length_multiple=multiple,
             count_multiple=sizes.pipeline if sizes.virtual_pipeline > 1 else 1,
         )
-        return [Shard.cut(samples, rank_plan, multiple) for rank_plan in plan]
+        return [Shard.cut(samples, rank_plan, multiple, packed=self._batching.packed) for rank_plan in plan]

@@ -13,7 +13,7 @@ from rlhfspec_mega.megatron.description import ModelDescription
 from rlhfspec_mega.planning.placement import REFERENCE, REWARD
 from rlhfspec_mega.rl.experience import Experience, Floats, ending_values
 from rlhfspec_mega.rl.microbatch import Shard
-from rlhfspec_mega.rl.packing import micro_batches
+from rlhfspec_mega.rl.packing import Batching, micro_batches
 from rlhfspec_mega.rollout.scoring import ScoreReport, ScoringTask
 from rlhfspec_mega.types import Span
 
@@ -28,7 +28,7 @@ class ScorerGroup:
     Args:
         workers: MegatronWorkers that hold models of these descriptions, replica after replica.
         engines: for each replica, the ranks of the engines on its devices.
-        max_tokens: most tokens of a micro-batch, padding included.
+        batching: how samples become micro-batches.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class ScorerGroup:
         workers: WorkerGroup,
         descriptions: Sequence[ModelDescription],
         engines: Mapping[int, Collection[int]],
-        max_tokens: int,
+        batching: Batching,
     ) -> None:
-        self._cluster, self._workers, self._engines, self._max_tokens = cluster, workers, engines, max_tokens
+        self._cluster, self._workers, self._engines, self._batching = cluster, workers, engines, batching
         self._names = " and ".join(one.name for one in descriptions)
         self.devices = descriptions[0].parallel.tensor
 
@@ -96,5 +96,5 @@ class ScorerGroup:
             samples = ending_values([task.reward_tokens for task in tasks])
         else:
             samples = Experience.of([task.prompt_tokens for task in tasks], [task.response_tokens for task in tasks])
-        (plan,) = micro_batches(samples.lengths.tolist(), self._max_tokens, ranks=1)
-        return Shard.cut(samples, plan)
+        (plan,) = micro_batches(samples.lengths.tolist(), self._batching)
+        return Shard.cut(samples, plan, packed=self._batching.packed)

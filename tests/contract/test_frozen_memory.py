@@ -16,7 +16,7 @@ from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.memory import ReferencePlan, reference_memory
 from rlhfspec_mega.rl.experience import Experience
 from rlhfspec_mega.rl.microbatch import Shard
-from rlhfspec_mega.rl.packing import micro_batches
+from rlhfspec_mega.rl.packing import Batching, micro_batches
 from rlhfspec_mega.workers.megatron import MegatronWorker
 from tests.clusters import local_cluster
 from tests.megatron_probe import worker_specs
@@ -49,7 +49,7 @@ def test_memory_is_as_planned(shape: ModelShape, dtype: str, tmp_path: Path) -> 
     )
     config = ActorConfig(dtype=dtype, logprob_chunk=CHUNK)
     samples = Experience.of([(1,) * 8] * 12, [[2] * (120 - number % 7) for number in range(12)])
-    (plan,) = micro_batches(samples.lengths.tolist(), TOKENS, ranks=1)
+    (plan,) = micro_batches(samples.lengths.tolist(), Batching(TOKENS))
     found = {}
     for tensor in (1, 2):
         sizes = ParallelSizes(tensor=tensor)
@@ -59,7 +59,7 @@ def test_memory_is_as_planned(shape: ModelShape, dtype: str, tmp_path: Path) -> 
             specs = worker_specs(tmp_path / f"meet{tensor}", [model], kind="tests.contract.test_frozen_memory.Measured")
             workers = cluster.launch("reference", specs)
             cluster.wait_started()
-            found[tensor] = workers.call("bytes", Shard.cut(samples, plan), phase="test")
+            found[tensor] = workers.call("bytes", Shard.cut(samples, plan, packed=True), phase="test")
         finally:
             cluster.close()
     for tensor, ranks in found.items():

@@ -29,6 +29,7 @@ from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.rl.experience import Experience
 from rlhfspec_mega.rl.objectives import supervised_objective
+from rlhfspec_mega.rl.packing import Batching
 from rlhfspec_mega.workers.megatron import MegatronWorker
 from rlhfspec_mega.workers.model_group import ModelGroup
 from tests.clusters import local_cluster
@@ -82,7 +83,7 @@ def start(directory: Path, config: ActorConfig) -> Ranks:
     kind = "tests.contract.test_megatron_checkpoint.TestedWorker"
     group = cluster.launch("actor", worker_specs(directory / "meet", [model], SEED, kind))
     cluster.wait_started()
-    return Ranks(cluster, group, ModelGroup(group, model, 64))
+    return Ranks(cluster, group, ModelGroup(group, model, Batching(64)))
 
 
 @pytest.fixture(scope="module")

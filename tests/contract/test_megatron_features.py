@@ -89,21 +89,22 @@ def wanted(model: Path, sequence: OneSample) -> tuple[torch.Tensor, torch.Tensor
 def test_states_and_vocabulary_weights(layout: str, architecture: str, models: dict, probes: dict) -> None:
     group, sequences = probes[1 if layout == "one" else 2], make_sequences()
     group.call("build", LAYOUTS[layout], models[architecture], phase="build")
-    shards = [make_batches(sequences)]
-    expected = [0, 1, 2, 3, 4]
-    if layout == "dp2":  # every replica has its own share, and the first one's is recorded
-        expected = [1, 3]
-        shards = [collated(sequences, [[3, 1]]), collated(sequences, [[0, 2, 4]])]
-    answers = group.call("record", shards, LARGE, phase="record")
     owner = OWNER.get(layout, 0)
-    assert [len(answer) for answer in answers] == [len(expected) * (rank == owner) for rank in range(group.size)]
-    for index, example in zip(expected, answers[owner], strict=True):
-        sequence = sequences[index]
-        assert example.tokens.tolist() == list(sequence.tokens) and example.prompt_length == sequence.prompt_length
-        features, states = wanted(models[architecture], sequence)
-        assert (example.features[:-1] - features).abs().max() < 1e-4
-        assert (example.states[:-1] - states).abs().max() < 1e-4
-        assert not example.features[-1].any() and not example.states[-1].any()
+    for packed in (False, True):
+        shards = [make_batches(sequences, packed)]
+        expected = [0, 1, 2, 3, 4]
+        if layout == "dp2":  # every replica has its own share, and the first one's is recorded
+            expected = [1, 3]
+            shards = [collated(sequences, plan, packed=packed) for plan in ([[3, 1]], [[0, 2, 4]])]
+        answers = group.call("record", shards, LARGE, phase="record")
+        assert [len(answer) for answer in answers] == [len(expected) * (rank == owner) for rank in range(group.size)]
+        for index, example in zip(expected, answers[owner], strict=True):
+            sequence = sequences[index]
+            assert example.tokens.tolist() == list(sequence.tokens) and example.prompt_length == sequence.prompt_length
+            features, states = wanted(models[architecture], sequence)
+            assert (example.features[:-1] - features).abs().max() < 1e-4
+            assert (example.states[:-1] - states).abs().max() < 1e-4
+            assert not example.features[-1].any() and not example.states[-1].any()
 
     weights = HfWeights(models[architecture])
     embedding = weights.get("model.embed_tokens.weight")
@@ -116,6 +117,7 @@ def test_states_and_vocabulary_weights(layout: str, architecture: str, models: d
 @pytest.mark.parametrize(("most_tokens", "expected"), [(73, [0, 1, 2, 3, 4]), (60, [0, 2, 4]), (30, [0, 3])])
 def test_what_is_chosen_is_bounded_and_spread_over_the_step(most_tokens: int, expected: list[int]) -> None:
     sequences = make_sequences()  # of 12, 5, 17, 5 and 24 tokens: 63
-    places = choose(make_batches(sequences), most_tokens)
-    assert [place.tokens.tolist() for place in places] == [list(sequences[index].tokens) for index in expected]
-    assert sum(len(place.tokens) for place in places) <= most_tokens
+    for packed in (False, True):
+        places = choose(make_batches(sequences, packed), most_tokens)
+        assert [place.tokens.tolist() for place in places] == [list(sequences[index].tokens) for index in expected]
+        assert sum(len(place.tokens) for place in places) <= most_tokens

@@ -63,11 +63,13 @@ class OneSample:
     prompt_length: int
 
 
-def collated(sequences: list[OneSample], plan: list[list[int]], multiple: int = 1) -> list[MicroBatch]:
+def collated(
+    sequences: list[OneSample], plan: list[list[int]], multiple: int = 1, packed: bool = False
+) -> list[MicroBatch]:
     """Micro-batches of these samples."""
     prompts = [one.tokens[: one.prompt_length] for one in sequences]
     samples = Experience.of(prompts, [one.tokens[one.prompt_length :] for one in sequences])
-    return Shard.cut(samples, plan, multiple).batches()
+    return Shard.cut(samples, plan, multiple, packed=packed).batches()
 
 
 def make_sequences() -> list[OneSample]:
@@ -79,9 +81,9 @@ def make_sequences() -> list[OneSample]:
     ]
 
 
-def make_batches(sequences: list[OneSample]) -> list[MicroBatch]:
+def make_batches(sequences: list[OneSample], packed: bool = False) -> list[MicroBatch]:
     """Two real micro-batches of different shapes, one of padding and a last real one: four, even for interleaving."""
-    return collated(sequences, [[0, 1], [2, 3], [], [4]], multiple=2)
+    return collated(sequences, [[0, 1], [2, 3], [], [4]], multiple=2, packed=packed)
 
 
 def reference(model: Path, sequences: list[OneSample]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -120,17 +122,17 @@ def test_logprobs_and_gradients(layout: str, architecture: str, models: dict, pr
     config = LAYOUTS[layout]
     group = probes[config.tensor_parallel * config.pipeline_parallel]
     sequences = make_sequences()
-    batches = make_batches(sequences)
     want_logprobs, want_gradients = reference(models[architecture], sequences)
-
     group.call("build", config, models[architecture], TEMPERATURE, phase="build")
-    answers = group.call("call", "columns", batches, phase="logprobs")
-    found = [answer for answer in answers if answer is not None]
-    assert len(found) == 1, "exactly one rank of a data-parallel replica reports"
-    assert torch.allclose(found[0][0], torch.cat(want_logprobs), atol=1e-4, rtol=1e-4)
+    for packed in (False, True):
+        batches = make_batches(sequences, packed)
+        answers = group.call("call", "columns", batches, phase="logprobs")
+        found = [answer for answer in answers if answer is not None]
+        assert len(found) == 1, "exactly one rank of a data-parallel replica reports"
+        assert torch.allclose(found[0][0], torch.cat(want_logprobs), atol=1e-4, rtol=1e-4), packed
 
-    parts = [part for part in group.call("gradients", batches, phase="gradients") if part is not None]
-    gradients = {name: tensor for part in parts for name, tensor in part.items()}
-    assert gradients.keys() == want_gradients.keys()
-    for name, want in want_gradients.items():
-        assert relative_error(gradients[name], want) < 1e-4, name
+        parts = [part for part in group.call("gradients", batches, phase="gradients") if part is not None]
+        gradients = {name: tensor for part in parts for name, tensor in part.items()}
+        assert gradients.keys() == want_gradients.keys()
+        for name, want in want_gradients.items():
+            assert relative_error(gradients[name], want) < 1e-4, (name, packed)

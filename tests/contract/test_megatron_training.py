@@ -25,11 +25,14 @@ LAYOUTS = {
 
 
 def shards(layout: str) -> list[list[MicroBatch]]:
-    """The same five sequences for one or two data-parallel ranks, in micro-batches of unlike sizes."""
+    """The same five sequences for one or two data-parallel ranks, in micro-batches of unlike sizes.
+
+    One process has them padded, all other layouts packed.
+    """
     sequences = make_sequences()
     if layout == "dp2":
-        return [collated(sequences, part) for part in ([[0], [1, 4]], [[2, 3], []])]
-    return [collated(sequences, [[0, 1], [2, 3], [4], []])]
+        return [collated(sequences, part, packed=True) for part in ([[0], [1, 4]], [[2, 3], []])]
+    return [collated(sequences, [[0, 1], [2, 3], [4], []], packed=layout != "one")]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +83,7 @@ def not_a_number(
     logprobs: torch.Tensor, entropy: torch.Tensor, batch: MicroBatch
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A loss that breaks in one micro-batch, that of a single sequence."""
-    broken = int(batch.mask.any(1).sum()) == 1
+    broken = len(batch.indices) == 1
     return logprobs * (float("nan") if broken else -1.0), {"entropy": entropy}
 
 

@@ -16,6 +16,7 @@ from rlhfspec_mega.megatron.description import ParallelSizes
 from rlhfspec_mega.megatron.model import on_megatron
 from rlhfspec_mega.planning.placement import Residency
 from rlhfspec_mega.rl.experience import Experience
+from rlhfspec_mega.rl.packing import Batching
 from rlhfspec_mega.workers.megatron import MegatronWorker
 from rlhfspec_mega.workers.model_group import ModelGroup
 from tests.clusters import local_cluster
@@ -52,7 +53,7 @@ def trained(directory: Path, chosen: dict[str, tuple[Path, ActorConfig]]) -> dic
         kind = "tests.contract.test_megatron_two_models.TwoModels"
         workers = cluster.launch("models", worker_specs(directory / "meet", descriptions, kind=kind))
         cluster.wait_started()
-        groups = [ModelGroup(workers, description, 24) for description in descriptions]
+        groups = [ModelGroup(workers, description, Batching(24)) for description in descriptions]
         for group, (path, _) in zip(groups, chosen.values(), strict=True):
             group.load_weights(path)
         found: dict[str, list[Any]] = {name: [] for name in chosen}
@@ -88,7 +89,7 @@ def test_a_frozen_copy_stays_as_it_was(models: dict[str, Path], tmp_path: Path) 
     try:
         workers = cluster.launch("models", worker_specs(tmp_path / "meet", [actor, reference]))
         cluster.wait_started()
-        groups = [ModelGroup(workers, one, 24) for one in (actor, reference)]
+        groups = [ModelGroup(workers, one, Batching(24)) for one in (actor, reference)]
         for group in groups:
             group.load_weights(models["llama"])
         before, _ = groups[0].logprobs(SAMPLES, "logprobs")

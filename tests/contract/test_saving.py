@@ -25,6 +25,7 @@ from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.memory import saving_bytes
 from rlhfspec_mega.rl.experience import Experience
 from rlhfspec_mega.rl.objectives import supervised_objective
+from rlhfspec_mega.rl.packing import Batching
 from rlhfspec_mega.workers.megatron import MegatronWorker
 from rlhfspec_mega.workers.model_group import ModelGroup
 from tests.clusters import local_cluster
@@ -132,7 +133,7 @@ class Ranks:
         specs = worker_specs(directory / "meet", [self.model], kind="tests.contract.test_saving.SavingWorker")
         self.group = self.cluster.launch("actor", specs)
         self.cluster.wait_started()
-        self.actor = ModelGroup(self.group, self.model, 64)
+        self.actor = ModelGroup(self.group, self.model, Batching(64))
 
     def call(self, method: str, *args: Any, ranks: list[int] | None = None) -> list[Any]:
         return self.group.call(method, *args, phase="test", ranks=ranks)

@@ -60,8 +60,8 @@ def samples() -> Experience:
     return made
 
 
-def batches(made: Experience) -> list[MicroBatch]:
-    return Shard.cut(made, [[0, 1], [2, 3], [], [4]], 2).batches()
+def batches(made: Experience, packed: bool = True) -> list[MicroBatch]:
+    return Shard.cut(made, [[0, 1], [2, 3], [], [4]], 2, packed=packed).batches()
 
 
 def reference(model: Path, made: Experience) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -85,16 +85,18 @@ def test_values_and_gradients(layout: str, architecture: str, models: dict, prob
     group = probes[config.tensor_parallel * config.pipeline_parallel]
     want_values, want = reference(models[architecture], made)
     group.call("build", config, models[architecture], 0.3, phase="build")
-    found = [answer for answer in group.call("call", "columns", batches(made), phase="values") if answer is not None]
-    assert len(found) == 1 and torch.allclose(found[0][0], want_values, atol=1e-4, rtol=1e-4), (
-        "whatever the temperature"
-    )
     loss = partial(value_objective, clip=None)
-    parts = [part for part in group.call("gradients", batches(made), loss, phase="gradients") if part is not None]
-    gradients = {name: tensor for part in parts for name, tensor in part.items()}
-    assert gradients.keys() == want.keys()
-    for name, expected in want.items():
-        assert relative_error(gradients[name], expected) < 1e-4, name
+    for packed in (False, True):
+        made_up = batches(made, packed)
+        found = [answer for answer in group.call("call", "columns", made_up, phase="values") if answer is not None]
+        assert len(found) == 1 and torch.allclose(found[0][0], want_values, atol=1e-4, rtol=1e-4), (
+            "whatever the temperature"
+        )
+        parts = [part for part in group.call("gradients", made_up, loss, phase="gradients") if part is not None]
+        gradients = {name: tensor for part in parts for name, tensor in part.items()}
+        assert gradients.keys() == want.keys()
+        for name, expected in want.items():
+            assert relative_error(gradients[name], expected) < 1e-4, (name, packed)
 
 
 def test_the_score_of_a_sample_is_at_its_last_token(models: dict, probes: dict) -> None:

@@ -26,6 +26,7 @@ from rlhfspec_mega.models.hf_directory import HfWeights
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.resharding.buckets import Bucket
 from rlhfspec_mega.resharding.controller import Resharder
+from rlhfspec_mega.rl.packing import Batching
 from rlhfspec_mega.types import EngineLoad, WeightTarget
 from rlhfspec_mega.workers.draft import DraftGroup
 from rlhfspec_mega.workers.model_group import ModelGroup
@@ -97,7 +98,7 @@ def launch(cluster: LocalCluster, model: Path, draft: Path, tmp_path: Path) -> t
     engine = WorkerSpec("tests.e2e.test_draft_resharding.DraftingEngine", settings)
     actor, engines = cluster.launch("actor", specs), cluster.launch("engine", [engine, engine], replaceable=True)
     cluster.wait_started()
-    group = ModelGroup(actor, described_actor, 64)
+    group = ModelGroup(actor, described_actor, Batching(64))
     group.load_weights(model)
     DraftGroup(actor, group, draft, None)
     tensors = mapping_for(shape.architecture).hf_tensors(shape)

@@ -26,6 +26,7 @@ from rlhfspec_mega.models.hf_directory import HfWeights
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.resharding.buckets import Bucket
 from rlhfspec_mega.resharding.controller import Resharder
+from rlhfspec_mega.rl.packing import Batching
 from rlhfspec_mega.types import EngineLoad
 from rlhfspec_mega.workers.model_group import ModelGroup
 from rlhfspec_mega.workers.torch_engine import TorchEngineWorker
@@ -112,7 +113,7 @@ def launch(cluster: LocalCluster, layout: str, model: Path, tmp_path: Path) -> t
     actor = cluster.launch("actor", worker_specs(tmp_path / "meet", [actor_description]))
     engines = cluster.launch("engine", [engine, engine], replaceable=True)
     cluster.wait_started()
-    return ModelGroup(actor, actor_description, 64), engines
+    return ModelGroup(actor, actor_description, Batching(64)), engines
 
 
 @pytest.fixture(scope="module")

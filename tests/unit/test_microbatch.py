@@ -45,24 +45,33 @@ def plans(draw: st.DrawFn, count: int) -> list[list[int]]:
     return [list(order[a:b]) for a, b in zip([0, *cuts], [*cuts, count], strict=True)]
 
 
-@given(experiences(), st.sampled_from([1, 2, 8]), st.data())
-def test_response_tokens_are_aligned(experience: Experience, multiple: int, data: st.DataObject) -> None:
+@given(experiences(), st.sampled_from([1, 2, 8]), st.booleans(), st.data())
+def test_response_tokens_are_aligned(experience: Experience, multiple: int, packed: bool, data: st.DataObject) -> None:
     plan = data.draw(plans(len(experience)))
-    shard = unpack([bytearray(part) for part in pack(Shard.cut(experience, plan, multiple))])
+    cut = Shard.cut(experience, plan, multiple, packed=packed)
+    shard = unpack([bytearray(part) for part in pack(cut)])
     batches = shard.batches()
     assert [batch.indices for batch in batches] == plan
+    assert shard.positions == sum(batch.inputs.numel() for batch in batches)
+    assert shard.inputs == int((experience.lengths - 1).sum()) <= shard.positions
     for batch in batches:
-        assert batch.inputs.shape[1] % multiple == 0
+        rows, length = batch.inputs.shape
+        assert length % multiple == 0 and (rows == 1 or not packed)
         assert batch.loss_tokens == sum(int(experience.response_lengths[index]) for index in batch.indices)
-        for row, index in enumerate(batch.indices):
+        assert not packed or (sum(batch.parts) == length and batch.parts[: len(batch.lengths)] == batch.lengths)
+        used = torch.zeros_like(batch.mask)
+        for index, (row, first), inputs in zip(batch.indices, batch.places, batch.lengths, strict=True):
             tokens, prompt, columns = sample(experience, index)
-            mask = batch.mask[row]
-            assert batch.targets[row][mask].tolist() == tokens[prompt:]
-            assert batch.inputs[row, : len(tokens) - 1].tolist() == tokens[:-1]
+            own = slice(first, first + inputs)
+            mask = batch.mask[row, own]
+            assert batch.inputs[row, own].tolist() == tokens[:-1] and batch.targets[row, own].tolist() == tokens[1:]
+            assert mask.tolist() == [False] * (prompt - 1) + [True] * (len(tokens) - prompt)
             for name, values in columns.items():
-                assert batch.columns[name][row][mask].tolist() == values
-                assert not batch.columns[name][row][~mask].any()
-            assert not batch.weights[row][~mask].any()
+                assert batch.columns[name][row, own][mask].tolist() == values
+            assert not used[row, own].any()
+            used[row, own] = True
+        assert not batch.mask[~used].any()
+        assert all(not column[~batch.mask].any() for column in batch.columns.values())
 
 
 @given(experiences(), st.data())
@@ -79,13 +88,14 @@ def test_what_is_cut_can_be_put_back(experience: Experience, data: st.DataObject
     )
 
 
-@given(experiences())
-def test_same_shape_adds_only_padding(experience: Experience) -> None:
-    batches = Shard.cut(experience, [[row] for row in range(len(experience))] + [[]]).batches()
+@given(experiences(), st.booleans())
+def test_same_shape_adds_only_padding(experience: Experience, packed: bool) -> None:
+    batches = Shard.cut(experience, [[row] for row in range(len(experience))] + [[]], packed=packed).batches()
     padded = same_shape(batches)
     assert len({batch.inputs.shape for batch in padded}) == 1
     for before, after in zip(batches, padded, strict=True):
         assert after.indices == before.indices and after.loss_tokens == before.loss_tokens
+        assert after.places == before.places and (not packed or sum(after.parts) == after.inputs.shape[1])
         rows, length = before.inputs.shape
         assert torch.equal(after.targets[:rows, :length], before.targets)
         assert not after.mask[rows:].any() and not after.mask[:, length:].any()

@@ -85,6 +85,10 @@ class TrainerConfig:
     max_tokens_per_microbatch: int = option(
         1024, "most tokens of one forward and backward pass", unit="tokens", least=1, common=True
     )
+    sequence_packing: bool = option(
+        True,
+        "sequences of a micro-batch one after the other in one row, kept apart by the attention, instead of padded",
+    )
     steps: int = option(60, "generate-and-update steps", least=1, common=True)
     eval_every: int = option(
         20, "steps between evaluations on held-out prompts; 0: never", unit="steps", least=0, common=True

@@ -1,0 +1,105 @@
+"""Attention over a row that holds several sequences one after the other: none sees another.
+
+Transformer Engine does this with kernels of its own; what runs here are batches of sequences of similar lengths on
+torch's scaled_dot_product_attention.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+_FULL_ENOUGH = 0.8  # least share of a run's cells that hold tokens; attention alone computes the others
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring sequences whose attention is computed as one batch of [rows, columns] cells.
+
+    Attributes:
+        first, last: its tokens within the row.
+        cells: int64 [rows * columns], the token, counted from `first`, in each cell; None: all cells are full.
+        tokens: int64 [last - first], the cell of each token; None likewise.
+    """
+
+    first: int
+    last: int
+    columns: int
+    cells: torch.Tensor | None
+    tokens: torch.Tensor | None
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's bounds of the sequences in a row, with the runs that the attention without fused kernels computes."""
+
+    runs: Sequence[Run] = ()
+
+
+def packed_sequences(lengths: Sequence[int], device: torch.device) -> PackedSequences:
+    """Bounds of sequences of these lengths, in tokens, which fill a row."""
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    longest = max(lengths)
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        runs=_runs(lengths, device),
+    )
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
+    """Causal attention within each sequence; [tokens, heads, d] and [tokens, kv_heads, d] -> [tokens, heads * d]."""
+    return torch.cat([_attend_run(query, key, value, run) for run in runs])
+
+
+def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Of queries [rows, length, heads, d], and keys and values of kv_heads; returns the shape of the queries."""
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    if k.shape[1] != q.shape[1]:
+        repeats = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def _attend_run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: Run) -> torch.Tensor:
+    own = (tensor[run.first : run.last] for tensor in (query, key, value))
+    q, k, v = (
+        (part if run.cells is None else part.index_select(0, run.cells)).unflatten(0, (-1, run.columns)) for part in own
+    )
+    out = causal_attention(q, k, v).flatten(2).flatten(0, 1)
+    return out if run.tokens is None else out.index_select(0, run.tokens)
+
+
+def _runs(lengths: Sequence[int], device: torch.device) -> list[Run]:
+    runs: list[Run] = []
+    begin = first = 0
+    while begin < len(lengths):
+        end = begin + 1
+        while end < len(lengths) and _full_enough(lengths[begin : end + 1]):
+            end += 1
+        runs.append(_run(lengths[begin:end], first, device))
+        begin, first = end, runs[-1].last
+    return runs
+
+
+def _full_enough(lengths: Sequence[int]) -> bool:
+    return sum(lengths) >= _FULL_ENOUGH * len(lengths) * max(lengths)
+
+
+def _run(lengths: Sequence[int], first: int, device: torch.device) -> Run:
+    columns, last = max(lengths), first + sum(lengths)
+    if columns == min(lengths):
+        return Run(first, last, columns, None, None)
+    full = np.arange(columns) < np.asarray(lengths)[:, None]
+    tokens = np.flatnonzero(full)
+    cells = np.zeros(full.size, np.int64)  # an empty cell repeats the first token; nothing reads what comes of it
+    cells[tokens] = np.arange(len(tokens))
+    return Run(first, last, columns, torch.from_numpy(cells).to(device), torch.from_numpy(tokens).to(device))
