@@ -22,16 +22,15 @@ class Run:
     """Neighbouring sequences whose attention is computed as one batch of [rows, columns] cells.
 
     Attributes:
-        first, last: its tokens within the row.
-        cells: int64 [rows * columns], the token, counted from `first`, in each cell; None: all cells are full.
-        tokens: int64 [last - first], the cell of each token; None likewise.
+        tokens: how many.
+        cells: int64 [rows * columns], which of the tokens is in each cell; None: all cells are full.
+        full: int64 [tokens], the cell of each token; None likewise.
     """
 
-    first: int
-    last: int
+    tokens: int
     columns: int
     cells: torch.Tensor | None
-    tokens: torch.Tensor | None
+    full: torch.Tensor | None
 
 
 @dataclass
@@ -57,7 +56,9 @@ def packed_sequences(lengths: Sequence[int], device: torch.device) -> PackedSequ
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
     """Causal attention within each sequence; [tokens, heads, d] and [tokens, kv_heads, d] -> [tokens, heads * d]."""
-    return torch.cat([_attend_run(query, key, value, run) for run in runs])
+    counts = [run.tokens for run in runs]  # one split: the gradient of a slice of its own would be as long as the row
+    parts = zip(*(tensor.split(counts) for tensor in (query, key, value)), runs, strict=True)
+    return torch.cat([_attend_run(*part) for part in parts])
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -70,23 +71,23 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 
 def _attend_run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: Run) -> torch.Tensor:
-    own = (tensor[run.first : run.last] for tensor in (query, key, value))
     q, k, v = (
-        (part if run.cells is None else part.index_select(0, run.cells)).unflatten(0, (-1, run.columns)) for part in own
+        (part if run.cells is None else part.index_select(0, run.cells)).unflatten(0, (-1, run.columns))
+        for part in (query, key, value)
     )
     out = causal_attention(q, k, v).flatten(2).flatten(0, 1)
-    return out if run.tokens is None else out.index_select(0, run.tokens)
+    return out if run.full is None else out.index_select(0, run.full)
 
 
 def _runs(lengths: Sequence[int], device: torch.device) -> list[Run]:
     runs: list[Run] = []
-    begin = first = 0
+    begin = 0
     while begin < len(lengths):
         end = begin + 1
         while end < len(lengths) and _full_enough(lengths[begin : end + 1]):
             end += 1
-        runs.append(_run(lengths[begin:end], first, device))
-        begin, first = end, runs[-1].last
+        runs.append(_run(lengths[begin:end], device))
+        begin = end
     return runs
 
 
@@ -94,12 +95,11 @@ def _full_enough(lengths: Sequence[int]) -> bool:
     return sum(lengths) >= _FULL_ENOUGH * len(lengths) * max(lengths)
 
 
-def _run(lengths: Sequence[int], first: int, device: torch.device) -> Run:
-    columns, last = max(lengths), first + sum(lengths)
+def _run(lengths: Sequence[int], device: torch.device) -> Run:
+    columns, tokens = max(lengths), sum(lengths)
     if columns == min(lengths):
-        return Run(first, last, columns, None, None)
-    full = np.arange(columns) < np.asarray(lengths)[:, None]
-    tokens = np.flatnonzero(full)
-    cells = np.zeros(full.size, np.int64)  # an empty cell repeats the first token; nothing reads what comes of it
-    cells[tokens] = np.arange(len(tokens))
-    return Run(first, last, columns, torch.from_numpy(cells).to(device), torch.from_numpy(tokens).to(device))
+        return Run(tokens, columns, None, None)
+    full = np.flatnonzero(np.arange(columns) < np.asarray(lengths)[:, None])
+    cells = np.zeros(len(lengths) * columns, np.int64)  # an empty cell repeats the first token, and nobody reads it
+    cells[full] = np.arange(tokens)
+    return Run(tokens, columns, torch.from_numpy(cells).to(device), torch.from_numpy(full).to(device))
