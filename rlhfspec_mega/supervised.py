@@ -24,6 +24,7 @@ from rlhfspec_mega.errors import CheckpointError, RunError, Stopped, UserError, 
 from rlhfspec_mega.observe.console import Console
 from rlhfspec_mega.observe.json_lines import read_lines
 from rlhfspec_mega.observe.metrics import TIMING
+from rlhfspec_mega.observe.plot import plot_curves
 from rlhfspec_mega.observe.progress import write_progress
 from rlhfspec_mega.observe.run_log import METRICS_FILE, RunLog
 from rlhfspec_mega.observe.spans import PhaseTimer
@@ -122,8 +123,11 @@ def finish(run: SupervisedRun) -> None:
     rows = read_lines(run.directory / METRICS_FILE)
     summary |= supervised_summary(rows, time.monotonic() - run.started)
     write_summary(run.directory, summary)
+    if run.config.logger.plots:
+        plot_curves(run.directory, rows)
+    drawn = "curves.png, " if run.config.logger.plots else ""
     run.console.note(supervised_in_words(summary))
-    run.console.note(f"Everything is in {run.directory}: summary.json, metrics.jsonl and the model.")
+    run.console.note(f"Everything is in {run.directory}: summary.json, {drawn}metrics.jsonl and the model.")
 
 
 def save(run: SupervisedRun, step: int) -> None:

@@ -84,7 +84,7 @@ def train(run: Run, reporter: Reporter, first: int, signals: StopSignals, job_en
 def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
     """One step of RL: every sample generated is trained on exactly once."""
     system, algorithm, phases = run.system, run.algorithm, run.phases
-    refreshes = system.training.draft is not None and is_due(step + 1, run.config.speculation.refresh_every)
+    refreshes = system.draft_learns and is_due(step + 1, run.config.speculation.refresh_every)
     samples, scored, metrics = rollout(run, step, refreshes)
     experience = algorithm.experience(samples)
     with phases.measure("draft"):
@@ -97,7 +97,8 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
             algorithm.add_reference(experience, system.reference)
     with phases.measure("logprobs"):
         system.rest_engines()  # the actor needs their memory from here on
-        metrics |= algorithm.add_old_logprobs(experience, system.actor, refreshes)
+        if system.draft_learns or not algorithm.update_gives_logprobs(experience, step):
+            metrics |= algorithm.add_old_logprobs(experience, system.actor, refreshes)
     if system.critic is not None:
         with phases.measure("values"):
             algorithm.add_values(experience, system.critic)

@@ -97,7 +97,7 @@ class Probe:
     def update(
         self, shards: list[list[MicroBatch]], loss: Any = negative_logprob, metrics: tuple[str, ...] = ("entropy",)
     ) -> dict[str, float]:
-        return self.actor.accumulate(shards[self.actor.position.dp], loss, metrics) | self.actor.step()
+        return self.actor.accumulate(shards[self.actor.position.dp], loss, metrics)[0] | self.actor.step()
 
     def betas(self) -> list[tuple[float, float]]:
         return sorted({tuple(group["betas"]) for group in self.actor.optimizer.param_groups})

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlhfspec_mega.config.logprob_pass import update_gives_logprobs
 from rlhfspec_mega.config.schema.training import AlgorithmConfig
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.planning.placement import ACTOR, REFERENCE
@@ -108,14 +109,11 @@ class PolicyGradient(ABC):
         Returns:
             entropy per token, and the differences between the engines' log-probs and the actor's.
         """
-        column, entropy = actor.logprobs(experience, "logprobs", refresh_follows=refresh_follows)
-        experience.columns["old_logprobs"] = column
-        differences = np.abs(column.astype(np.float64) - experience.columns["engine_logprobs"])
-        return {
-            "actor/old_entropy": entropy,
-            "rollout/logprob_diff_mean": float(differences.mean()) if len(column) else 0.0,
-            "rollout/logprob_diff_max": float(differences.max(initial=0.0)),
-        }
+        return _add_old(experience, *actor.logprobs(experience, "logprobs", refresh_follows=refresh_follows))
+
+    def update_gives_logprobs(self, experience: Experience, step: int) -> bool:
+        """Whether the only update of this step may do without `add_old_logprobs`, and then adds what that would."""
+        return update_gives_logprobs(self._config, len(experience), self._samples_per_update)
 
     @abstractmethod
     def add_advantages(self, experience: Experience, generator: torch.Generator) -> dict[str, float]:
@@ -141,13 +139,15 @@ class PolicyGradient(ABC):
 
         Returns:
             The metrics of MegatronModel.accumulate and .step as `actor/NAME`, averaged over the mini-batches; skipped
-            updates are summed.
+            updates are summed. And those of `add_old_logprobs`, if that was left out.
         """
         results: list[dict[str, float]] = []
+        differences: dict[str, float] = {}
         for batch in self._mini_batches(experience, generator):
             if not self._diverged(results):
-                results.append(self._update_actor(batch, models[ACTOR]))
-        return averaged(ACTOR, results)
+                found, differences = self._update_actor(batch, experience, models[ACTOR])
+                results.append(found)
+        return averaged(ACTOR, results) | differences
 
     def _mini_batches(self, experience: Experience, generator: torch.Generator) -> Iterator[Experience]:
         """Mini-batches with the weights of their tokens, epoch after epoch: in the given order, then in random ones."""
@@ -166,8 +166,14 @@ class PolicyGradient(ABC):
         truncated, rewards = (torch.from_numpy(experience.per_sample[name]) for name in ("truncated", "rewards"))
         return learning_samples(truncated, self._config) & ~rewards.isnan()
 
-    def _update_actor(self, batch: Experience, actor: ModelGroup) -> dict[str, float]:
-        return actor.accumulate(batch, self._loss, self._metrics) | actor.step()
+    def _update_actor(
+        self, batch: Experience, experience: Experience, actor: ModelGroup
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Metrics of a mini-batch, and those of `add_old_logprobs` if that was left out; there is one batch then."""
+        if "old_logprobs" in experience.columns:
+            return actor.accumulate(batch, self._loss, self._metrics) | actor.step(), {}
+        found, column, entropy = actor.accumulate_with_logprobs(batch, self._loss, self._metrics)
+        return found | actor.step(), _add_old(experience, column, entropy)
 
     def _diverged(self, results: Sequence[Mapping[str, float]]) -> bool:
         """Whether the last update took the actor too far from the policy that the samples are of."""
@@ -183,6 +189,17 @@ class PolicyGradient(ABC):
                     setattr(sample, name, part.tolist())
         for sample, part in zip(samples, experience.by_sample(experience.columns["advantages"]), strict=True):
             sample.advantage = float(part.mean(dtype=np.float64)) if len(part) else 0.0
+
+
+def _add_old(experience: Experience, column: Floats, entropy: float) -> dict[str, float]:
+    """Add the log-probs from before the updates; returns metrics (see PolicyGradient.add_old_logprobs)."""
+    experience.columns["old_logprobs"] = column
+    differences = np.abs(column.astype(np.float64) - experience.columns["engine_logprobs"])
+    return {
+        "actor/old_entropy": entropy,
+        "rollout/logprob_diff_mean": float(differences.mean()) if len(column) else 0.0,
+        "rollout/logprob_diff_max": float(differences.max(initial=0.0)),
+    }
 
 
 def averaged(model: str, results: Sequence[Mapping[str, float]]) -> dict[str, float]:

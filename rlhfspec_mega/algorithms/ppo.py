@@ -100,12 +100,18 @@ class PPO(PolicyGradient):
         """
         of_actor: list[dict[str, float]] = []
         of_critic: list[dict[str, float]] = []
+        differences: dict[str, float] = {}
         for batch in self._mini_batches(experience, generator):
             if step >= self._critic.warmup_steps and not self._diverged(of_actor):
-                of_actor.append(self._update_actor(batch, models[ACTOR]))
+                found, differences = self._update_actor(batch, experience, models[ACTOR])
+                of_actor.append(found)
             critic = models[CRITIC]
             of_critic.append(critic.accumulate(batch, self._value_loss, VALUE_METRICS) | critic.step())
-        return averaged(ACTOR, of_actor) | averaged(CRITIC, of_critic)
+        return averaged(ACTOR, of_actor) | averaged(CRITIC, of_critic) | differences
+
+    def update_gives_logprobs(self, experience: Experience, step: int) -> bool:
+        """As PolicyGradient.update_gives_logprobs; not while only the critic learns."""
+        return step >= self._critic.warmup_steps and super().update_gives_logprobs(experience, step)
 
     def state_dict(self) -> dict[str, Any]:
         """The weight of the KL penalty, and the state of the rewards' shaping."""

@@ -25,6 +25,7 @@ from rlhfspec_mega.megatron.optimizer import build_optimizer, build_scheduler
 from rlhfspec_mega.megatron.residence import to_device, to_host
 from rlhfspec_mega.megatron.saving_groups import SavingGroups
 from rlhfspec_mega.megatron.step import (
+    Columns,
     accumulate_gradients,
     compute_columns,
     reduce_metrics,
@@ -105,7 +106,7 @@ class MegatronModel:
         self._rest()
 
     @on_megatron
-    def columns(self, batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, float] | None:
+    def columns(self, batches: Sequence[MicroBatch]) -> Columns | None:
         """Log-probs and the sum of entropies, or the values of a model with a value head (step.compute_columns).
 
         One rank of each data-parallel replica returns it, the others return None.
@@ -121,14 +122,17 @@ class MegatronModel:
 
     @on_megatron
     def accumulate(
-        self, batches: Sequence[MicroBatch], token_loss: TokenLoss, metrics: Sequence[str]
-    ) -> dict[str, float]:
+        self, batches: Sequence[MicroBatch], token_loss: TokenLoss, metrics: Sequence[str], keep_columns: bool = False
+    ) -> tuple[dict[str, float], Columns | None]:
         """Accumulate gradients of a mini-batch.
 
-        Returns `metrics` and "loss", averaged over all loss tokens; the same on every rank.
+        Returns `metrics` and "loss", averaged over all loss tokens, the same on every rank; and with `keep_columns`
+        what `columns` would, from the same forward pass.
         """
-        sums = accumulate_gradients(self.chunks, self.groups, batches, self._read, token_loss, metrics)
-        return reduce_metrics(sums, metrics, self.groups)
+        sums, found = accumulate_gradients(
+            self.chunks, self.groups, batches, self._read, token_loss, metrics, keep_columns
+        )
+        return reduce_metrics(sums, metrics, self.groups), found if self.position.tp == 0 else None
 
     @on_megatron
     def step(self) -> dict[str, float]:

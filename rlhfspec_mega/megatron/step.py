@@ -86,26 +86,33 @@ def _run(
     )
 
 
+# Of every response token, in the order of micro-batches, rows and tokens: fp32 log-probs or values on the host, and the
+# sum of the tokens' entropy, 0 of values.
+Columns = tuple[torch.Tensor, float]
+
+
 def compute_columns(
     chunks: list[Any], groups: ProcessGroupCollection, batches: Sequence[MicroBatch], read: Readout
-) -> tuple[torch.Tensor, float] | None:
-    """Forward-only log-probs or values of every response token.
-
-    Returns:
-        On the last pipeline stage (fp32 log-probs or values [response tokens] on the host, in the order of
-        micro-batches, rows and tokens; the sum of the tokens' entropy, 0 of values); None on the others.
-    """
+) -> Columns | None:
+    """Forward-only log-probs or values, on the last pipeline stage; None on the others."""
 
     def finish(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        mask = batch.mask.to(output.device)
-        column, *entropy = (found[mask] for found in read(output, batch))
-        total = sum((part.sum(dtype=torch.float64) for part in entropy), torch.zeros((), dtype=torch.float64))
-        return output.new_zeros(()), torch.zeros((), dtype=torch.int, device=output.device), (column, total)
+        found = _of_responses(read(output, batch), batch)
+        return output.new_zeros(()), torch.zeros((), dtype=torch.int, device=output.device), found
 
     with torch.no_grad():
         stored = _run(chunks, groups, batches, finish, forward_only=True)
-    if not is_pp_last_stage(groups.pp):
-        return None
+    return _joined(stored) if is_pp_last_stage(groups.pp) else None
+
+
+def _of_responses(found: Sequence[torch.Tensor], batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a micro-batch's response tokens: log-probs or values, and the sum of entropies."""
+    mask = batch.mask.to(found[0].device)
+    column, *entropy = (part[mask] for part in found)
+    return column, sum((part.sum(dtype=torch.float64) for part in entropy), torch.zeros((), dtype=torch.float64))
+
+
+def _joined(stored: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Columns:
     columns, entropy = zip(*stored, strict=True)
     return torch.cat(columns).cpu(), float(torch.stack(entropy).sum())
 
@@ -117,17 +124,19 @@ def accumulate_gradients(
     read: Readout,
     token_loss: TokenLoss,
     names: Sequence[str],
-) -> torch.Tensor:
+    keep_columns: bool = False,
+) -> tuple[torch.Tensor, Columns | None]:
     """Forward and backward over all micro-batches; gradients are averaged over the loss tokens of all DP ranks.
 
     The loss is sum(weight * token loss) / number of loss tokens, whatever the split into micro-batches and ranks.
 
     Args:
         names: names of the loss's metrics.
+        keep_columns: whether to return also what `compute_columns` would.
 
     Returns:
         float64 sums over this rank's loss tokens: their number, the loss, and the metrics; zeros on all stages but the
-        last. No value is read from the device here.
+        last. No value is read from the device for them. And the columns, on the last stage, if they are wanted.
     """
     for chunk in chunks:
         chunk.zero_grad_buffer()
@@ -137,16 +146,18 @@ def accumulate_gradients(
 
     def finish(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
         weights = batch.weights.to(device)
-        losses, metrics = token_loss(*read(output, batch), batch)
+        found = read(output, batch)
+        losses, metrics = token_loss(*found, batch)
         loss = (losses * weights).sum()
         count = (weights > 0).sum()
         counted = (weights > 0).to(losses.dtype)
         values = [count, loss.detach(), *((metrics[name].detach() * counted).sum() for name in names)]
         sums.add_(torch.stack([value.double() for value in values]))
-        return loss, count.to(torch.int), None
+        kept = _of_responses([column.detach() for column in found], batch) if keep_columns else None
+        return loss, count.to(torch.int), kept
 
-    _run(chunks, groups, batches, finish, forward_only=False)
-    return sums
+    stored = _run(chunks, groups, batches, finish, forward_only=False)
+    return sums, _joined(stored) if keep_columns and is_pp_last_stage(groups.pp) else None
 
 
 def reduce_metrics(sums: torch.Tensor, names: Sequence[str], groups: ProcessGroupCollection) -> dict[str, float]:

@@ -31,25 +31,30 @@ def drawing(path: Path, *grid: int, **options: Any) -> Iterator[Any]:
 
 
 def plot_curves(directory: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Draw curves.png from the lines of metrics.jsonl; returns its path. Metrics that were not logged stay empty."""
-    phases = sorted({name for row in rows for name in row if name.startswith(TIMING)})
+    """Draw curves.png from the lines of metrics.jsonl, of any task; returns its path."""
+    logged = {name for row in rows for name in row if row[name] is not None}
     panels = {
         "reward": ["rollout/reward_mean", "rollout/exact_mean"],
         "held-out exact": ["val/exact_mean"],
         "response length (tokens)": ["rollout/response_length_mean", "rollout/response_length_max"],
-        "seconds per phase": phases,
+        "explained variance of returns": ["critic/explained_variance"],
+        "loss": ["sft/loss", "reward_model/loss", "val/loss"],
+        "accuracy on pairs": ["reward_model/accuracy", "val/accuracy"],
+        "seconds per phase": sorted(name for name in logged if name.startswith(TIMING)),
     }
-    path = directory / PLOT_FILE
-    with drawing(path, 2, 2, figsize=(11, 7)) as (_, axes):
-        for axis, (title, names) in zip(axes.flat, panels.items(), strict=True):
+    shown = {title: [name for name in names if name in logged] for title, names in panels.items()}
+    shown = {title: names for title, names in shown.items() if names}
+    path, lines = directory / PLOT_FILE, max(1, -(-len(shown) // 2))
+    with drawing(path, lines, 2, figsize=(11, 3.5 * lines), squeeze=False) as (_, axes):
+        for axis in list(axes.flat)[len(shown) :]:
+            axis.axis("off")
+        for axis, (title, names) in zip(axes.flat, shown.items(), strict=False):
             for name in names:
                 points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-                if points:
-                    axis.plot(*zip(*points, strict=True), marker=".", label=name.partition("/")[2])
+                axis.plot(*zip(*points, strict=True), marker=".", label=name.removeprefix(TIMING))
             axis.set_title(title)
             axis.set_xlabel("step")
-            if axis.get_lines():
-                axis.legend(fontsize="small")
+            axis.legend(fontsize="small")
     return path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from rlhfspec_mega.config.schema.training import AlgorithmConfig
 from rlhfspec_mega.rl.losses import TokenInputs, clipped_value_loss, token_losses
@@ -19,16 +20,20 @@ def supervised_objective(
 def policy_objective(
     logprobs: torch.Tensor, entropy: torch.Tensor, batch: MicroBatch, *, config: AlgorithmConfig
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Clipped policy gradient, with KL as configured (see losses.token_losses); all tensors [rows, length]."""
+    """Clipped policy gradient, with KL as configured (see losses.token_losses); all tensors [rows, length].
+
+    Without log-probs of the old policy in the micro-batch, it is the policy itself.
+    """
     device = logprobs.device
     # Outside the response, padding would feed arbitrary log-probs into exp(): there the policy counts as unchanged.
     mask = batch.mask.to(device)
     inside = torch.where(mask, logprobs, 0.0)
     uses_reference = config.kl_coef > 0
+    old = batch.columns.get("old_logprobs", inside.detach())
     return token_losses(
         TokenInputs(
             logprobs=inside,
-            old_logprobs=batch.columns["old_logprobs"].to(device),
+            old_logprobs=old.to(device),
             advantages=batch.columns["advantages"].to(device),
             engine_logprobs=batch.columns["engine_logprobs"].to(device),
             reference_logprobs=batch.columns["reference_logprobs"].to(device) if uses_reference else None,
@@ -49,13 +54,20 @@ def value_objective(
     return losses, {"clip_fraction": clipped, "value": inside}
 
 
-SLOPE = "slope"  # the column of derivatives of a loss by the values
+def preference_objective(
+    scores: torch.Tensor, batch: MicroBatch, *, margin: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """-log sigmoid(chosen - rejected - margin) of pairs of samples that follow each other; all tensors [rows, length].
 
+    Each sample has one score. Both of a pair have the pair's loss, so that the mean is that over pairs.
+    """
+    mask = batch.mask.to(scores.device)
+    differences = scores[mask].view(-1, 2) @ scores.new_tensor([1.0, -1.0])
 
-def linear_objective(values: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Values times given derivatives of a loss, whose gradient is that of the loss; all tensors [rows, length]."""
-    inside = torch.where(batch.mask.to(values.device), values, 0.0)
-    return inside * batch.columns[SLOPE].to(values.device), {}
+    def at_scores(of_pairs: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(scores).masked_scatter(mask, of_pairs.repeat_interleave(2))
+
+    return at_scores(F.softplus(margin - differences)), {"accuracy": at_scores((differences > 0).to(scores.dtype))}
 
 
 VALUE_METRICS = ("clip_fraction", "value")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,12 @@ def shard(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def micro_batches(
-    lengths: Sequence[int], batching: Batching, ranks: int = 1, length_multiple: int = 1, count_multiple: int = 1
+    lengths: Sequence[int],
+    batching: Batching,
+    ranks: int = 1,
+    length_multiple: int = 1,
+    count_multiple: int = 1,
+    together: int = 1,
 ) -> list[list[list[int]]]:
     """Plan of a training step: `[rank][micro-batch]` -> indices into `lengths`, longest first; deterministic.
 
@@ -46,7 +51,17 @@ def micro_batches(
         lengths: tokens of each sequence, prompt included.
         length_multiple: rows are padded to a multiple of this (the tensor-parallel size with sequence parallelism).
         count_multiple: for the interleaved pipeline schedule, the pipeline size.
+        together: so many sequences that follow each other share a micro-batch, in their order.
     """
+    if together > 1:
+        parts = [lengths[first : first + together] for first in range(0, len(lengths), together)]
+        as_one = [sum(part) if batching.packed else max(part) for part in parts]
+        most = batching.max_tokens if batching.packed else batching.max_tokens // together
+        plan = micro_batches(as_one, replace(batching, max_tokens=most), ranks, length_multiple, count_multiple)
+        return [
+            [[part * together + place for part in batch for place in range(together)] for batch in batches]
+            for batches in plan
+        ]
     shards = shard(lengths, ranks)
     if batching.packed:
         return _packed(lengths, shards, batching.max_tokens, length_multiple, count_multiple)

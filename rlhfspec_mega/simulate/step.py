@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhfspec_mega.config.frozen import frozen_home
 from rlhfspec_mega.config.hardware import device_type
+from rlhfspec_mega.config.logprob_pass import skips_logprob_pass
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sizes import Sizes
 from rlhfspec_mega.models.shape import ModelShape
@@ -83,7 +84,7 @@ def forecast_step(config: RunConfig, sizes: Sizes, costs: StepCosts) -> StepFore
         seconds["reference"] = costs.scoring_stretch * scoring_rest(rollouts)
     elif home == ACTOR:
         seconds["reference"] = costs.reference * of_replica
-    seconds["logprobs"] = costs.logprobs * of_replica
+    seconds["logprobs"] = 0.0 if skips_logprob_pass(config, sizes) else costs.logprobs * of_replica
     seconds["values"] = costs.values * of_replica
     seconds["update"] = costs.update * of_replica + costs.optimizer * sizes.updates_per_step
     if sizes.draft_memory.actor and config.speculation.refresh_every:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlhfspec_mega.config.compose import saved_config
+from rlhfspec_mega.config.logprob_pass import skips_logprob_pass
 from rlhfspec_mega.config.output_dir import CONFIG_FILE
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sizes import Sizes, shape_and_sizes
@@ -88,6 +89,7 @@ def measured_costs(run: Path) -> StepCosts:
             for step in steps.values()
         )
 
+    update = per_token("update", less=optimizer * sizes.updates_per_step)
     costs = StepCosts(
         engine=calibrate(_measurements(run, config, engines, scores)),
         lengths=_lengths(steps.values(), config.rollout.max_new_tokens),
@@ -96,9 +98,10 @@ def measured_costs(run: Path) -> StepCosts:
         scoring_stretch=1.0,
         reward=statistics.median(step.seconds.get("score", 0.0) for step in steps.values()) / sizes.samples_per_step,
         reference=0.0 if scores else per_token("reference"),
-        logprobs=per_token("logprobs"),
+        # Of a run without the pass: a forward pass, of which the backward one costs two.
+        logprobs=update / 3 if skips_logprob_pass(config, sizes) else per_token("logprobs"),
         values=per_token("values"),
-        update=per_token("update", less=optimizer * sizes.updates_per_step),
+        update=update,
         optimizer=optimizer,
         reshard=statistics.median(step.seconds.get("reshard", 0.0) for step in steps.values()),
         source={"kind": "measured", "run": str(run), "steps": len(steps)},

@@ -57,6 +57,7 @@ SHARED = (
     "actor.batch_p2p",
     "actor.logprob_chunk",
     "trainer.max_tokens_per_microbatch",
+    "trainer.sequence_packing",
     "trainer.deterministic",
     "rollout.engine",
     "rollout.dtype",

@@ -97,11 +97,14 @@ class MegatronWorker:
         columns = {model: one[0] for model, one in found.items() if one}
         return (columns, span) if columns else None
 
-    def accumulate(self, model: str, shard: Shard, loss: TokenLoss, metrics: Sequence[str]) -> dict[str, float]:
+    def accumulate(
+        self, model: str, shard: Shard, loss: TokenLoss, metrics: Sequence[str], keep_columns: bool
+    ) -> tuple[dict[str, float], tuple[NDArray, float] | None]:
         """See MegatronModel.accumulate."""
         batches = shard.batches()
         with self._spans.measure(f"{model} gradients", micro_batches=len(batches)):
-            return self._models[model].accumulate(batches, loss, metrics)
+            means, found = self._models[model].accumulate(batches, loss, metrics, keep_columns)
+        return means, (found[0].numpy(), found[1]) if found else None
 
     def step(self, model: str) -> dict[str, float]:
         """See MegatronModel.step."""

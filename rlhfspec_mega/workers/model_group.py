@@ -53,8 +53,14 @@ class ModelGroup:
 
     def _column(self, samples: Experience, phase: str, refresh_follows: bool = False) -> tuple[Floats, float]:
         """A number for every response token, and the sum of entropies."""
-        name, shards = self.description.name, self._shards(samples)
-        answers = self._scatter("columns", shards, refresh_follows, phase=phase)
+        shards = self._shards(samples)
+        return self._placed(samples, shards, self._scatter("columns", shards, refresh_follows, phase=phase), phase)
+
+    def _placed(
+        self, samples: Experience, shards: Sequence[Shard], answers: Sequence[Any], phase: str
+    ) -> tuple[Floats, float]:
+        """What the ranks returned, in the order of the samples, and the sum of entropies."""
+        name = self.description.name
         column, scored, entropy = np.full(samples.response_offsets[-1], np.nan, np.float32), 0, 0.0
         for position, answer in zip(self.positions, answers, strict=True):
             if answer is not None:
@@ -65,14 +71,34 @@ class ModelGroup:
             raise RunError(f"In phase '{phase}', the {name} scored {scored} of {len(samples)} samples.")
         return column, entropy
 
-    def accumulate(self, samples: Experience, loss: TokenLoss, metrics: Sequence[str]) -> dict[str, float]:
+    def accumulate(
+        self, samples: Experience, loss: TokenLoss, metrics: Sequence[str], *, together: int = 1
+    ) -> dict[str, float]:
         """Accumulate the gradients of a mini-batch.
+
+        Args:
+            together: so many samples that follow each other lie in the same micro-batch.
 
         Returns the metrics of MegatronModel.accumulate, and "padding_share" of the positions that were computed.
         """
+        return self._accumulate(self._shards(samples, together), loss, metrics, keep_columns=False)[0][0]
+
+    def accumulate_with_logprobs(
+        self, samples: Experience, loss: TokenLoss, metrics: Sequence[str]
+    ) -> tuple[dict[str, float], Floats, float]:
+        """As `accumulate` and, from before the update, as `logprobs`, in the same pass."""
         shards = self._shards(samples)
-        found = self._scatter("accumulate", shards, loss, metrics, phase="update")[0]
-        return found | {"padding_share": 1.0 - sum(one.inputs for one in shards) / sum(one.positions for one in shards)}
+        answers = self._accumulate(shards, loss, metrics, keep_columns=True)
+        column, entropy = self._placed(samples, shards, [columns for _, columns in answers], "update")
+        return answers[0][0], column, entropy / max(len(column), 1)
+
+    def _accumulate(
+        self, shards: Sequence[Shard], loss: TokenLoss, metrics: Sequence[str], *, keep_columns: bool
+    ) -> list[tuple[dict[str, float], Any]]:
+        """Metrics and columns of each rank."""
+        padding = 1.0 - sum(one.inputs for one in shards) / sum(one.positions for one in shards)
+        answers = self._scatter("accumulate", shards, loss, metrics, keep_columns, phase="update")
+        return [(found | {"padding_share": padding}, columns) for found, columns in answers]
 
     def step(self) -> dict[str, float]:
         """One optimizer step with the accumulated gradients; see MegatronModel.step for the metrics returned."""
@@ -170,7 +196,7 @@ class ModelGroup:
         arguments = [(self.description.name, shared[position.dp], *args) for position in self.positions]
         return self._workers.scatter(method, arguments, phase)
 
-    def _shards(self, samples: Experience) -> list[Shard]:
+    def _shards(self, samples: Experience, together: int = 1) -> list[Shard]:
         """The experience of each data-parallel rank, as micro-batches."""
         sizes = self.description.parallel
         multiple = sizes.tensor if sizes.sequence else 1
@@ -179,6 +205,7 @@ class ModelGroup:
             self._batching,
             ranks=sizes.data,
             length_multiple=multiple,
+            together=together,
             count_multiple=sizes.pipeline if sizes.virtual_pipeline > 1 else 1,
         )
         return [Shard.cut(samples, rank_plan, multiple, packed=self._batching.packed) for rank_plan in plan]

@@ -86,6 +86,7 @@ def test_sft_learns_the_answers_and_transformers_loads_the_result(sft: Path) -> 
     rows = lines(sft / "metrics.jsonl")
     assert len([row for row in rows if "sft/loss" in row]) == 10
     summary = json.loads((sft / "summary.json").read_text())
+    assert (sft / "curves.png").stat().st_size > 1000
     assert summary["steps"] == 10 and summary["val_loss_last"] < summary["val_loss_first"] - 0.3
     model = transformers.AutoModelForCausalLM.from_pretrained(sft / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(sft / "model")

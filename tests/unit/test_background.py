@@ -18,6 +18,7 @@ from rlhfspec_mega.config.schema.training import ActorConfig
 from rlhfspec_mega.megatron.description import ParallelSizes, describe
 from rlhfspec_mega.rl.experience import Floats
 from rlhfspec_mega.rl.microbatch import Shard
+from rlhfspec_mega.rl.packing import Batching
 from rlhfspec_mega.rollout.scoring import Scoring
 from rlhfspec_mega.types import FinishReason, GenerationRequest, GenerationResult, Span
 from rlhfspec_mega.workers.scorer_group import ScorerGroup
@@ -87,7 +88,7 @@ def test_a_replica_that_dies_scores_its_batch_in_its_next_life(
     actor = cluster.launch("actor", [spec("a")])
     cluster.wait_started()
     description = describe("reference", SHAPE, ActorConfig(), ParallelSizes(tensor=2), temperature=1.0)
-    replicas = ScorerGroup(cluster, reference, [description], {0: {0}}, max_tokens=64)
+    replicas = ScorerGroup(cluster, reference, [description], {0: {0}}, Batching(64))
     work = Work(Scoring(replicas, 64, finished_ledger(["0"])))
     request = GenerationRequest("0", "0", (1, 2), 0, 9)
     work.scoring.add(request, GenerationResult("0", [3, 4, 5], [], [], FinishReason.STOP))

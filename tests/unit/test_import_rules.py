@@ -179,7 +179,7 @@ def test_a_training_rank_starts_without_torchs_compiler() -> None:
     line = (
         "import sys, torch, rlhfspec_mega.workers.megatron, rlhfspec_mega.workers.torch_engine; "
         "rlhfspec_mega.megatron.process.set_deterministic(True); assert torch.are_deterministic_algorithms_enabled(); "
-        "sys.exit(any(name in sys.modules for name in ('torch._inductor.compile_fx', 'torch._dynamo.convert_frame')))"
+        "sys.exit('torch._inductor.compile_fx' in sys.modules)"
     )
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     assert subprocess.run([sys.executable, "-c", line], cwd=ROOT, env=environment, check=False).returncode == 0

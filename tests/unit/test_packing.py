@@ -65,6 +65,23 @@ def test_packed_plan(lengths, budget, ranks, length_multiple, count_multiple):
             assert all(len(batch) <= 1 for batch in batches)
 
 
+@given(
+    lengths=st.lists(st.integers(1, 30), max_size=20),
+    budget=st.integers(1, 100),
+    ranks=st.integers(1, 3),
+    packed=st.booleans(),
+)
+def test_pairs_stay_together(lengths, budget, ranks, packed):
+    lengths = lengths[: len(lengths) // 2 * 2]
+    plan = micro_batches(lengths, Batching(budget, packed), ranks, together=2)
+    batches = [batch for of_rank in plan for batch in of_rank]
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert batch == [i for first in batch[::2] for i in (first, first + 1)] and all(i % 2 == 0 for i in batch[::2])
+        tokens = [lengths[i] for i in batch]
+        assert len(batch) <= 2 or (sum(tokens) if packed else len(tokens) * max(tokens)) <= budget
+
+
 @settings(max_examples=200, deadline=None)
 @given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=60), ranks=st.integers(1, 5))
 def test_ranks_are_balanced_within_one_sequence(lengths, ranks):

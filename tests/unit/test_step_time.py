@@ -91,8 +91,8 @@ def test_the_longest_sample_is_drawn_as_often_as_it_came() -> None:
 
 
 def test_replicas_share_the_tokens() -> None:
-    one = forecast([*RUN, "speculation=off"], COSTS)
-    two = forecast([*RUN, "speculation=off", "actor.tensor_parallel=1"], COSTS)
+    off = [*RUN, "speculation=off", "algorithm.ppo_epochs=2"]
+    one, two = forecast(off, COSTS), forecast([*off, "actor.tensor_parallel=1"], COSTS)
     assert two.seconds["logprobs"] == pytest.approx(one.seconds["logprobs"] / 2)
     refreshed = forecast([*RUN, "speculation.refresh_every=5", "speculation.refresh_seconds=2"], COSTS)
     assert refreshed.seconds["draft"] == pytest.approx(0.4)
@@ -101,7 +101,9 @@ def test_replicas_share_the_tokens() -> None:
 def test_the_roofline_follows_the_hardware_and_the_work() -> None:
     run = ["model=70b", "cluster=8n8g"]
     base = forecast(run)
-    assert set(base.seconds) == {"generate", "reference", "logprobs", "update", "reshard"}
+    assert set(base.seconds) == {"generate", "reference", "update", "reshard"}
+    again = forecast([*run, "algorithm.ppo_epochs=2"])
+    assert set(again.seconds) == {*base.seconds, "logprobs"}, "a single update has its own"
     assert base.bound_by["generate"] == "memory bandwidth" and base.bound_by["reshard"] == "network"
     longer = forecast([*run, "rollout.max_new_tokens=6000"])
     assert longer.seconds["generate"] > 1.3 * base.seconds["generate"]
@@ -131,7 +133,8 @@ def test_the_plan_says_where_its_times_come_from() -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """The files of a run whose costs are known: 4 samples of 3 prompt and 10 response tokens in each of 5 steps."""
-    config = load_config(["trainer.prompts_per_step=2", "trainer.samples_per_prompt=2", "speculation=off"])
+    sizes = ["trainer.prompts_per_step=2", "trainer.samples_per_prompt=2", "speculation=off"]
+    config = load_config([*sizes, "algorithm.kl_in=reward"])
     directory = tmp_path / "run"
     directory.mkdir()
     (directory / "config.yaml").write_text(yaml.safe_dump(plain(config)))
@@ -177,6 +180,9 @@ def test_costs_are_read_out_of_a_runs_files(run: Path, tmp_path: Path) -> None:
     assert costs.update == pytest.approx((1.14 - 0.1) / 52)
     assert costs.reshard == pytest.approx(0.2)
     assert costs.lengths == MeasuredLengths([3] * 8, [[10, 10]] * 8, 320)
+    saved = run / "config.yaml"
+    saved.write_text(saved.read_text().replace("kl_in: reward", "kl_in: loss"))
+    assert measured_costs(run).logprobs == pytest.approx(costs.update / 3), "such a run has no pass of its own"
     file = tmp_path / "costs.json"
     write_costs(costs, file)
     assert read_costs(file) == replace(costs, bounds={}, source=dict(costs.source), settings=dict(costs.settings))

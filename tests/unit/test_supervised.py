@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -23,7 +22,9 @@ from rlhfspec_mega.data.examples import Example, ExampleMaker, ExampleStream
 from rlhfspec_mega.data.tokenizer import load_tokenizer, make_byte_tokenizer
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.evaluation import pass_at
-from rlhfspec_mega.rl.objectives import SLOPE
+from rlhfspec_mega.rl.experience import Experience
+from rlhfspec_mega.rl.microbatch import Shard
+from rlhfspec_mega.rl.packing import Batching, micro_batches
 from rlhfspec_mega.types import Prompt, Sample
 
 BOS, EOS = 257, 258
@@ -90,18 +91,24 @@ def test_every_epoch_holds_each_example_once_whatever_the_batches(
 
 
 class Scores:
-    """Stands in for a ModelGroup: given scores, and a record of the derivatives."""
+    """Stands in for a ModelGroup of two data-parallel ranks: scores are weights, and have gradients."""
 
-    def __init__(self, scores: list[float]) -> None:
-        self.scores = scores
-        self.slopes = np.zeros(0)
+    def __init__(self, scores: torch.Tensor, batching: Batching) -> None:
+        self.scores, self.batching = scores, batching
 
-    def values(self, experience: Any, phase: str) -> np.ndarray:
-        return np.array(self.scores, np.float32)
-
-    def accumulate(self, experience: Any, loss: Any, metrics: Any) -> dict[str, float]:
-        self.slopes = experience.columns[SLOPE]
-        return {"loss": 0.0}
+    def accumulate(self, experience: Experience, loss: Any, metrics: Any, *, together: int) -> dict[str, float]:
+        plans = micro_batches(experience.lengths.tolist(), self.batching, ranks=2, together=together)
+        sums, count = dict.fromkeys(["loss", *metrics], torch.zeros((), dtype=torch.float64)), 0
+        for plan in plans:
+            for batch in Shard.cut(experience, plan, packed=self.batching.packed).batches():
+                values = torch.full(batch.mask.shape, 77.0, dtype=torch.float64)
+                own = self.scores[torch.tensor(batch.indices, dtype=torch.int64)]
+                losses, found = loss(values.masked_scatter(batch.mask, own), batch)
+                for name, tensor in {"loss": losses, **found}.items():
+                    sums[name] = sums[name] + (tensor * batch.weights).sum()
+                count += batch.loss_tokens
+        (sums["loss"] / count).backward()
+        return {name: float(value) / count for name, value in sums.items()}
 
     def step(self) -> dict[str, float]:
         return {"grad_norm": 1.0}
@@ -110,20 +117,24 @@ class Scores:
 @given(
     st.lists(st.tuples(st.floats(-5, 5, width=32), st.floats(-5, 5, width=32)), min_size=1, max_size=6),
     st.floats(0, 2),
+    st.integers(1, 30),
+    st.booleans(),
 )
-def test_the_gradient_is_that_of_the_bradley_terry_loss(pairs: list[tuple[float, float]], margin: float) -> None:
-    chosen, rejected = ([pair[place] for pair in pairs] for place in (0, 1))
-    model, examples = Scores(chosen + rejected), [Example((1,), ((2,), (3,)))] * len(pairs)
+def test_the_gradient_is_that_of_the_bradley_terry_loss(
+    pairs: list[tuple[float, float]], margin: float, most: int, packed: bool
+) -> None:
+    """However micro-batches and ranks share the pairs, which have responses of different lengths."""
+    scores = torch.tensor(pairs, dtype=torch.float64).flatten().requires_grad_()
+    examples = [Example((1,), ((2,) * (1 + number % 3), (3,) * (1 + number % 2))) for number in range(len(pairs))]
+    model = Scores(scores, Batching(most, packed))
     metrics = Preferences(margin).update(examples, model)  # type: ignore[arg-type]
-    scores = torch.tensor(chosen + rejected, dtype=torch.float64, requires_grad=True)
-    first, second = scores.view(2, -1)
-    loss = -torch.nn.functional.logsigmoid(first - second - margin).mean()
+    alone = scores.detach().clone().requires_grad_()
+    chosen, rejected = alone.view(-1, 2).unbind(1)
+    loss = -torch.nn.functional.logsigmoid(chosen - rejected - margin).mean()
     loss.backward()
-    assert scores.grad is not None
-    # MegatronModel.accumulate averages over all 2n scores.
-    assert model.slopes / len(scores) == pytest.approx(scores.grad.numpy(), abs=1e-6)
+    assert torch.allclose(scores.grad, alone.grad, atol=1e-6)
     assert metrics["reward_model/loss"] == pytest.approx(loss.item(), abs=1e-6)
-    assert metrics["reward_model/accuracy"] == fmean(float(a > b) for a, b in pairs)
+    assert metrics["reward_model/accuracy"] == pytest.approx(fmean(float(a > b) for a, b in pairs))
     assert metrics["actor/grad_norm"] == 1.0
 
 

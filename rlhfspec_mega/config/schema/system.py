@@ -107,7 +107,7 @@ class ReshardingConfig:
 class LoggerConfig:
     console: bool = option(True, "progress on the screen")
     tensorboard: bool = option(True, "write TensorBoard files; metrics.jsonl is always written", common=True)
-    plots: bool = option(True, "draw curves.png and live_samples.png at the end of the run")
+    plots: bool = option(True, "draw curves.png, and of RL live_samples.png, at the end of the run")
     wandb: bool = option(False, "write to Weights & Biases")
     wandb_project: str = option("rlhfspec_mega", "its project", only_with="logger.wandb=true")
     rollouts_per_step: int = option(0, "samples written to rollouts.jsonl each step; 0: all", least=0)
