@@ -1,14 +1,14 @@
-# make demo: set up, then one whole run on two CPU cores.   make test: set up, then every CPU test, ruff and mypy.
-# make test-slurm: the job scripts, on a Slurm of two nodes on this machine.
+# make demo: set up, then one whole run on two CPU cores.   make test: set up, then ruff, mypy and the CPU tests.
+# make test-ray, make test-slurm: runs on a Ray cluster and by a Slurm of two nodes, all on this machine.
 # make sglang-cpu: SGLang for a CPU in an environment of its own.   make demo-sglang, make test-sglang: with it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SGLANG := .venv-sglang
 SGLANG_PINS := rlhfspec_mega/rollout/sglang_engine/cpu_kernels/requirements.txt
-PYTEST := -m pytest --no-loadscope-reorder
+PYTEST := -m pytest --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test sglang-cpu demo-sglang test-sglang test-slurm clean
+.PHONY: demo test test-ray sglang-cpu demo-sglang test-sglang test-slurm clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python train.py name=demo-$$(date +%Y%m%d-%H%M%S)
@@ -19,7 +19,11 @@ test: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -n 4 tests --ignore tests/slurm
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -n 4 tests --ignore tests/slurm --ignore tests/ray
+
+# One after the other: instances beside each other starve on two cores.
+test-ray: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ray
 
 sglang-cpu: $(SGLANG)/.installed
 

@@ -15,6 +15,7 @@ from rlhfspec_mega.algorithms.demonstrations import Demonstrations
 from rlhfspec_mega.algorithms.preferences import Preferences
 from rlhfspec_mega.bootstrap.start import start_model, start_tokenizer, untrained_model
 from rlhfspec_mega.checkpoints.saving import Saver
+from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.config.notes import notes
 from rlhfspec_mega.config.output_dir import output_dir
 from rlhfspec_mega.config.schema.run import RunConfig
@@ -191,7 +192,7 @@ def started(config: RunConfig) -> Iterator[SupervisedRun]:
         if config.model.path is None and config.task == "sft":
             model = untrained_model(config, shape, directory)
         else:
-            model = start_model(config, shape, directory, console)
+            model = start_model(config, model_shape(config.model), directory, console)  # without a value head
         console.phase("starting workers")
 
         def entered(phase: str) -> None:

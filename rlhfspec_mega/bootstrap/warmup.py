@@ -47,6 +47,7 @@ class WarmUp:
         optimizer.schedule, optimizer.min_lr_ratio, optimizer.betas = "linear", 0.0, (0.9, 0.95)
         # The model must not depend on the run that happens to build it.
         self._config.rollout, self._config.trainer = default.rollout, default.trainer
+        self._config.task, self._config.reward = default.task, default.reward
         self._config.algorithm = AlgorithmConfig(kl_coef=0.0)  # neither a reference nor a critic
         self._config.rollout.engines = config.rollout.engines
         self._sizes = derive_sizes(self._config, shape)

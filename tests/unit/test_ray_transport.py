@@ -1,4 +1,4 @@
-"""The object-store transport's mailbox as a plain object; whole transfers between nodes are in test_ray_cluster.py."""
+"""The object-store transport's mailbox as a plain object; whole transfers between nodes are in tests/ray."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class AlgorithmConfig:
     )
     gamma: float = option(1.0, "discount per token", above=0, most=1, only_with=CRITIC)
     gae_lambda: float = option(
-        0.95, "of the policy's advantages", least=0, most=1, only_with=(CRITIC, "algorithm.gae_lambda_alpha=null")
+        1.0, "of the policy's advantages", least=0, most=1, only_with=(CRITIC, "algorithm.gae_lambda_alpha=null")
     )
     gae_lambda_alpha: float | None = option(
         None,

@@ -32,7 +32,7 @@ from rlhfspec_mega.errors import RunError, UserError, WorkerDied
 from rlhfspec_mega.megatron.rendezvous import Rendezvous
 from rlhfspec_mega.resharding.buckets import Bucket, checksum
 from tests.echo import content
-from tests.two_nodes import two_nodes
+from tests.ray.two_nodes import two_nodes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIMITS = {"call_timeout": 60.0, "start_timeout": 120.0, "heartbeat_timeout": 60.0, "max_restarts": 2}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import small_run, train
-from tests.two_nodes import two_nodes
+from tests.ray.two_nodes import two_nodes
 
 STEPS = ("trainer.steps=2", "trainer.deterministic=true", "trainer.export=false", "launcher.start_timeout=180")
 
