@@ -129,6 +129,7 @@ def two_tokens_each(count):
     experience = Experience.of([[1]] * count, [[2, 3]] * count)
     experience.per_sample["rewards"] = np.arange(count, dtype=np.float64)
     experience.per_sample["truncated"] = np.array([index == 1 for index in range(count)])
+    experience.columns["old_logprobs"] = np.full(2 * count, -1.0, np.float32)
     return experience
 
 
