@@ -30,6 +30,7 @@ setup(
         "ray": ["ray[default]>=2.60,<3"],
         "gpu": ["transformer-engine[pytorch]", "sglang==0.5.17"],
         "wandb": ["wandb"],
+        "trl": ["trl>=1.16,<2"],  # benchmarks.trl only
         "test": [
             "ray[default]>=2.60,<3",
             "pytest",

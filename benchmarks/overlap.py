@@ -69,6 +69,7 @@ def update(system: System, algorithm: PolicyGradient, samples: list[Sample], see
     """Log-probs, advantages and an optimizer step; when it began and ended."""
     begun = time.time()
     experience = algorithm.experience(samples)
+    algorithm.add_rewards(samples, experience)
     algorithm.add_old_logprobs(experience, system.actor)
     generator = torch.Generator().manual_seed(seed)
     algorithm.add_advantages(experience, generator)

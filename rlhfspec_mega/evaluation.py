@@ -13,7 +13,7 @@ from rlhfspec_mega.observe.reporter import sample_metrics
 from rlhfspec_mega.observe.rollouts import ROLLOUTS_FILE, write_rollouts
 from rlhfspec_mega.run import Run
 from rlhfspec_mega.startup import started
-from rlhfspec_mega.trainer import evaluate, rollout
+from rlhfspec_mega.trainer import evaluate, rollout, score
 from rlhfspec_mega.types import Sample
 
 EVALUATION_FILE = "evaluation.json"
@@ -42,7 +42,11 @@ def run(config: RunConfig) -> None:
 def sampled(run: Run) -> dict[str, Any]:
     """Figures of trainer.samples_per_prompt responses to each held-out prompt at rollout.temperature."""
     members = run.config.trainer.samples_per_prompt
-    samples, _, _ = rollout(run, 0, refreshes=False, prompts=run.held_out)
+    made = rollout(run, 0, refreshes=False, prompts=run.held_out)
+    if made.scoring is not None:
+        run.system.rollout.finish_scoring(made.scoring, "evaluate")
+    score(run, made)
+    samples = made.samples
     run.ledger.drop([sample.sample_id for sample in samples], "evaluated")
     run.ledger.settle(0, Purpose.TRAIN)
     write_rollouts(run.directory / ROLLOUTS_FILE, samples, run.config.logger.rollouts_per_step)

@@ -1,13 +1,13 @@
-"""The training loop, top to bottom: generate, score, reference, advantages, update, draft, reshard, log, save."""
+"""The training loop, top to bottom: generate, log-probs, score, reference, advantages, update, draft, reshard, save."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 
 from rlhfspec_mega.checkpoints.directory import CheckpointDirectory
 from rlhfspec_mega.checkpoints.recovery import driver_state, recover, resume
@@ -85,23 +85,28 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
     """One step of RL: every sample generated is trained on exactly once."""
     system, algorithm, phases = run.system, run.algorithm, run.phases
     refreshes = system.draft_learns and is_due(step + 1, run.config.speculation.refresh_every)
-    samples, scored, metrics = rollout(run, step, refreshes)
+    made = rollout(run, step, refreshes)
+    samples, metrics = made.samples, dict(made.metrics)
     experience = algorithm.experience(samples)
     with phases.measure("draft"):
         refreshed = system.draft.take_freed() if refreshes else None  # the actor must be free from here on
     settle_save(run)  # most of it was written while the engines generated
+    with beside_scoring(run, made.scoring):
+        with phases.measure("logprobs"):
+            system.rest_engines()  # the actor needs their memory from here on
+            if system.draft_learns or not algorithm.update_gives_logprobs(experience, step):
+                metrics |= algorithm.add_old_logprobs(experience, system.actor, refreshes)
+        if system.critic is not None:
+            with phases.measure("values"):
+                algorithm.add_values(experience, system.critic)
+    with phases.measure("score"):
+        metrics |= score(run, made)
+    algorithm.add_rewards(samples, experience)
     with phases.measure("reference"):
-        if scored is not None:
-            algorithm.take_reference(samples, experience, scored)
+        if made.scoring is not None and REFERENCE in made.scoring.models:
+            algorithm.take_reference(samples, experience, made.scoring.results)
         elif system.reference is not None:
             algorithm.add_reference(experience, system.reference)
-    with phases.measure("logprobs"):
-        system.rest_engines()  # the actor needs their memory from here on
-        if system.draft_learns or not algorithm.update_gives_logprobs(experience, step):
-            metrics |= algorithm.add_old_logprobs(experience, system.actor, refreshes)
-    if system.critic is not None:
-        with phases.measure("values"):
-            algorithm.add_values(experience, system.critic)
     with phases.measure("update"):
         generator = step_generator(run.config, step)
         metrics |= algorithm.add_advantages(experience, generator)
@@ -121,14 +126,24 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
     return samples, metrics
 
 
-def rollout(
-    run: Run, step: int, refreshes: bool, prompts: list[Prompt] | None = None
-) -> tuple[list[Sample], dict[str, NDArray] | None, dict[str, float]]:
-    """Generate and score the samples of a step, of the next prompts unless others are given.
+@dataclass(frozen=True)
+class Rollout:
+    """What the engines have generated, with scores that are still on their way.
 
-    Returns the samples with rewards, the reference's log-probs by sample id (None unless the reference lies on
-    generation devices), and metrics.
+    Attributes:
+        rewards: those of functions and services.
+        scoring: by frozen models on generation devices; None if there are none.
+        metrics: of generation.
     """
+
+    samples: list[Sample]
+    rewards: PendingRewards
+    scoring: Scoring | None
+    metrics: dict[str, float]
+
+
+def rollout(run: Run, step: int, refreshes: bool, prompts: list[Prompt] | None = None) -> Rollout:
+    """Generate the samples of a step, of the next prompts unless others are given."""
     trainer, system = run.config.trainer, run.system
     with run.phases.measure("generate"):
         prompts = prompts or run.prompts.next_batch(trainer.prompts_per_step)
@@ -139,20 +154,28 @@ def rollout(
         samples = run.generator.sample(
             prompts, trainer.samples_per_prompt, step, run.console.progress, scoring, rewards.add
         )
-    if scoring is not None:
-        with run.phases.measure("reference"):
-            system.rollout.finish_scoring(scoring, "reference")
-    with run.phases.measure("score"):
-        rewarded = score(run, samples, rewards, scoring)
-    with run.phases.measure("generate"):
-        tallies, tail = system.rollout.take_tallies("generate"), system.rollout.take_tail()
+        tallies = system.rollout.take_tallies("generate")
     for note in collapse_notes(tallies):
         run.console.note(note)
-    moved = (
-        {} if trainer.deterministic else tail_metrics(tail)
-    )  # no sample moves then, and the other figures depend on the clock
-    compared = scoring.results if scoring and REFERENCE in scoring.models else None
-    return samples, compared, rewarded | drafting_metrics(tallies) | moved
+    return Rollout(samples, rewards, scoring, drafting_metrics(tallies))
+
+
+@contextmanager
+def beside_scoring(run: Run, scoring: Scoring | None) -> Iterator[None]:
+    """Context in which the actor's ranks work on a rollout whose scoring by frozen models has not ended.
+
+    Frozen models with devices of their own go on meanwhile; on the actor's devices they end before it begins.
+    """
+    if scoring is None:
+        yield
+        return
+    if run.system.scores_beside_actor:
+        with run.system.scoring_beside(scoring):
+            yield
+    with run.phases.measure("reference"):
+        run.system.rollout.finish_scoring(scoring, "reference")
+    if not run.system.scores_beside_actor:
+        yield
 
 
 def refresh_draft(run: Run, done: RefreshReport | None) -> dict[str, float]:
@@ -182,24 +205,22 @@ def new_scoring(run: Run, prompts: list[Prompt], models: Sequence[str]) -> Scori
     return run.system.scorers.new_scoring(run.ledger, models, run.encode)
 
 
-def score(run: Run, samples: list[Sample], rewards: PendingRewards, scoring: Scoring | None) -> dict[str, float]:
-    """Fill in reward and exactness of each sample; returns metrics.
-
-    Args:
-        scoring: has the reward model's scores, if that lies on generation devices.
-    """
-    of_model = None
-    if run.encode and scoring:
-        of_model = scoring.rewards
+def score(run: Run, made: Rollout) -> dict[str, float]:
+    """Fill in reward and exactness of each sample, once the frozen models' scoring has ended; returns metrics."""
+    samples, of_model = made.samples, None
+    tail = run.system.rollout.take_tail()
+    if run.encode and made.scoring:
+        of_model = made.scoring.rewards
     elif run.encode:
         assert run.system.reward_model is not None
         run.encode.remember([sample.prompt for sample in samples])
         read = [run.encode(sample.prompt.tokens, sample.response_tokens) for sample in samples]
         values = run.system.reward_model.values(ending_values(read), "score")
         of_model = {sample.sample_id: float(value) for sample, value in zip(samples, values, strict=True)}
-    metrics = rewards.finish(samples, of_model)
+    metrics = made.rewards.finish(samples, of_model)
     run.ledger.advance([sample.sample_id for sample in samples], SampleState.SCORED)
-    return metrics
+    # Under trainer.deterministic no sample moves, and the other figures depend on the clock.
+    return metrics if run.config.trainer.deterministic else metrics | tail_metrics(tail)
 
 
 def evaluate(run: Run, step: int) -> dict[str, float]:
@@ -211,9 +232,8 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
         if scoring is not None:
             run.system.rollout.finish_scoring(scoring, "evaluate")
         run.system.rollout.take_tallies("evaluate")  # the figures of a step cover its training samples only
-        run.system.rollout.take_tail()
         run.timeline.take_live()
-        score(run, samples, rewards, scoring)
+        score(run, Rollout(samples, rewards, scoring, {}))
         run.ledger.settle(step, Purpose.EVALUATE)
     return sample_metrics(samples, VAL)
 

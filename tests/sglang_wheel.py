@@ -71,7 +71,7 @@ def _read(wheel: Path, module: str) -> str | None:
     return None
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)  # syntax trees are millions of objects, at which the collector looks again and again
 def _parse(text: str) -> ast.Module:
     return ast.parse(text)
 

@@ -58,6 +58,7 @@ def replay(rollouts: Path, step: int, out: Path, overrides: list[str]) -> dict[s
     with System(setup) as system:
         system.load_start_weights()
         experience = algorithm.experience(samples)
+        algorithm.add_rewards(samples, experience)
         if system.reference is not None:
             algorithm.add_reference(experience, system.reference)
         metrics = algorithm.add_old_logprobs(experience, system.actor)

@@ -67,18 +67,20 @@ class PolicyGradient(ABC):
             self._shaping.load_state_dict(state["shaping"])
 
     def experience(self, samples: Sequence[Sample]) -> Experience:
-        """The experience of scored samples, ordered by prompt and member, with the engines' log-probs.
-
-        Rewards are shaped; NaN of a sample without one.
-        """
+        """The experience of samples, ordered by prompt and member, with the engines' log-probs."""
         made = Experience.of(
             [sample.prompt.tokens for sample in samples], [sample.response_tokens for sample in samples]
         )
         made.columns["engine_logprobs"] = made.joined([sample.engine_logprobs for sample in samples])
-        rewards = np.array([np.nan if sample.failure else sample.reward for sample in samples], np.float64)
-        made.per_sample["rewards"] = self._shaping.shape(rewards, made.response_lengths) if self._shaping else rewards
         made.per_sample["truncated"] = np.array([sample.truncated for sample in samples], np.bool_)
         return made
+
+    def add_rewards(self, samples: Sequence[Sample], experience: Experience) -> None:
+        """Add the rewards of scored samples, shaped; NaN of a sample without one."""
+        rewards = np.array([np.nan if sample.failure else sample.reward for sample in samples], np.float64)
+        if self._shaping:
+            rewards = self._shaping.shape(rewards, experience.response_lengths)
+        experience.per_sample["rewards"] = rewards
 
     def add_reference(self, experience: Experience, reference: ModelGroup) -> None:
         """Compute and add the frozen reference's log-probs."""

@@ -12,7 +12,7 @@ from rlhfspec_mega.rollout.assignment import Assignment
 from rlhfspec_mega.rollout.journal import Journal
 from rlhfspec_mega.rollout.migration.messages import PeerInfo
 from rlhfspec_mega.rollout.reallocation import Reallocation
-from rlhfspec_mega.rollout.scoring import Scoring
+from rlhfspec_mega.rollout.scoring import Scoring, ScoringLeft
 from rlhfspec_mega.rollout.session import EnginePool, FreedWork, Session
 from rlhfspec_mega.types import DraftingTally, GenerationRequest, GenerationResult, TailTally
 
@@ -153,13 +153,16 @@ class RolloutManager:
 
     def finish_scoring(self, scoring: Scoring, phase: str) -> None:
         """Score all finished samples that are left. Raises RunError if a replica failed or none is left."""
+        left = self.scoring_left(scoring)
         while not scoring.done:
             scoring.start_or_revive()
-            for call in self._wait(scoring.calls(), phase, first=True, check=False):
-                if report := scoring.handle_answer(call):
-                    self._journal.scored(report)
+            left.handle_answers(self._wait(scoring.calls(), phase, first=True, check=False))
         if self._reallocation and scoring.seconds_per_token:
             self._reallocation.scoring.seconds_per_token = scoring.seconds_per_token
+
+    def scoring_left(self, scoring: Scoring) -> ScoringLeft:
+        """Scoring of what a rollout has left, which goes on while the driver waits for something else."""
+        return ScoringLeft(scoring, self._journal.scored)
 
     def take_tail(self) -> TailTally:
         """Counters of migrations and fused scoring since the last call."""

@@ -242,3 +242,26 @@ class Scoring:
         batch = self._in_flight.pop(replica).batch
         self._ledger.reference_lost([task.sample_id for task in batch], replica)
         self._waiting.extendleft(reversed(batch))
+
+
+class ScoringLeft:
+    """Scoring of samples that are left when a rollout ends, as a cluster's background work (cluster.interface).
+
+    Args:
+        scored: called with the report of each batch.
+    """
+
+    def __init__(self, scoring: Scoring, scored: Callable[[ScoreReport], None]) -> None:
+        self._scoring, self._scored = scoring, scored
+        scoring.start()
+
+    def calls(self) -> list[Any]:
+        """The calls in flight."""
+        return self._scoring.calls()
+
+    def handle_answers(self, calls: Sequence[Any]) -> None:
+        """Process answers of ranks and their deaths, and start the next batches."""
+        for call in calls:
+            if report := self._scoring.handle_answer(call):
+                self._scored(report)
+        self._scoring.start()

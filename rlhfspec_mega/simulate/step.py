@@ -15,7 +15,7 @@ from rlhfspec_mega.config.logprob_pass import skips_logprob_pass
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sizes import Sizes
 from rlhfspec_mega.models.shape import ModelShape
-from rlhfspec_mega.planning.placement import ACTOR, GENERATION
+from rlhfspec_mega.planning.placement import ACTOR, ENGINE, GENERATION
 from rlhfspec_mega.simulate.mechanisms import Mechanism, simulate
 from rlhfspec_mega.simulate.rollout import SimulatedRollout
 from rlhfspec_mega.simulate.step_costs import StepCosts, read_costs
@@ -79,13 +79,16 @@ def forecast_step(config: RunConfig, sizes: Sizes, costs: StepCosts) -> StepFore
         "generate": costs.rollout_start + costs.stretch * statistics.median(one.makespan for one in rollouts),
         "score": costs.reward * sizes.samples_per_step,
     }
-    home = frozen_home(config)
-    if home == GENERATION:
-        seconds["reference"] = costs.scoring_stretch * scoring_rest(rollouts)
-    elif home == ACTOR:
-        seconds["reference"] = costs.reference * of_replica
     seconds["logprobs"] = 0.0 if skips_logprob_pass(config, sizes) else costs.logprobs * of_replica
     seconds["values"] = costs.values * of_replica
+    seconds["reference"] = 0.0
+    home = frozen_home(config)
+    if home == GENERATION:
+        left = costs.scoring_stretch * scoring_rest(rollouts)
+        beside = 0.0 if sizes.placement.share_device(ACTOR, ENGINE) else seconds["logprobs"] + seconds["values"]
+        seconds["reference"] = max(left - beside, 0.0)
+    elif home == ACTOR:
+        seconds["reference"] = costs.reference * of_replica
     seconds["update"] = costs.update * of_replica + costs.optimizer * sizes.updates_per_step
     if sizes.draft_memory.actor and config.speculation.refresh_every:
         seconds["draft"] = config.speculation.refresh_seconds / config.speculation.refresh_every

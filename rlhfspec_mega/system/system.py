@@ -12,6 +12,7 @@ from rlhfspec_mega.config.reach import weight_transport
 from rlhfspec_mega.config.sizes import training_devices
 from rlhfspec_mega.planning.placement import ACTOR, CRITIC, ENGINE, FROZEN, REFERENCE, REWARD
 from rlhfspec_mega.rollout.manager import RolloutManager
+from rlhfspec_mega.rollout.scoring import Scoring
 from rlhfspec_mega.rollout.session import Session
 from rlhfspec_mega.system.draft_refresh import DraftRefresh
 from rlhfspec_mega.system.generation import engine_specs, length_predictor, make_manager
@@ -140,12 +141,23 @@ class System:
         Meanwhile no refresh of the draft starts, and no batch for frozen models that share the actor's devices.
         """
         self.draft.disallow_freed()
-        session.hold_scoring(any(self._setup.placement.share_device(ACTOR, model) for model in FROZEN))
+        session.hold_scoring(not self.scores_beside_actor)
         try:
             with self._cluster.beside(session):
                 yield
         finally:
             session.hold_scoring(False)
+
+    @property
+    def scores_beside_actor(self) -> bool:
+        """Whether the frozen models have other devices than the actor."""
+        return not any(self._setup.placement.share_device(ACTOR, model) for model in FROZEN)
+
+    @contextmanager
+    def scoring_beside(self, scoring: Scoring) -> Iterator[None]:
+        """Context in which samples that are left are scored while the driver waits for the actor or the critic."""
+        with self._cluster.beside(self.rollout.scoring_left(scoring)):
+            yield
 
     # Weights
 

@@ -17,7 +17,7 @@ from rlhfspec_mega.rollout.sglang_engine.survival import NodeScores
 from tests.sglang_wheel import Sources
 
 OF_FUNCTIONS = [(seam, name) for seam in SEAMS for name in seam.parameters if name not in ("self", "cls")]
-OF_BODIES = [(seam, name) for seam in SEAMS for name in seam.attributes]
+OF_BODIES = [seam for seam in SEAMS if seam.attributes]
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +30,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def renamed(wheel: Path, seam: Seam, word: str) -> Sources:
+def renamed(wheel: Path, seam: Seam, *words: str) -> Sources:
     text = Sources(wheel).text(seam.module)
     assert text is not None
-    return Sources(wheel, {seam.module: re.sub(rf"\b{re.escape(word)}\b", f"{word}_renamed", text)})
+    either = "|".join(map(re.escape, words))
+    return Sources(wheel, {seam.module: re.sub(rf"\b({either})\b", r"\1_renamed", text)})
 
 
 @pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.target)
@@ -51,9 +52,10 @@ def test_a_renamed_parameter_is_noticed(wheel: Path, seam: Seam, name: str) -> N
     assert "takes" in str(renamed(wheel, seam, name).fault(seam))
 
 
-@pytest.mark.parametrize(("seam", "name"), OF_BODIES, ids=lambda part: getattr(part, "target", part))
-def test_a_renamed_attribute_is_noticed(wheel: Path, seam: Seam, name: str) -> None:
-    assert f"does not speak of ['{name}']" in str(renamed(wheel, seam, name).fault(seam))
+@pytest.mark.parametrize("seam", OF_BODIES, ids=lambda seam: seam.target)
+def test_each_renamed_attribute_is_noticed(wheel: Path, seam: Seam) -> None:
+    fault = renamed(wheel, seam, *seam.attributes).fault(seam)
+    assert fault == f"{seam.target} does not speak of {list(seam.attributes)}"
 
 
 def test_every_hook_is_of_a_seam() -> None:

@@ -82,7 +82,9 @@ def test_engines_decode_inside_an_update_and_every_sample_is_accounted_for(tmp_p
         system.reshard(0)
         requests, samples = opened(ledger, 0, 8)
         results = system.rollout.generate(requests, ledger, "first")
-        experience: Experience = algorithm.experience(learnt_from(samples, results))
+        samples = learnt_from(samples, results)
+        experience: Experience = algorithm.experience(samples)
+        algorithm.add_rewards(samples, experience)
 
         requests, _ = opened(ledger, 1, LONG)
         session = system.rollout.begin(requests[:MEMBERS], ledger, "second")

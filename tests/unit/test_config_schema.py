@@ -41,8 +41,12 @@ def set_option(config: RunConfig, key: str, value: object) -> None:
 
 
 @cache
+def composed(*overrides: str) -> RunConfig:
+    return load_config(list(overrides))
+
+
 def default_config() -> RunConfig:
-    return load_config([])
+    return composed()
 
 
 def with_value(key: str, value: object) -> RunConfig:
@@ -116,7 +120,7 @@ def other_value(one: Known) -> Any:
 
 
 def with_overrides(config: RunConfig, one: Known, added: list[str]) -> RunConfig:
-    other = load_config([line for line in added if "draft_model_path=DIR" not in line])
+    other = deepcopy(composed(*(line for line in added if "draft_model_path=DIR" not in line)))
     set_option(other, one.key, attrgetter(one.key)(config))
     return other
 

@@ -183,7 +183,10 @@ class HeardLast(Pool):
 
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("dies", [False, True])
-def test_a_rollout_does_not_wait_for_what_is_being_scored(tmp_path: Path, dies: bool, moves: bool) -> None:
+@pytest.mark.parametrize("beside_actor", [False, True])
+def test_a_rollout_does_not_wait_for_what_is_being_scored(
+    tmp_path: Path, beside_actor: bool, dies: bool, moves: bool
+) -> None:
     directory = tmp_path / "reference"
     write_directory(directory, SHAPE, initial_tensors(TENSORS, SHAPE.num_layers, seed=2))
     pool, replicas = HeardLast([make_engine(), make_engine()]), LateReplica(directory, dies)
@@ -201,6 +204,11 @@ def test_a_rollout_does_not_wait_for_what_is_being_scored(tmp_path: Path, dies: 
     results = manager.generate(requests, ledger, "generate", scoring=scoring)
     assert len(results) == len(requests)
     assert not scoring.done and scoring.calls(), "the rollout is over, a replica still scores"
+    if beside_actor:  # what the cluster does with it while the driver waits for something else
+        left = manager.scoring_left(scoring)
+        while calls := left.calls():
+            left.handle_answers(calls[:1])
+        assert scoring.done
     manager.finish_scoring(scoring, "reference")
     assert scoring.done and scoring.results.keys() == results.keys()
     assert (manager.take_tail().fused_tasks > 0) != dies
