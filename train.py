@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import signal
 import sys
@@ -26,6 +27,7 @@ def main() -> None:
 
     from rlhfspec_mega.config.names import CONF_DIR, CONFIG_NAME
 
+    gc.disable()  # until all is imported: modules are no garbage
     # Before the first step there is nothing to save: leave at once, so that no process or temporary file stays.
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: sys.exit(_say("Terminated.", 128 + number)))
@@ -109,6 +111,8 @@ def train(config: RunConfig, overrides: list[str]) -> None:
             from rlhfspec_mega.evaluation import run
         else:
             from rlhfspec_mega.trainer import run
+        gc.freeze()
+        gc.enable()
         run(config)
 
 

@@ -205,6 +205,7 @@ class _Server:
 
     def _become_worker(self, request: Mapping[str, Any], connection: int, board: int, log: int) -> NoReturn:
         server = os.getppid()
+        gc.enable()
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -236,6 +237,7 @@ class _Server:
 
 
 def main() -> None:
+    gc.disable()  # modules are no garbage, and the collector looks at them again and again while they are imported
     descriptor, parent = (int(argument) for argument in sys.argv[1:])
     die_with_parent(parent)
     # Ctrl-C and a batch system's SIGTERM may reach every process: the driver decides, and ends its workers.
