@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,7 +71,6 @@ def train(config: RunConfig, algorithm: str, model: Path, out: Path) -> None:
     import torch
     import trl
     from datasets import Dataset
-    from torch import distributed
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
     class Times(TrainerCallback):
@@ -100,7 +100,7 @@ def train(config: RunConfig, algorithm: str, model: Path, out: Path) -> None:
     chains = ChainSums.from_config(config.data, config.seed)
     texts = [chains.prompt_text("train", n) for n in range(config.trainer.steps * config.trainer.prompts_per_step)]
     data = Dataset.from_dict({"prompt": texts, "answer": [answer_text(text) for text in texts]})
-    processes = distributed.get_world_size() if distributed.is_initialized() else 1
+    processes = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun sets it
     made, kind = (getattr(trl, name) for name in TRAINERS[algorithm])
     trainer = made(
         model=actor,
