@@ -137,13 +137,22 @@ def main() -> None:
     if arguments.steps < TOO_EARLY + 3:
         sys.exit(f"--steps={arguments.steps} is too few: the first {TOO_EARLY + 1} do not count; use 8 or more.")
     seeds, results = range(arguments.seeds), {}
-    with tempfile.TemporaryDirectory(prefix="benchmark.") as directory:
-        out = Path(directory)
-        starts = {seed: start_model(seed, out) for seed in seeds}
-        before = {seed: exact_of(model, seed, out, f"before-{seed}") for seed, model in starts.items()}
-        for algorithm in arguments.algorithms:
-            results[algorithm] = compare(algorithm, seeds, arguments.steps, starts, out)
-    first = sum(exact * prompts for exact, prompts in before.values()) / sum(prompts for _, prompts in before.values())
+    try:
+        with tempfile.TemporaryDirectory(prefix="benchmark.") as directory:
+            out = Path(directory)
+            starts = {seed: start_model(seed, out) for seed in seeds}
+            before = [exact_of(model, seed, out, f"before-{seed}") for seed, model in starts.items()]
+            for algorithm in arguments.algorithms:
+                results[algorithm] = compare(algorithm, seeds, arguments.steps, starts, out)
+    except UserError as error:
+        sys.exit(str(error))
+    report(
+        results, sum(exact * prompts for exact, prompts in before) / sum(prompts for _, prompts in before), arguments
+    )
+
+
+def report(results: Mapping[str, Mapping[str, Sequence[Trained]]], first: float, arguments: argparse.Namespace) -> None:
+    """Print the table and write the figures."""
     print(f"Held-out exact before training: {first:.3f}.  Times: medians of runs; ratios of pairs, TRL's over ours.")
     print("algorithm  exact: ours    TRL  step s: ours    TRL  step ratio            generation ratio")
     rows = {}

@@ -125,7 +125,7 @@ def _check_algorithm(config: RunConfig) -> None:
             f"algorithm.norm_adv_by_std=true has no effect with algorithm.adv_estimator={estimator}: "
             "use algorithm=rloo, or set it to false."
         )
-    if trainer.samples_per_prompt < 2 and estimator != "gae":
+    if config.task == "rl" and trainer.samples_per_prompt < 2 and estimator != "gae":
         raise UserError(
             f"trainer.samples_per_prompt={trainer.samples_per_prompt}, but {estimator} compares the "
             "samples of a prompt with each other: use at least 2."
