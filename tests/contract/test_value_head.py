@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -134,8 +135,11 @@ def test_a_language_model_gets_a_new_head(tmp_path: Path, probes: dict) -> None:
         group = probes[config.tensor_parallel * config.pipeline_parallel]
         group.call("build", config, critic, phase="build")
         before = weights(group)
+        gradients = group.call("gradients", batches(made), loss, phase="gradients")
+        of_each = [tensor.norm().item() for part in gradients if part is not None for tensor in part.values()]
         first = group.call("update", [batches(made)], loss, (), phase="update")[0]
         after = weights(group)
+        assert first["grad_norm"] == pytest.approx(math.hypot(*of_each), rel=1e-4), "the norm is that of head and body"
         assert first["lr"] > 0 and not torch.equal(before["score.weight"], after["score.weight"])
         saved = tmp_path / layout
         saved.mkdir()
