@@ -57,6 +57,8 @@ def sampled(run: Run) -> dict[str, Any]:
 def pass_at(samples: Sequence[Sample], members: int) -> dict[int, float]:
     """Probability that at least one of k responses is exact, for k = 1, 2, 4, ..., mean over the prompts.
 
+    A response without a reward counts as not exact.
+
     The unbiased estimate of Chen et al. 2021 (arXiv 2107.03374): 1 - C(n - c, k) / C(n, k), with c of n exact.
 
     Args:

@@ -80,7 +80,7 @@ def train(run: SupervisedRun, first: int, signals: StopSignals, job_end: JobEnd)
     for step in range(first, run.steps):
         metrics = evaluate(run) if is_due(step, options.eval_every) else {}
         with run.phases.measure("update"):
-            examples = run.examples.batch(step, options.batch_size)
+            examples = run.examples.batch(step, options.batch_size, options.epochs)
             metrics |= run.task.update(examples, run.system.actor)
         report(run, step, metrics)
         run.system.step_done(step + 1)
@@ -162,13 +162,17 @@ def recover(run: SupervisedRun, death: WorkerDied) -> int:
     Raises RunError if they have died too often without a finished step in between.
     """
     run.saver.forget()
-    run.console.note(f"{death} The ranks are started anew from the last checkpoint.")
-    if not run.system.may_restart_actor():
-        most = run.config.launcher.max_restarts
-        raise RunError(f"{death} It was restarted launcher.max_restarts={most} times without a step between.")
-    run.system.restart_actor()
-    run.system.load_start_weights()
-    return resume(run)
+    while True:
+        run.console.note(f"{death} The ranks are started anew from the last checkpoint.")
+        if not run.system.may_restart_actor():
+            most = run.config.launcher.max_restarts
+            raise RunError(f"{death} It was restarted launcher.max_restarts={most} times without a step between.")
+        try:
+            run.system.restart_actor()
+            run.system.load_start_weights()
+            return resume(run)
+        except WorkerDied as another:
+            death = another
 
 
 @contextmanager

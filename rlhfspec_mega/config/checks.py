@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlhfspec_mega.config.advice import nearest_fit
 from rlhfspec_mega.config.conditions import check_read
-from rlhfspec_mega.config.critic import check_critic_weights
+from rlhfspec_mega.config.critic import check_critic_weights, has_critic
 from rlhfspec_mega.config.machine import check_devices, check_job_end, check_launcher, check_memory
 from rlhfspec_mega.config.model_shape import check_weights
 from rlhfspec_mega.config.names import unknown_choice
@@ -47,6 +47,7 @@ def check_config(config: RunConfig) -> Sizes:
     check_devices(config)
     _check_fits(config, shape, sizes)
     check_weights(config.model)
+    _check_padding(config)
     check_critic_weights(config)
     check_reward_weights(config)
     return sizes
@@ -116,6 +117,20 @@ def _check_deterministic(config: RunConfig) -> None:
         )
 
 
+def _check_padding(config: RunConfig) -> None:
+    """Refuse to train a classifier whose score would be read at another token than it is trained at, the last."""
+    path = config.model.path
+    if config.task != "reward_model" or path is None or not (Path(path) / "config.json").is_file():
+        return
+    from rlhfspec_mega.models.hf_directory import scores_before_end  # it brings torch
+
+    if scores_before_end(path):
+        raise UserError(
+            f"model.path={path} is a classifier whose pad_token_id is its eos_token_id, so its score would be read "
+            "before the end-of-text token: give it another pad_token_id in config.json."
+        )
+
+
 def _check_algorithm(config: RunConfig) -> None:
     trainer, estimator = config.trainer, config.algorithm.adv_estimator
     if estimator not in ADVANTAGES and not _is_import_path(estimator):
@@ -130,9 +145,14 @@ def _check_algorithm(config: RunConfig) -> None:
             f"trainer.samples_per_prompt={trainer.samples_per_prompt}, but {estimator} compares the "
             "samples of a prompt with each other: use at least 2."
         )
-    if config.rollout.temperature == 0:
+    if config.task == "rl" and config.rollout.temperature == 0:
         raise UserError(
             "rollout.temperature=0 makes all samples of a prompt equal, so nothing could be learnt: use e.g. 1.0."
+        )
+    if has_critic(config) and config.critic.warmup_steps >= trainer.steps:
+        raise UserError(
+            f"critic.warmup_steps={config.critic.warmup_steps} leaves the actor none of trainer.steps={trainer.steps}: "
+            "lower it."
         )
     if config.algorithm.loss is not None and not _is_import_path(config.algorithm.loss):
         raise UserError(f"algorithm.loss={config.algorithm.loss} is no import path: write package.module.function.")

@@ -40,10 +40,12 @@ class ExampleStream:
     ) -> None:
         self._example, self.size, self.fingerprint = example, size, fingerprint
         self._seed, self._shuffle = seed, shuffle
+        self._order_epoch, self._order = -1, list[int]()
 
-    def batch(self, number: int, size: int) -> list[Example]:
-        """Batch `number`, counted from 0, of so many examples; a batch may span epochs."""
-        return [self._example(self._row(place)) for place in range(number * size, (number + 1) * size)]
+    def batch(self, number: int, size: int, epochs: int) -> list[Example]:
+        """Batch `number`, counted from 0, of so many examples; it may span epochs, and ends with the last of them."""
+        end = (number + 1) * size if self.size is None else min((number + 1) * size, epochs * self.size)
+        return [self._example(self._row(place)) for place in range(number * size, end)]
 
     def first(self, count: int) -> list[Example]:
         """The first examples in the data's own order, as many as there are up to `count`."""
@@ -53,11 +55,12 @@ class ExampleStream:
         if self.size is None:
             return place
         epoch, row = divmod(place, self.size)
-        if self._shuffle:
-            order = list(range(self.size))
-            random.Random(f"{self._seed}/{epoch}").shuffle(order)
-            return order[row]
-        return row
+        if not self._shuffle:
+            return row
+        if epoch != self._order_epoch:
+            self._order_epoch, self._order = epoch, list(range(self.size))
+            random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
+        return self._order[row]
 
 
 class ExampleMaker:

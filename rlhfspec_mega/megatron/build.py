@@ -70,7 +70,7 @@ def transformer_config(description: ModelDescription) -> TransformerConfig:
         variable_seq_lengths=pipelined and sizes.virtual_pipeline == 1,
         moe_token_dispatcher_type="alltoall",  # what variable_seq_lengths insists on, even without experts
         batch_p2p_comm=pipelined and description.batch_p2p,
-        overlap_p2p_comm=pipelined and description.overlap_p2p,
+        overlap_p2p_comm=pipelined and description.overlap_p2p and sizes.virtual_pipeline > 1,  # a critic has none
         batch_p2p_sync=pipelined and description.batch_p2p,
         recompute_granularity="full" if description.recompute else None,
         recompute_method="uniform" if description.recompute else None,

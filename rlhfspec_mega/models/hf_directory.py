@@ -208,11 +208,22 @@ def new_directory(
 
 
 def write_config(directory: Path, shape: ModelShape, dtype: str, source: Path | str | None) -> None:
-    """Write the config.json of a shape; special token ids are those of `source`."""
+    """Write the config.json of a shape; special token ids are those of `source`.
+
+    A classifier's score is read at the last token that is not `pad_token_id`. One that was made of a language model
+    learnt to give it at the end-of-text token, so that must not count as padding.
+    """
     given = _config_of_source(source)
-    if shape.value_head and source is not None and given.get("pad_token_id") is None:
+    no_padding = given.get("pad_token_id") is None or (_pads_with_end(given) and not _has_value_head(given))
+    if shape.value_head and source is not None and no_padding:
         given["pad_token_id"] = _padding_token(Path(source))
     write_json(directory / CONFIG, config_of(shape, dtype, given))
+
+
+def scores_before_end(directory: Path | str) -> bool:
+    """Whether it holds a classifier whose score is read before the end-of-text token, which is its padding, too."""
+    given = _config_of_source(directory)
+    return _has_value_head(given) and _pads_with_end(given)
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
@@ -239,6 +250,15 @@ def _padding_token(source: Path) -> int | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return numbers.get(pad) if pad is not None and pad != end else None
+
+
+def _has_value_head(config: dict[str, Any]) -> bool:
+    return any("ForSequenceClassification" in name for name in config.get("architectures") or ())
+
+
+def _pads_with_end(config: dict[str, Any]) -> bool:
+    ends = config.get("eos_token_id")
+    return config.get("pad_token_id") in (ends if isinstance(ends, list) else [ends])
 
 
 def _content(token: Any) -> str | None:

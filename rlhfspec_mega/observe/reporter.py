@@ -20,12 +20,13 @@ from rlhfspec_mega.types import Sample
 
 
 def sample_metrics(samples: Sequence[Sample], group: str) -> dict[str, float]:
-    """Metrics of a set of scored samples; `group`: ROLLOUT or VAL."""
+    """Metrics of a set of samples; `group`: ROLLOUT or VAL. Means of rewards are over samples that have one."""
     lengths = [len(sample.response_tokens) for sample in samples]
     count = max(len(samples), 1)
+    rewarded = [sample for sample in samples if not sample.failure]
     return {
-        group + "reward_mean": sum(sample.reward for sample in samples) / count,
-        group + "exact_mean": sum(sample.exact for sample in samples) / count,
+        group + "reward_mean": sum(sample.reward for sample in rewarded) / max(len(rewarded), 1),
+        group + "exact_mean": sum(sample.exact for sample in rewarded) / max(len(rewarded), 1),
         group + "response_length_mean": sum(lengths) / count,
         group + "response_length_max": float(max(lengths, default=0)),
         group + "truncation_rate": sum(sample.truncated for sample in samples) / count,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import queue
+import sys
 import threading
 import time
 import urllib.error
@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import Future
 from http import HTTPStatus
+from http.client import HTTPException
 from typing import Any
 
 from rlhfspec_mega.errors import RewardServiceAway, UserError
@@ -31,6 +32,10 @@ Result = RewardScore | RewardFailure
 
 class _Away(Exception):
     """A sentence fragment that says why the service has not answered; it may do so later."""
+
+
+class _Refused(Exception):
+    """A sentence fragment that says why the service has not scored a request; it would not do so later either."""
 
 
 class RemoteReward:
@@ -52,15 +57,21 @@ class RemoteReward:
         self._url, self._batch_size, self._timeout, self._deadline = url, batch_size, timeout, deadline
         self._queue: queue.Queue[tuple[Sample, Future[Result]] | None] = queue.Queue()
         self._closed = threading.Event()
-        try:
-            self._ask_until_answered([], min(deadline, _START_SECONDS))
-        except RewardServiceAway as error:
-            raise UserError(f"{error} Start it, or correct reward.remote.url.") from None
+        self._check()
         self._threads = [
             threading.Thread(target=self._serve, name="reward service", daemon=True) for _ in range(_CONNECTIONS)
         ]
         for thread in self._threads:
             thread.start()
+
+    def _check(self) -> None:
+        """Ask without samples. Raises UserError unless a service of rewards answers."""
+        try:
+            self._ask_until_answered([], min(self._deadline, _START_SECONDS))
+        except RewardServiceAway as error:
+            raise UserError(f"{error} Start it, or correct reward.remote.url.") from None
+        except _Refused as refusal:
+            raise UserError(f"{self.name} {refusal}: correct reward.remote.url.") from None
 
     def submit(self, samples: Sequence[Sample]) -> list[Future[Result]]:
         """Futures of the samples' scores; they raise RewardServiceAway if the service stays away."""
@@ -80,7 +91,9 @@ class RemoteReward:
             futures = [future for _, future in batch]
             try:
                 results = self._ask_until_answered([sample for sample, _ in batch], self._deadline)
-            except RewardServiceAway as error:
+            except _Refused as refusal:
+                results = [RewardFailure(FailureKind.REFUSED, str(refusal))] * len(batch)
+            except Exception as error:  # whatever it is, somebody waits for the futures
                 for future in futures:
                     future.set_exception(error)
                 continue
@@ -103,7 +116,10 @@ class RemoteReward:
         return [] if self._closed.is_set() else batch
 
     def _ask_until_answered(self, samples: Sequence[Sample], deadline: float) -> list[Result]:
-        """Repeat a request until it is answered. Raises RewardServiceAway after so many seconds, or when closed."""
+        """Repeat a request until it is answered.
+
+        Raises RewardServiceAway after so many seconds, or when closed; _Refused if the answer has no rewards.
+        """
         begin, pause = time.monotonic(), _FIRST_PAUSE
         while True:
             try:
@@ -118,7 +134,7 @@ class RemoteReward:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _ask(self, samples: Sequence[Sample]) -> list[Result]:
-        """One request. Raises _Away where a repetition may help."""
+        """One request. Raises _Away where a repetition may help, else _Refused."""
         wanted = [
             {"id": one.sample_id, "prompt": one.prompt.text, "response": one.response, "answer": one.prompt.answer}
             for one in samples
@@ -132,29 +148,26 @@ class RemoteReward:
             text = error.read(200).decode(errors="replace").strip()
             if error.code >= HTTPStatus.INTERNAL_SERVER_ERROR or error.code in _TRY_AGAIN:
                 raise _Away(f"answers with status {error.code} ({text or error.reason})") from None
-            refusal = RewardFailure(FailureKind.REFUSED, f"answered with status {error.code} ({text or error.reason})")
-            return [refusal] * len(samples)
-        except (OSError, ValueError) as error:  # ValueError: an answer that broke off in the middle
+            raise _Refused(f"answered with status {error.code} ({text or error.reason})") from None
+        except (OSError, HTTPException) as error:  # HTTPException: an answer that broke off, or is none of HTTP
             reason = getattr(error, "reason", None) or error
             raise _Away(f"does not answer ({reason})") from None
 
 
 def _parsed(body: bytes, count: int) -> list[Result]:
-    """The rewards in an answer; refusals of all samples if it has another form."""
+    """The rewards in an answer. Raises _Refused if it has another form."""
     try:
         rewards: Any = json.loads(body)["rewards"]
         if len(rewards) != count:
             raise TypeError
     except (ValueError, KeyError, TypeError):
         start = body[:80].decode(errors="replace")
-        return [
-            RewardFailure(FailureKind.REFUSED, f'did not answer with {{"rewards": [{count} numbers]}} but {start!r}')
-        ] * count
+        raise _Refused(f'did not answer with {{"rewards": [{count} numbers]}} but {start!r}') from None
     return [_result(reward) for reward in rewards]
 
 
 def _result(reward: Any) -> Result:
-    if isinstance(reward, (int, float)) and not isinstance(reward, bool) and math.isfinite(reward):
+    if isinstance(reward, (int, float)) and not isinstance(reward, bool) and abs(reward) <= sys.float_info.max:
         return RewardScore(float(reward), reward >= 1.0)
     if reward is None:
         return RewardFailure(FailureKind.REFUSED, "did not score it")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlhfspec_mega.cluster.interface import Cluster, WorkerSpec
 from rlhfspec_mega.cluster.meeting_point import MeetingPoint
+from rlhfspec_mega.config.frozen import runs_engines
 from rlhfspec_mega.draft.directory import read_draft_tensors
 from rlhfspec_mega.draft.refresh import DraftLearning
 from rlhfspec_mega.megatron.description import Learning, ModelDescription, ParallelSizes, describe
@@ -84,9 +85,10 @@ class Training:
             shape=setup.shape,
             config=config.actor,
             parallel=ParallelSizes.of_actor(config.actor, setup.sizes.actor_ranks),
-            temperature=config.rollout.temperature,
+            temperature=config.rollout.temperature if runs_engines(config) else 1.0,
         )
-        found = [made(ACTOR, learning=Learning(config.actor.optimizer, setup.total_updates))]
+        alone = config.critic.warmup_steps * setup.sizes.updates_per_step if CRITIC in setup.placement.places else 0
+        found = [made(ACTOR, learning=Learning(config.actor.optimizer, setup.total_updates - alone))]
         critic = setup.sizes.critic
         if critic is not None:
             layout = critic.layout

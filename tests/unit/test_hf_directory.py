@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhfspec_mega.errors import RunError, UserError
 from rlhfspec_mega.models.hf_config import read_shape
-from rlhfspec_mega.models.hf_directory import HfWeights, write_directory
+from rlhfspec_mega.models.hf_directory import HfWeights, scores_before_end, write_config, write_directory
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.mapping.layouts import Partition
 from rlhfspec_mega.models.shape import ModelShape
@@ -33,6 +33,21 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 def weights() -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     return {info.name: torch.randn(info.shape) for info in TENSORS}
+
+
+@pytest.mark.parametrize("ends", [7, [7, 9]])
+def test_a_classifier_does_not_take_the_end_of_a_text_for_padding(tmp_path, ends) -> None:
+    """Its score was learnt there; transformers reads it at the last token that is not padding."""
+    source = tmp_path / "config.json"
+    for architecture, padding in (("LlamaForCausalLM", None), ("LlamaForSequenceClassification", 7)):
+        source.write_text(
+            json.dumps({**BASE, "architectures": [architecture], "pad_token_id": 7, "eos_token_id": ends})
+        )
+        assert scores_before_end(tmp_path) == (padding == 7), "that of somebody else's classifier stays as it is"
+        made = tmp_path / architecture
+        made.mkdir()
+        write_config(made, SHAPE.with_value_head(), "float32", tmp_path)
+        assert json.loads((made / "config.json").read_text()).get("pad_token_id") == padding
 
 
 def shape_of(tmp_path, **changes) -> ModelShape:

@@ -147,6 +147,7 @@ def test_batches_are_bounded_and_answers_find_their_samples() -> None:
         (200, {"rewards": [None]}, FailureKind.REFUSED, "did not score it"),
         (200, {"rewards": [True]}, FailureKind.BAD_VALUE, "returned True, which is no finite number"),
         (200, b'{"rewards": [NaN]}', FailureKind.BAD_VALUE, "returned nan, which is no finite number"),
+        (200, b'{"rewards": [1%s]}' % (b"0" * 400), FailureKind.BAD_VALUE, "returned 1000"),
     ],
 )
 def test_an_answer_that_is_no_reward_is_a_failure(status: int, content: Any, kind: FailureKind, message: str) -> None:
@@ -155,6 +156,40 @@ def test_an_answer_that_is_no_reward_is_a_failure(status: int, content: Any, kin
         (failure,) = results(source, "x")
         source.close()
     assert failure.kind is kind and failure.message.startswith(message)
+
+
+@pytest.mark.parametrize(("status", "content"), [(404, b""), (401, b"who?"), (200, b"<html>"), (200, {"scores": []})])
+def test_another_service_is_refused_at_the_start(status: int, content: Any) -> None:
+    with (
+        serving(lambda given: (status, content)) as url,
+        pytest.raises(UserError, match=r"(answered with status|did not answer with).*: correct reward\.remote\.url\.$"),
+    ):
+        remote(url)
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n", b"what is this?\r\n\r\n"])
+def test_an_answer_that_breaks_off_is_asked_for_again(head: bytes) -> None:
+    broken = iter([head + b'{"rewards":'])
+
+    class Breaking(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["samples"]
+            body = json.dumps({"rewards": [len(one["response"]) for one in given]}).encode()
+            whole = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+            self.wfile.write(next(broken, whole) if given else whole)
+            self.close_connection = True
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Breaking) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        source = remote(f"http://127.0.0.1:{server.server_port}/score")
+        assert results(source, "abc") == [(3.0, True)]
+        source.close()
+        server.shutdown()
+        thread.join()
 
 
 def test_a_service_that_is_busy_for_a_while_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -22,6 +22,7 @@ from rlhfspec_mega.data.examples import Example, ExampleMaker, ExampleStream
 from rlhfspec_mega.data.tokenizer import load_tokenizer, make_byte_tokenizer
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.evaluation import pass_at
+from rlhfspec_mega.observe.reporter import sample_metrics
 from rlhfspec_mega.rl.experience import Experience
 from rlhfspec_mega.rl.microbatch import Shard
 from rlhfspec_mega.rl.packing import Batching, micro_batches
@@ -73,7 +74,7 @@ def test_demonstrations_and_pairs_of_the_built_in_task(tokenizer: Any) -> None:
     for pairs, count in ((False, 1), (True, 2)):
         train, held_out = ExampleMaker(DataConfig(), tokenizer, pairs, 256, 320).streams(0, held_out=True)
         assert train.size is None and held_out is not None and held_out.first(3) != train.first(3)
-        assert all(len(one.responses) == count and one.responses[0][-1] == EOS for one in train.batch(4, 5))
+        assert all(len(one.responses) == count and one.responses[0][-1] == EOS for one in train.batch(4, 5, 1))
 
 
 @given(st.integers(1, 12), st.integers(1, 7), st.integers(0, 9), st.booleans())
@@ -83,10 +84,12 @@ def test_every_epoch_holds_each_example_once_whatever_the_batches(
     def stream() -> ExampleStream:
         return ExampleStream(lambda row: Example((row,), ()), size, "", seed, shuffle)
 
-    batches = [stream().batch(number, batch) for number in range(-(-3 * size // batch))]  # each from a new one: resumed
+    batches = [
+        stream().batch(number, batch, 3) for number in range(-(-3 * size // batch))
+    ]  # each from a new one: resumed
     order = [one.prompt[0] for examples in batches for one in examples]
     epochs = [order[first : first + size] for first in range(0, 3 * size, size)]
-    assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+    assert all(sorted(epoch) == list(range(size)) for epoch in epochs) and len(order) == 3 * size
     assert shuffle or epochs[0] == list(range(size))
 
 
@@ -166,3 +169,11 @@ def make_classifier(directory: Path) -> Path:
 
     write_initial(directory, ModelShape("llama", 32, 4, 4, 2, 8, 64, 259, 128, 1e4, 1e-5, False).with_value_head())
     return directory
+
+
+def test_samples_without_a_reward_are_in_no_mean_of_rewards() -> None:
+    scored = Sample("a", 0, Prompt(0, "", "", ()), 0, reward=1.0, exact=True)
+    lost = Sample("b", 0, Prompt(0, "", "", ()), 1, failure="raised")
+    assert sample_metrics([scored, lost], "val/")["val/exact_mean"] == 1.0
+    assert sample_metrics([scored, lost], "val/")["val/reward_mean"] == 1.0
+    assert sample_metrics([lost], "val/")["val/reward_mean"] == 0.0

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhfspec_mega.config.option import option, section
+from rlhfspec_mega.config.schema.supervised import ENGINES_RUN
 from rlhfspec_mega.config.schema.training import DTYPES
 
 # Conditions that several options share.
@@ -67,7 +68,7 @@ class SGLangConfig:
 class RolloutConfig:
     engine: str = option("torch", "which engine decodes", choices=("torch", "sglang"))
     engines: int | None = option(None, "engines; null: as many as the devices hold", least=1)
-    temperature: float = option(1.0, "of sampling", least=0, common=True)
+    temperature: float = option(1.0, "of sampling", least=0, common=True, only_with=ENGINES_RUN)
     max_prompt_tokens: int = option(256, "longest prompt; longer ones are left out", unit="tokens", least=1)
     max_new_tokens: int = option(320, "longest response", unit="tokens", least=1, common=True)
     max_running_requests: int = option(

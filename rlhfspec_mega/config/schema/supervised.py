@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rlhfspec_mega.config.option import option
 
 TASKS = ("rl", "sft", "reward_model", "evaluate")
-SUPERVISED, ENGINES_RUN = "task=sft|reward_model", "task=rl|evaluate"
+RL, SUPERVISED, ENGINES_RUN, LEARNS = "task=rl", "task=sft|reward_model", "task=rl|evaluate", "task=rl|sft|reward_model"
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhfspec_mega.config.option import option, section
+from rlhfspec_mega.config.schema.supervised import ENGINES_RUN, LEARNS, RL
 from rlhfspec_mega.models.shape import ARCHITECTURES
 
 DTYPES = ("float32", "bfloat16")
@@ -73,13 +74,16 @@ class ActorConfig:
 
 @dataclass
 class TrainerConfig:
-    prompts_per_step: int = option(16, "prompts of a step", least=1, common=True)
-    samples_per_prompt: int = option(8, "responses sampled for each prompt, a group", least=1, common=True)
+    prompts_per_step: int = option(16, "prompts of a step", least=1, common=True, only_with=RL)
+    samples_per_prompt: int = option(
+        8, "responses sampled for each prompt, a group", least=1, common=True, only_with=ENGINES_RUN
+    )
     mini_batch_size: int | None = option(
         None,
         "samples of one optimizer step; null: all of a step",
         least=1,
         common=True,
+        only_with=RL,
         was=("trainer.samples_per_update",),
     )
     max_tokens_per_microbatch: int = option(
@@ -89,15 +93,20 @@ class TrainerConfig:
         True,
         "sequences of a micro-batch one after the other in one row, kept apart by the attention, instead of padded",
     )
-    steps: int = option(60, "generate-and-update steps", least=1, common=True)
+    steps: int = option(60, "generate-and-update steps", least=1, common=True, only_with=RL)
     eval_every: int = option(
-        20, "steps between evaluations on held-out prompts; 0: never", unit="steps", least=0, common=True
+        20,
+        "steps between evaluations on held-out prompts; 0: never",
+        unit="steps",
+        least=0,
+        common=True,
+        only_with=RL,
     )
-    eval_prompts: int = option(256, "held-out prompts", least=1, only_with="trainer.eval_every>0")
+    eval_prompts: int = option(256, "held-out prompts", least=1, only_with="trainer.eval_every>0 or task=evaluate")
     checkpoint_every: int = option(
-        0, "steps between checkpoints; 0: at the end only", unit="steps", least=0, common=True
+        0, "steps between checkpoints; 0: at the end only", unit="steps", least=0, common=True, only_with=LEARNS
     )
-    async_save: bool = option(True, "write checkpoints in the background, from a copy in host memory")
+    async_save: bool = option(True, "write checkpoints in the background, from a copy in host memory", only_with=RL)
     save_before_end: int = option(
         0, "saves and stops so long before the job ends, as Slurm says or time_limit; 0: never", unit="seconds", least=0
     )
@@ -109,7 +118,9 @@ class TrainerConfig:
         only_with="trainer.save_before_end>0",
     )
     keep_checkpoints: int = option(2, "newest checkpoints that are kept", least=1)
-    resume: bool = option(False, "go on from the newest checkpoint of the run of this name", common=True)
+    resume: bool = option(
+        False, "go on from the newest checkpoint of the run of this name", common=True, only_with=LEARNS
+    )
     deterministic: bool = option(
         False,
         "the same bits again, whatever the clock does or an engine dies of; from SGLang up to near ties",
@@ -119,6 +130,7 @@ class TrainerConfig:
         "steps between exports of the weights to Hugging Face directories exports/step_N; 0: never",
         unit="steps",
         least=0,
+        only_with=RL,
     )
     export: bool = option(True, "write the final weights as a Hugging Face directory")
 
