@@ -60,7 +60,7 @@ def test_pairs_of_files_have_both_responses_with_their_end(tokenizer: Any, tmp_p
     train, held_out = ExampleMaker(config, tokenizer, True, 4, 5).streams(0, held_out=True)
     assert train.size == 1, "the second one is too long"
     expected = Example((BOS, ord("a")), ((ord("b"), ord("c"), EOS), (ord("d"), EOS)))
-    assert train.batch(0, 2) == [expected] * 2 and held_out is not None and held_out.first(9) == [expected]
+    assert train.batch(0, 2, 2) == [expected] * 2 and held_out is not None and held_out.first(9) == [expected]
     with pytest.raises(
         UserError, match=r"No example of .* is within rollout\.max_prompt_tokens=1 and max_new_tokens=5"
     ):
