@@ -1,9 +1,10 @@
 """This project against TRL on the built-in task: python -m benchmarks.trl [--seeds 3] [--steps 60].
 
 For GRPO and RLOO and each seed both train from the same start model on the same prompts, with the same reward, number
-of samples, optimizer and KL weight, in turns: what runs first changes from pair to pair. Both have two processes with a
-thread each. TRL generates with transformers, as it does without vLLM. Then task=evaluate decodes the same 256 held-out
-prompts with both models. RLOO differs in one thing: TRL's ratio is of whole sequences, ours of tokens.
+of samples, optimizer and KL weight, in turns: what runs first changes from seed to seed. Both have two processes with a
+thread each. TRL generates with transformers, as it does without vLLM. Ours runs as the demo does (TP 2, a draft that
+learns) and like TRL (DP 2, no draft). Then task=evaluate decodes the same 256 held-out prompts with all models. RLOO
+differs in one thing: TRL's ratio is of whole sequences, ours of tokens.
 
 Prints a table; the figures are saved as JSON. Needs TRL: pip install -e '.[trl]'.
 """
@@ -21,13 +22,16 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.paired import ratio_interval
 from benchmarks.trl_run import TIMES_FILE, TRAINERS
 from rlhfspec_mega.errors import UserError
 
-OURS, TRL = "ours", "TRL"
+TRL = "TRL"
+OURS = {"ours, as the demo": (), "ours, DP 2, no draft": ("actor.tensor_parallel=1", "speculation=off")}
 PROCESSES = 2
 TOO_EARLY = 3  # steps in which both still warm up; their times do not count
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
@@ -74,9 +78,9 @@ def between(ended: Sequence[float]) -> list[float]:
     return [later - earlier for earlier, later in itertools.pairwise(ended)][TOO_EARLY:]
 
 
-def ours(algorithm: str, seed: int, steps: int, model: Path, out: Path) -> Trained:
-    name = f"{algorithm}-{seed}"
-    options = (f"algorithm={algorithm}", f"seed={seed}", f"trainer.steps={steps}", "trainer.eval_every=0")
+def ours(algorithm: str, seed: int, steps: int, model: Path, out: Path, more: Sequence[str]) -> Trained:
+    name = f"{algorithm}-{seed}-{len(more)}"
+    options = (f"algorithm={algorithm}", f"seed={seed}", f"trainer.steps={steps}", "trainer.eval_every=0", *more)
     command(train(*options, f"output_dir={out}", f"name={name}"), out / f"{name}.log")
     started = json.loads((out / name / "summary.json").read_text(encoding="utf-8"))["start_model"]
     assert Path(started) == model, "a model of one's own has no draft"
@@ -111,11 +115,12 @@ def start_model(seed: int, out: Path) -> Path:
 def compare(
     algorithm: str, seeds: Sequence[int], steps: int, starts: Mapping[int, Path], out: Path
 ) -> dict[str, list[Trained]]:
-    """Both, for every seed."""
-    found: dict[str, list[Trained]] = {OURS: [], TRL: []}
+    """All, for every seed."""
+    contenders = {TRL: of_trl} | {name: partial(ours, more=more) for name, more in OURS.items()}
+    found: dict[str, list[Trained]] = {name: [] for name in contenders}
     for seed in seeds:
-        turns = [(OURS, ours), (TRL, of_trl)]
-        for who, run in turns if seed % 2 == 0 else reversed(turns):
+        turns = list(contenders.items())
+        for who, run in turns[seed % len(turns) :] + turns[: seed % len(turns)]:
             found[who].append(run(algorithm, seed, steps, starts[seed], out))
             print(f"  {algorithm} seed {seed} {who}: {found[who][-1]}", flush=True)
     return found
@@ -154,25 +159,22 @@ def main() -> None:
 def report(results: Mapping[str, Mapping[str, Sequence[Trained]]], first: float, arguments: argparse.Namespace) -> None:
     """Print the table and write the figures."""
     print(f"Held-out exact before training: {first:.3f}.  Times: medians of runs; ratios of pairs, TRL's over ours.")
-    print("algorithm  exact: ours    TRL  step s: ours    TRL  step ratio            generation ratio")
-    rows = {}
+    print("algorithm  who                    exact  step s  TRL's step / it        TRL's generation / its")
+    rows: dict[str, Any] = {}
     for algorithm, found in results.items():
-        mine, theirs = found[OURS], found[TRL]
-        steps, generation = (
-            ratio_interval([getattr(one, name) for one in theirs], [getattr(one, name) for one in mine])
-            for name in ("step_seconds", "generation_seconds")
-        )
-        middle = [statistics.median(one.step_seconds for one in runs) for runs in (mine, theirs)]
-        print(
-            f"{algorithm:9}  {pooled(mine):11.3f}  {pooled(theirs):5.3f}  {middle[0]:12.2f}  {middle[1]:5.2f}  "
-            f"{steps!s:20}  {generation}"
-        )
-        rows[algorithm] = {
-            "exact": {OURS: pooled(mine), TRL: pooled(theirs)},
-            "step_ratio": vars(steps),
-            "generation_ratio": vars(generation),
-            "runs": {who: [asdict(run) for run in runs] for who, runs in found.items()},
-        }
+        rows[algorithm] = {}
+        for who, runs in found.items():
+            ratios = {
+                name: ratio_interval([getattr(one, name) for one in found[TRL]], [getattr(one, name) for one in runs])
+                for name in ("step_seconds", "generation_seconds")
+            }
+            middle = statistics.median(one.step_seconds for one in runs)
+            print(
+                f"{algorithm:9}  {who:21}  {pooled(runs):.3f}  {middle:6.2f}",
+                *(f" {one!s:20}" for one in ratios.values()),
+            )
+            rows[algorithm][who] = {"exact": pooled(runs), "runs": [asdict(run) for run in runs]}
+            rows[algorithm][who] |= {f"trl_over_it_{name}": vars(one) for name, one in ratios.items()}
     figures = {"steps": arguments.steps, "seeds": arguments.seeds, "exact_before": first, "algorithms": rows}
     arguments.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
