@@ -13,7 +13,10 @@ BEAT_SECONDS = 1.0
 
 
 class Board:
-    """The driver's end; `descriptor` is passed to the worker. The file holds the heartbeat, then the stacks."""
+    """A worker's heartbeat and stacks, in memory shared with the driver; this is the driver's end.
+
+    `descriptor` is the file descriptor that the worker inherits.
+    """
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("rlhfspec_mega.worker")

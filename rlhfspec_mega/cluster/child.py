@@ -42,7 +42,8 @@ def run(name: str, descriptor: int, parent: int, board: int) -> NoReturn:
 
     Args:
         name: of the process, for `ps` and `top`.
-        descriptor, board: of the socket that is connected to the driver, and of a Board.
+        descriptor: file descriptor of the socket that is connected to the driver.
+        board: file descriptor of the memory for heartbeats and stacks (see Board).
         parent: the process whose death ends this one.
     """
     die_with_parent(parent)

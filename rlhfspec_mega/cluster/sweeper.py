@@ -18,10 +18,10 @@ _SWEEP_SECONDS, _PAUSE_SECONDS = 10.0, 0.1
 
 
 class Sweeper:
-    """The owner's end. The process waits until this is closed or the owner ends in any way."""
+    """The owner's handle of the process that cleans up when this is closed or when the owner ends in any way."""
 
     def __init__(self, directory: Path) -> None:
-        """`directory`: of nobody else's; who has a file open in it, but for the owner, is ended too."""
+        """`directory`: used by this owner alone; other processes that have a file open in it are killed."""
         command = [sys.executable, "-m", "rlhfspec_mega.cluster.sweeper", str(directory), str(os.getpid())]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self._process = subprocess.Popen(

@@ -103,7 +103,7 @@ def check_memory(config: RunConfig, shape: ModelShape, sizes: Sizes) -> None:
 
 
 def check_job_end(config: RunConfig) -> None:
-    """Raises UserError if a checkpoint is wanted before an end of the job that nobody knows."""
+    """Raises UserError if a checkpoint is to be saved before the job ends, but the time of that end is not known."""
     trainer = config.trainer
     if trainer.save_before_end > 0 and trainer.time_limit == 0 and JOB_END not in os.environ:
         raise UserError(

@@ -46,7 +46,7 @@ _PIECE = 256 << 20  # bytes of a piece of an embedding
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Tensor- and pipeline-parallel sizes of the ranks whose shards become blocks; a reader may have others."""
+    """Sizes by which tensors are cut into the shards that a checkpoint holds; a run of other sizes can load it, too."""
 
     tensor: int = 1
     pipeline: int = 1

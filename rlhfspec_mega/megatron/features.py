@@ -30,7 +30,7 @@ def _records(groups: ProcessGroupCollection) -> bool:
 
 @dataclass(frozen=True)
 class Place:
-    """A chosen sequence: its place in its micro-batch, and its rows, from `first` on, among the recorded states."""
+    """A sequence that the draft learns from: its place in its micro-batch, and its first row of recorded states."""
 
     batch: int
     row: int
@@ -41,7 +41,7 @@ class Place:
 
     @property
     def inputs(self) -> int:
-        """Number of positions that the forward pass computes: all but the last token's, which no draft reads."""
+        """Number of tokens that the forward pass reads, and so of hidden states: all but the last one."""
         return len(self.tokens) - 1
 
 

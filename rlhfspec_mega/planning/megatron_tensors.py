@@ -95,7 +95,10 @@ def _layer(shape: ModelShape, tensor: int) -> list[Parameter]:
 
 
 def _buffer(chunk: Chunk, data_parallel: int) -> Buffer:
-    """Parameters in reverse order; a shared one has a bucket of its own, and each bucket divides over the ranks."""
+    """Megatron's buffer of a chunk: parameters in reverse order, in its gradient buckets, which are padded.
+
+    Each bucket is padded until the data-parallel ranks divide it evenly; tied embeddings have a bucket of their own.
+    """
     buckets: list[list[int]] = [[]]
     for parameter in reversed(chunk):
         if parameter.shared and buckets[-1]:

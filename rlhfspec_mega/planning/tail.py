@@ -53,7 +53,10 @@ class Consolidator:
         self._samples, self._work_seconds = 0, 0.0  # of the whole rollout, as observed at its start
 
     def observe(self, samples: int, work_seconds: float) -> None:
-        """Record unfinished samples and pending inference work; the largest number of samples is the whole rollout."""
+        """Record the unfinished samples, and the device-seconds of scoring by frozen models that are left.
+
+        The largest number of samples that was recorded counts as the size of the rollout.
+        """
         if samples > self._samples:
             self._samples, self._work_seconds = samples, work_seconds
 

@@ -144,7 +144,7 @@ class _Memory:
     def release(self, receiver: int, count: int) -> None:
         """Mark the first `count` buckets as released by the receiver.
 
-        Never lowers the mark, which a drop sets to its maximum.
+        Never lowers the mark: that of a receiver that was dropped, because it is dead, is at its maximum.
         """
         self._header[_RELEASED + receiver] = max(self._header[_RELEASED + receiver], count)
 

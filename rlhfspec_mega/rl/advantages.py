@@ -1,4 +1,7 @@
-"""Advantages within groups of samples (GRPO, RLOO), over-long samples, KL in the reward, and the shuffle control."""
+"""Advantages within groups of samples (GRPO, RLOO), over-long samples, KL in the reward, and shuffled advantages.
+
+A run with shuffled advantages is a control: it must not learn.
+"""
 
 from __future__ import annotations
 

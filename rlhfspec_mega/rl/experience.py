@@ -99,9 +99,9 @@ class Experience:
 
 
 def ending_values(sequences: Sequence[Sequence[int]]) -> Experience:
-    """Sequences whose columns have one number each: the value of the state after the last token.
+    """Experience in which a model with a value head gives each sequence one number: the value after its last token.
 
-    A value is that of the state before a response token, so each has one response token more, whatever it is.
+    Values are computed before each response token, so a response of one token, which is never read, is appended.
     """
     return Experience.of(sequences, [[0]] * len(sequences))
 

@@ -161,7 +161,7 @@ class RolloutManager:
             self._reallocation.scoring.seconds_per_token = scoring.seconds_per_token
 
     def scoring_left(self, scoring: Scoring) -> ScoringLeft:
-        """Scoring of what a rollout has left, which goes on while the driver waits for something else."""
+        """Scoring of samples that a rollout ended without; it goes on while the driver waits for other work."""
         return ScoringLeft(scoring, self._journal.scored)
 
     def take_tail(self) -> TailTally:

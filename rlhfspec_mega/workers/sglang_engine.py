@@ -103,7 +103,7 @@ class SGLangEngineWorker(EngineWorker):
         """Nothing to do: costs were measured at start."""
 
     def pace(self, temperature: float) -> Throughput:
-        """See SGLangController."""
+        """Predicted decoding throughput by batch size, see SGLangController.pace; the same at every temperature."""
         return self.controller.pace()
 
     def join_migration(self, temperature: float) -> PeerInfo:

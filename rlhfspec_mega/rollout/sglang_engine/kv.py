@@ -27,7 +27,10 @@ TARGET, DRAFT = "target", "draft"
 
 
 class KvAccess:
-    """The engine's side, over its `collective_rpc`: each tensor-parallel rank has a file with its heads.
+    """Reads and writes the KV of samples in a running SGLang engine, for migration.
+
+    It asks the tensor-parallel ranks by SGLang's `collective_rpc`; the KV itself goes through files, one of each rank
+    with the KV of its attention heads.
 
     Args:
         engine: a started `sglang.Engine` with pages of one token.
