@@ -83,6 +83,13 @@ class Job:
             raise
 
 
+def slowly(options: list[str]) -> list[str]:
+    """The same run with steps of a second at least, so that it goes on while a test disturbs it."""
+    fast = "reward.function=tests.e2e.rewards.evenness"
+    assert fast in options
+    return [option.replace(fast, "reward.function=tests.e2e.rewards.slow_evenness") for option in options]
+
+
 def script(name: str) -> str:
     return str(REPOSITORY / "slurm" / name)
 
@@ -105,7 +112,7 @@ def test_a_run_that_is_signalled_and_pre_empted_has_the_bits_of_an_undisturbed_o
     slurm: SlurmCluster, output: Path, options: list[str], undisturbed: Path
 ) -> None:
     """First SIGUSR1, as ahead of the time limit; then Slurm pre-empts it for a job of a higher partition."""
-    job = Job(slurm, output, NO_GPUS, "--nodes=2", script("colocated.sbatch"), "name=disturbed", *options)
+    job = Job(slurm, output, NO_GPUS, "--nodes=2", script("colocated.sbatch"), "name=disturbed", *slowly(options))
     job.wait_for_text("step 2/")
     slurm.run("scancel", "--signal=USR1", "--batch", job.id)
     job.wait_for_text("requeued; the next attempt", 60)
@@ -134,7 +141,7 @@ def test_an_array_runs_each_line_of_a_file(slurm: SlurmCluster, output: Path, op
     lines = output / "lines.txt"
     lines.write_text("# name, and what differs\nname=a0 seed=0\n\nname=a1 seed=1 'trainer.steps=2'\nname=a2 seed=2\n")
     command = (NO_GPUS, "--array=1-3", "--cpus-per-task=2", "--oversubscribe", script("array.sbatch"), str(lines))
-    short = [option for option in options if not option.startswith("trainer.steps")]
+    short = [option for option in slowly(options) if not option.startswith("trainer.steps")]
     job = Job(slurm, output, *command, *short, "trainer.steps=6")
     # The last task has the id of the whole array, too: only it may come back.
     slurm.wait(lambda: steps_done(output / "a2") >= 1, "a step of the last task", START_SECONDS)
@@ -212,7 +219,7 @@ def test_a_directory_that_is_not_shared_is_named(slurm: SlurmCluster, output: Pa
 def test_a_run_on_a_killed_node_comes_back(
     slurm: SlurmCluster, output: Path, options: list[str], undisturbed: Path
 ) -> None:
-    job = Job(slurm, output, NO_GPUS, "--nodes=2", script("colocated.sbatch"), "name=killed", *options)
+    job = Job(slurm, output, NO_GPUS, "--nodes=2", script("colocated.sbatch"), "name=killed", *slowly(options))
     job.wait_for_text("step 3/")
     slurm.kill_node("n2")
     job.wait_for_text("attempt failed", SILENT_SECONDS + 90)
