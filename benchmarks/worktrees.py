@@ -1,7 +1,7 @@
 """Two versions of this project against each other: python -m benchmarks.worktrees BEFORE AFTER [--pairs 20].
 
 BEFORE and AFTER are checkouts (`git worktree add ../before COMMIT`). Each pair runs both, in turns first, with the
-interpreter and the models of this environment: a short demo run, and the embedded engine at several batches. Ratios
+interpreter and the models of this environment: a short demo run, and the torch engine at several batches. Ratios
 are of speeds, after over before: above 1 the newer version is faster.
 """
 

@@ -1,6 +1,6 @@
 #!/bin/bash
 # The plan of a job against what Slurm has, before it waits in a queue: what sbatch would refuse, and what train.py would.
-#   slurm/check.sh [sbatch's options] slurm/colocated.sbatch model=70b model.path=DIR ...
+#   slurm/check.sh [sbatch's options] slurm/colocated.sbatch model.path=DIR ...
 # Options before the script's name are sbatch's (--nodes=8 --partition=gpu ...), the others train.py's. Starts nothing;
 # exit status 2 if the run does not fit.
 set -u

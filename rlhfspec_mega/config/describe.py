@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -104,8 +104,18 @@ def _row(one: Known) -> str:
     value = " \\| ".join(f"`{choice}`" for choice in option.choices) or one.expected
     value += f", {option.bounds}" if option.bounds else ""
     value += f", {option.unit}" if option.unit else ""
-    needs = " and ".join(_condition(condition) for condition in option.only_with)
+    needs = " and ".join(map(_condition, _narrowest(option.only_with)))
     return f"| `{one.key}` | {default} | {value} | {_sentence(option.help)}{f' Only with {needs}.' if needs else ''} |"
+
+
+def _narrowest(conditions: Sequence[str]) -> list[str]:
+    """The conditions, without one that another implies: task=reward_model says more than task=sft|reward_model."""
+    choices = [(one, key, set(values.split("|"))) for one in conditions for key, _, values in [one.partition("=")]]
+    return [
+        one
+        for one, key, values in choices
+        if not any(key == other and "" not in fewer and fewer < values for _, other, fewer in choices)
+    ]
 
 
 def _condition(text: str) -> str:

@@ -54,7 +54,7 @@ def device_plans(config: RunConfig, shape: ModelShape, sizes: Sizes) -> list[Dev
     """All devices of the cluster, node by node.
 
     The actor's weights, gradients and optimizer stay on its devices; its activations are there while it trains. An
-    SGLang engine has a fixed share of the memory, and none while the actor trains if it sleeps then; the embedded
+    SGLang engine has a fixed share of the memory, and none while the actor trains if it sleeps then; the torch
     engine keeps what it has. Frozen models' weights rest in host memory and come for the time of a call.
     """
     each = config.cluster.devices_per_node

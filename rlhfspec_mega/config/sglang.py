@@ -1,4 +1,4 @@
-"""Checks of rollout=sglang: what must be installed, and what the embedded engine can do but SGLang cannot."""
+"""Checks of rollout=sglang: what must be installed, and what the torch engine can do but SGLang cannot."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ METRICS = (
     Metric("reallocation/migrations", "", "samples that moved from one engine to another", "sum"),
     Metric("reallocation/migration_downtime", "s", "time in which a moving sample was decoded nowhere", "median"),
     Metric("reallocation/freed_device_seconds", "s", "time of engines that had no more samples", "sum over devices"),
-    Metric("reallocation/fused_tasks", "", "samples that the reference scored on such devices", "sum"),
+    Metric("reallocation/fused_tasks", "", "samples that frozen models scored on such devices", "sum"),
     Metric("reallocation/fused_seconds", "s", "time that this took", "sum over devices"),
     Metric("rollout/truncation_rate", "", "share of responses cut off", _SAMPLES, "truncated", "{:.1%}"),
     Metric("actor/entropy", "nats", "entropy of the actor's next token", _TOKENS, "entropy"),
@@ -188,7 +188,8 @@ def document() -> str:
     return (
         "# Metrics\n\n"
         "Written by `python -m tools.configuration` from `rlhfspec_mega/observe/metrics.py`; edit it there.\n\n"
-        "`metrics.jsonl`, TensorBoard and Weights & Biases have a value of each for every step. A loss of your own\n"
+        "Each step writes those that apply to it to `metrics.jsonl`, TensorBoard and Weights & Biases: `val/*` only\n"
+        "where held-out data was evaluated, `speculation/*` with a draft, `critic/*` with PPO. A loss of your own\n"
         "reports `actor/NAME` for each of its metrics.\n\n"
         "| Metric | Unit | Meaning | Reduced |\n| --- | --- | --- | --- |\n" + "\n".join(rows) + "\n"
     )

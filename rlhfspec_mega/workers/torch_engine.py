@@ -1,4 +1,4 @@
-"""The engine worker that decodes with the embedded torch engine."""
+"""The engine worker that decodes with the torch engine."""
 
 from __future__ import annotations
 

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
 from rlhfspec_mega.algorithms.choice import make_algorithm
+from rlhfspec_mega.config.conditions import missing
+from rlhfspec_mega.config.option import KEY, Option
+from rlhfspec_mega.config.schema import reward
 from rlhfspec_mega.config.schema.generation import SpeculationConfig
+from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.schema.training import AlgorithmConfig
 from rlhfspec_mega.models import mapping
 from rlhfspec_mega.models.shape import ARCHITECTURES, Architecture, ModelShape
 from rlhfspec_mega.models.transformer import Transformer, causal_attention
-from rlhfspec_mega.planning import placement
+from rlhfspec_mega.planning import placement, strategy
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.reward.runner import RewardRunner
+from rlhfspec_mega.rl import shaping
 from rlhfspec_mega.rl.experience import Experience
 from rlhfspec_mega.rl.microbatch import Shard
 from rlhfspec_mega.types import Prompt, Sample
@@ -75,9 +82,10 @@ def test_an_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model computes what transformers' does with the same weights."""
     from transformers import MistralConfig, MistralForCausalLM
 
-    monkeypatch.setitem(ARCHITECTURES, "mistral", Architecture("MistralForCausalLM"))
+    monkeypatch.setitem(ARCHITECTURES, "mistral", Architecture("Mistral"))
     monkeypatch.setitem(mapping.MAPPINGS, "mistral", example("rlhfspec_mega/models/mapping/mistral.py").MAPPING)
     shape = ModelShape("mistral", 64, 2, 4, 2, 16, 96, 53, 64, 500.0, 1e-5, False)
+    assert shape.hf_class == MistralForCausalLM.__name__
     torch.manual_seed(0)
     config = MistralConfig(
         vocab_size=53, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -94,7 +102,7 @@ def test_an_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_drafting_policy() -> None:
-    module = example("rlhfspec_mega/planning/short_batches.py")
+    module = example("rlhfspec_mega/planning/strategy.py", strategy)
     policy = module.short_batches(SpeculationConfig(), AcceptanceModel(), CostModel.nominal(10**6, 10**4))
     policy.most = 4
     found = {}
@@ -112,3 +120,19 @@ def test_a_placement() -> None:
     )
     assert made.devices(placement.ACTOR) == [(0,), (1,)]
     assert made.devices(placement.ENGINE) == [(device,) for device in range(2, 8)]
+
+
+def test_an_option() -> None:
+    schema = example("rlhfspec_mega/config/schema/reward.py", reward)
+    (field,) = dataclasses.fields(schema.RewardConfig)
+    declared: Option = field.metadata[KEY]
+    assert declared.allows(-1.0) and not declared.allows(1.0)
+    run = RunConfig()
+    (condition,) = declared.only_with
+    assert missing(condition, run) == "reward.normalize=batch"
+    run.reward.normalize = "group"
+    assert missing(condition, run) is None
+    floored = example("rlhfspec_mega/rl/shaping.py", shaping).floored
+    rewards = np.array([-2.0, 0.5])
+    assert floored(rewards, schema.RewardConfig(floor=-1.0)).tolist() == [-1.0, 0.5]
+    assert floored(rewards, schema.RewardConfig()).tolist() == [-2.0, 0.5]

@@ -47,7 +47,7 @@ class SGLangConfig:
     )
     enable_memory_saver: bool = option(
         True,
-        "give GPU memory back while the actor on the same device trains",
+        "give GPU memory back while the actor on the same devices trains",
         only_with=("rollout.engine=sglang", "placement.mode=colocated"),
         was=("rollout.sglang.sleep",),
     )
@@ -145,7 +145,12 @@ class SpeculationConfig:
         was=("drafting.tokens",),
     )
     refresh_every: int = option(
-        4, "steps between refreshes of the draft; 0: never", unit="steps", least=0, common=True, only_with=DRAFTS
+        4,
+        "steps of task=rl between refreshes of the draft; 0: never, and no memory is kept for them",
+        unit="steps",
+        least=0,
+        common=True,
+        only_with=DRAFTS,
     )
     refresh_seconds: float = option(
         2.0, "time of a refresh", unit="seconds", above=0, only_with=(*REFRESHES, "trainer.deterministic=false")

@@ -13,16 +13,19 @@ FUNCTION, SERVICE, REWARD_MODEL = "a reward function", "a reward service", "a re
 @dataclass
 class RemoteRewardConfig:
     url: str | None = option(
-        None, 'of a service that answers {"samples": [...]} with {"rewards": [...]}; null: there is none'
+        None, 'address of a service that answers {"samples": [...]} with {"rewards": [...]}; null: there is none'
     )
-    weight: float = option(1.0, "of its score in the reward", least=0)
-    batch_size: int = option(64, "most samples of a request", least=1)
-    timeout: float = option(30.0, "after which a request without an answer is repeated", unit="seconds", above=0)
+    weight: float = option(1.0, "of its score in the reward", least=0, only_with=SERVICE)
+    batch_size: int = option(64, "most samples of a request", least=1, only_with=SERVICE)
+    timeout: float = option(
+        30.0, "after which a request without an answer is repeated", unit="seconds", above=0, only_with=SERVICE
+    )
     deadline: float = option(
         600.0,
         "for which a service that stays away is asked again; then the run saves and ends",
         unit="seconds",
         least=0,
+        only_with=SERVICE,
     )
 
 
@@ -31,13 +34,13 @@ class RewardModelConfig:
     path: str | None = option(
         None, "Hugging Face directory of a sequence classifier with one score; null: there is none"
     )
-    weight: float = option(1.0, "of its score in the reward", least=0)
+    weight: float = option(1.0, "of its score in the reward", least=0, only_with=REWARD_MODEL)
 
 
 @dataclass
 class RewardConfig:
     function: str | None = option(
-        "rlhfspec_mega.reward.chain_sums.reward", "package.module.function of a rule; null: there is none"
+        "rlhfspec_mega.reward.chain_sums.reward", "import path of a rule, package.module.function; null: there is none"
     )
     weight: float = option(1.0, "of the function's value in the reward", least=0, only_with=FUNCTION)
     time_limit: float = option(
@@ -46,8 +49,8 @@ class RewardConfig:
     arguments: dict[str, Any] = option(
         {}, "keyword arguments of the function: +reward.arguments.NAME=VALUE", only_with=FUNCTION
     )
-    remote: RemoteRewardConfig = section(RemoteRewardConfig, "a remote reward service", only_with=SERVICE)
-    model: RewardModelConfig = section(RewardModelConfig, "a reward model", only_with=REWARD_MODEL)
+    remote: RemoteRewardConfig = section(RemoteRewardConfig, "a remote reward service")
+    model: RewardModelConfig = section(RewardModelConfig, "a reward model")
     max_failures: float = option(
         0.2,
         "a run ends if a larger share of a step's samples has no reward, because a function or service failed",

@@ -50,8 +50,8 @@ class RunConfig:
     )
     task: str = option(
         "rl",
-        "rl: generate and train; sft: learn the data's answers; reward_model: learn which of two responses is better; "
-        "evaluate: answer held-out prompts",
+        "what the run does; rl: generate and train; sft: learn the data's answers; reward_model: learn which of two "
+        "responses is better; evaluate: answer held-out prompts",
         choices=TASKS,
         common=True,
     )

@@ -35,9 +35,9 @@ class PlacementConfig:
 class GpuConfig:
     """A data sheet, for planner and simulator; a run reads its own GPUs instead where it can."""
 
-    name: str = option("none", "of the GPU")
+    name: str = option("none", "name of the GPU")
     memory_gib: float = option(0.0, "memory of a GPU", unit="GiB", least=0)
-    memory_bandwidth: float = option(0.0, "of its memory", unit="GB/s", least=0)
+    memory_bandwidth: float = option(0.0, "bandwidth of its memory", unit="GB/s", least=0)
     bf16_tflops: float = option(0.0, "dense matrix products in bfloat16", unit="TFLOP/s", least=0)
     link_bandwidth: float = option(0.0, "between two GPUs of a node, each way", unit="GB/s", least=0)
     network_bandwidth: float = option(0.0, "of a GPU's network port", unit="GB/s", least=0)
@@ -87,7 +87,7 @@ class LauncherConfig:
     )
     max_restarts: int = option(
         3,
-        "restarts of each engine, each reference replica and the actor between two finished steps",
+        "restarts of each engine, each replica of the frozen models and the actor between two finished steps",
         least=0,
         was=("cluster.max_restarts",),
     )
@@ -97,7 +97,8 @@ class LauncherConfig:
 class ReshardingConfig:
     transport: str = option(
         "auto",
-        "how new weights travel to the engines; auto: shared_memory on one machine, else collective",
+        "how new weights travel to the engines; auto: shared_memory where the run starts all workers on this machine, "
+        "collective with several nodes or a Ray cluster that it joins",
         choices=("auto", "shared_memory", "collective", "object_store"),
     )
     bucket_mib: float = option(256.0, "weights sent at once", unit="MiB", above=0)

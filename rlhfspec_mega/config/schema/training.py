@@ -43,8 +43,8 @@ class OptimizerConfig:
     schedule: str = option("constant", "of the learning rate", choices=("constant", "linear", "cosine"))
     warmup_steps: int = option(5, "in which the learning rate rises", unit="optimizer steps", least=0)
     min_lr_ratio: float = option(0.1, "share of lr at the end", least=0, most=1, only_with=".schedule=cosine|linear")
-    betas: tuple[float, float] = option((0.9, 0.99), "of Adam", least=0, below=1)
-    eps: float = option(1e-8, "of Adam", above=0)
+    betas: tuple[float, float] = option((0.9, 0.99), "Adam's decay rates of the moments", least=0, below=1)
+    eps: float = option(1e-8, "Adam's epsilon", above=0)
     weight_decay: float = option(0.0, "decoupled, as in AdamW", least=0)
     clip_grad: float = option(1.0, "largest global norm of the gradient", above=0)
 
@@ -108,7 +108,11 @@ class TrainerConfig:
     )
     async_save: bool = option(True, "write checkpoints in the background, from a copy in host memory", only_with=RL)
     save_before_end: int = option(
-        0, "saves and stops so long before the job ends, as Slurm says or time_limit; 0: never", unit="seconds", least=0
+        0,
+        "save and stop if another step, as long as the longest so far, would end less than this before the job does "
+        "(as Slurm or time_limit says); 0: never",
+        unit="seconds",
+        least=0,
     )
     time_limit: int = option(
         0,
@@ -123,7 +127,8 @@ class TrainerConfig:
     )
     deterministic: bool = option(
         False,
-        "the same bits again, whatever the clock does or an engine dies of; from SGLang up to near ties",
+        "runs of the same command give the same bits, however fast processes are and whichever die; with SGLang the "
+        "same tokens up to near ties",
     )
     export_every: int = option(
         0,
@@ -156,25 +161,29 @@ class CriticConfig:
 class AlgorithmConfig:
     adv_estimator: str = option(
         "grpo",
-        "grpo, rloo, gae (PPO, with a critic), or package.module.function: rewards [prompts, members] to advantages, "
-        "one a sample or a token",
+        "how advantages follow from rewards: grpo, rloo, gae (PPO, with a critic), or the import path "
+        "package.module.function of your own, from rewards [prompts, members] to advantages of the same shape",
         was=("algorithm.advantage",),
     )
     loss: str | None = option(
-        None, "package.module.function of a policy loss of your own; null: PPO's clipped policy gradient"
+        None, "import path package.module.function of a policy loss of your own; null: PPO's clipped policy gradient"
     )
     norm_adv_by_std: bool = option(
         True, "divide GRPO's advantages by the group's standard deviation", was=("algorithm.normalize_by_std",)
     )
     clip_ratio_low: float = option(
         0.2,
-        "the ratio of probabilities counts from 1 minus this",
+        "the ratio of probabilities is clipped below 1 minus this",
         above=0,
         only_with=BUILT_IN_LOSS,
         was=("algorithm.clip_low",),
     )
     clip_ratio_high: float = option(
-        0.2, "... and up to 1 plus this", above=0, only_with=BUILT_IN_LOSS, was=("algorithm.clip_high",)
+        0.2,
+        "the ratio of probabilities is clipped above 1 plus this",
+        above=0,
+        only_with=BUILT_IN_LOSS,
+        was=("algorithm.clip_high",),
     )
     clip_ratio_c: float | None = option(
         None,
