@@ -120,7 +120,8 @@ def merged(model: MegatronModel, use_gradients: bool) -> dict[str, torch.Tensor]
     for mapped in mapped_parameters(model.chunks, model.shape):
         saved = mapped.parameter.data
         if use_gradients:
-            mapped.parameter.data = mapped.parameter.main_grad.clone()
+            # In the parameter's precision: with another one, torch would forget the hooks that Megatron has on it.
+            mapped.parameter.data = mapped.parameter.main_grad.to(mapped.parameter.dtype, copy=True)
         full = merge_parameter(mapped, model.shape, model.groups.tp)
         mapped.parameter.data = saved
         if full is not None and not mapped.is_tied_copy:

@@ -20,6 +20,8 @@ class ParallelSizes:
         virtual_pipeline: model chunks per pipeline rank; above 1: interleaved schedule.
         sequence: sequence parallelism within the tensor-parallel group.
         context, expert: only 1 is supported.
+        opposed_to: pipeline stages of another model on the same ranks, whose pipeline runs the other way, so that both
+            can train in one pass; 0: ranks in Megatron's order.
 
     Raises UserError for other context- or expert-parallel sizes.
     """
@@ -31,6 +33,7 @@ class ParallelSizes:
     sequence: bool = False
     context: int = 1
     expert: int = 1
+    opposed_to: int = 0
 
     def __post_init__(self) -> None:
         for name, size in (("context", self.context), ("expert", self.expert)):

@@ -6,9 +6,11 @@ The few globals that it reads nevertheless are set here, and nowhere else.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -18,7 +20,19 @@ from rlhfspec_mega.megatron.description import ParallelRanks, ParallelSizes
 
 
 def positions(sizes: ParallelSizes) -> list[ParallelRanks]:
-    """Each rank's coordinates, in Megatron's order: tensor-parallel peers are neighbours, pipeline stages far apart."""
+    """Each rank's coordinates, in Megatron's order: tensor-parallel peers are neighbours, pipeline stages far apart.
+
+    A pipeline that runs opposite to another one (ParallelSizes.opposed_to) lies on the same ranks as one of the other's
+    pipelines, or on a part of them, in reverse order.
+    """
+    if sizes.opposed_to:
+        beside = sizes.opposed_to // sizes.pipeline  # replicas along one pipeline of the other model
+        return [
+            ParallelRanks(tp, sizes.pipeline - 1 - stage % sizes.pipeline, dp * beside + stage // sizes.pipeline)
+            for stage in range(sizes.opposed_to)
+            for dp in range(sizes.data // beside)
+            for tp in range(sizes.tensor)
+        ]
     return [
         ParallelRanks(tp, pp, dp)
         for pp in range(sizes.pipeline)
@@ -38,21 +52,22 @@ def make_groups(sizes: ParallelSizes, ranks: Sequence[int], timeout: timedelta) 
     here = places[ranks.index(dist.get_rank())]
 
     def group(*free: str) -> dist.ProcessGroup:
-        """The group of the ranks that differ from this one only in these coordinates."""
+        """The group of the ranks that differ from this one only in these coordinates, in the order of the last."""
         fixed = [axis for axis in ParallelRanks._fields if axis not in free]
-        return _new([r for r, p in zip(ranks, places, strict=True) if _same(p, here, fixed)], timeout)
+        found = [(p, r) for r, p in zip(ranks, places, strict=True) if _same(p, here, fixed)]
+        return new_group([r for _, r in sorted(found, key=lambda one: (getattr(one[0], free[-1]), one[1]))], timeout)
 
-    alone = _new([dist.get_rank()], timeout)
-    data, everyone = group("dp"), group("tp", "pp", "dp")
+    alone = new_group([dist.get_rank()], timeout)
+    data, everyone = group("dp"), new_group(ranks, timeout)
     pipeline = group("pp")
     stages = dist.get_process_group_ranks(pipeline)
-    ends = sorted({stages[0], stages[-1]})
-    at_an_end = dist.get_rank() in ends
+    ends = list(dict.fromkeys([stages[0], stages[-1]]))
+    embedding = new_group(ends if dist.get_rank() in ends else [dist.get_rank()], timeout)
     return ProcessGroupCollection(
         tp=group("tp"),
         pp=pipeline,
         mp=group("tp", "pp"),
-        embd=_new(ends, timeout) if at_an_end and len(ends) > 1 else alone,
+        embd=embedding,
         pos_embd=alone,
         cp=alone,
         ep=alone,
@@ -69,8 +84,36 @@ def _same(left: ParallelRanks, right: ParallelRanks, axes: Sequence[str]) -> boo
     return all(getattr(left, axis) == getattr(right, axis) for axis in axes)
 
 
-def _new(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
-    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+class _Placed(int):
+    """A rank that sorts as its place in a list says."""
+
+    place = 0
+
+    def __lt__(self, other: object) -> bool:
+        return self.place < other.place if isinstance(other, _Placed) else NotImplemented
+
+
+def new_group(ranks: Sequence[int], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
+    """A process group of these global ranks, in this order; only they call this.
+
+    All of them must have created as many groups before: torch puts that number into the group's name. So every rank
+    creates a group wherever another one does, if need be of itself alone.
+
+    Args:
+        backend: None: that of the default group.
+    """
+    options: dict[str, Any] = {"timeout": timeout, "backend": backend, "use_local_synchronization": True}
+    if "sort_ranks" in inspect.signature(dist.new_group).parameters:
+        return dist.new_group(list(ranks), **options, sort_ranks=False)
+    return dist.new_group(placed(ranks), **options)
+
+
+def placed(ranks: Sequence[int]) -> list[int]:
+    """The ranks as numbers that `sorted` leaves in this order: torch before 2.13 sorts the ranks of a group."""
+    found = [_Placed(rank) for rank in ranks]
+    for place, rank in enumerate(found):
+        rank.place = place
+    return list(found)
 
 
 def ranks_in(groups: ProcessGroupCollection) -> ParallelRanks:

@@ -20,18 +20,13 @@ from rlhfspec_mega.megatron.checkpoint_files import SavedPart
 from rlhfspec_mega.megatron.checkpoint_staging import StagedState, Staging
 from rlhfspec_mega.megatron.cuda_shim import cuda_means_cpu
 from rlhfspec_mega.megatron.description import ModelDescription
+from rlhfspec_mega.megatron.gradient_pass import GradientPass
 from rlhfspec_mega.megatron.groups import make_groups, ranks_in
 from rlhfspec_mega.megatron.optimizer import build_optimizer, build_scheduler
+from rlhfspec_mega.megatron.readout import Columns, token_logprobs, token_values
 from rlhfspec_mega.megatron.residence import to_device, to_host
 from rlhfspec_mega.megatron.saving_groups import SavingGroups
-from rlhfspec_mega.megatron.step import (
-    Columns,
-    accumulate_gradients,
-    compute_columns,
-    reduce_metrics,
-    token_logprobs,
-    token_values,
-)
+from rlhfspec_mega.megatron.step import accumulate_gradients, compute_columns, reduce_metrics
 from rlhfspec_mega.megatron.weights import load_parameters, tensors_for
 from rlhfspec_mega.planning.placement import Residency
 from rlhfspec_mega.rl.microbatch import MicroBatch, TokenLoss
@@ -69,6 +64,7 @@ class MegatronModel:
     ) -> None:
         logging.getLogger("megatron").setLevel(logging.ERROR)
         self.description, self.shape, self.device = description, description.shape, device
+        self.call_timeout = call_timeout
         self.groups = make_groups(description.parallel, ranks, timedelta(seconds=call_timeout))
         self.position = ranks_in(self.groups)
         self.chunks = build_chunks(description, self.groups, device)
@@ -129,10 +125,20 @@ class MegatronModel:
         Returns `metrics` and "loss", averaged over all loss tokens, the same on every rank; and with `keep_columns`
         what `columns` would, from the same forward pass.
         """
-        sums, found = accumulate_gradients(
-            self.chunks, self.groups, batches, self._read, token_loss, metrics, keep_columns
-        )
-        return reduce_metrics(sums, metrics, self.groups), found if self.position.tp == 0 else None
+        gradients = self.gradient_pass(batches, token_loss, metrics, keep_columns)
+        return self.pass_result(gradients, metrics, accumulate_gradients(gradients, self.chunks))
+
+    def gradient_pass(
+        self, batches: Sequence[MicroBatch], token_loss: TokenLoss, metrics: Sequence[str], keep_columns: bool
+    ) -> GradientPass:
+        """A pass over a mini-batch that begins with gradients of zero, for a schedule to run."""
+        return GradientPass(self.chunks, self.groups, batches, self._read, token_loss, metrics, keep_columns)
+
+    def pass_result(
+        self, gradients: GradientPass, metrics: Sequence[str], columns: Columns | None
+    ) -> tuple[dict[str, float], Columns | None]:
+        """What `accumulate` returns, of a pass that has ended; collective."""
+        return reduce_metrics(gradients.sums, metrics, self.groups), columns if self.position.tp == 0 else None
 
     @on_megatron
     def step(self) -> dict[str, float]:

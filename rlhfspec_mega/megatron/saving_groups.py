@@ -13,6 +13,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from rlhfspec_mega.megatron.groups import new_group
+
 # Ranks that write nothing wait here for those that do, so only the driver knows when a save takes too long.
 _TIMEOUT = timedelta(days=1)
 _NEVER_SENT = 1  # a tag; everything else has 0
@@ -23,7 +25,7 @@ class SavingGroups:
 
     Args:
         ranks: global ranks of the model, ascending.
-        data_ranks: those of them that are this rank's data-parallel peers, ascending.
+        data_ranks: those of them that are this rank's data-parallel peers, in their order.
         timeout: longest wait within a collective.
 
     Attributes:
@@ -42,7 +44,7 @@ class SavingGroups:
         self._closed = False
 
     def _new(self, ranks: list[int]) -> dist.ProcessGroup:
-        return dist.new_group(ranks, timeout=self._timeout, backend="gloo", use_local_synchronization=True)
+        return new_group(ranks, self._timeout, backend="gloo")
 
     def close(self) -> None:
         """Close this rank's connections, so that peers that wait in a collective fail at once.

@@ -97,7 +97,12 @@ class Shard:
     @property
     def positions(self) -> int:
         """Positions that the model computes for them, with padding."""
-        return sum(rows * length for rows, length in (self._size(*bounds) for bounds in self._bounds()))
+        return sum(self.micro_batch_positions)
+
+    @property
+    def micro_batch_positions(self) -> list[int]:
+        """Positions that the model computes for each micro-batch."""
+        return [rows * length for rows, length in (self._size(*bounds) for bounds in self._bounds())]
 
     def batches(self) -> list[MicroBatch]:
         """The micro-batches."""
@@ -165,3 +170,17 @@ def same_shape(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
 # (log-probs, entropy, micro-batch), or (values, micro-batch) of a model with a value head
 #   -> (loss per token, metrics per token); all [rows, length] tensors
 TokenLoss = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a model learns from a mini-batch.
+
+    Attributes:
+        metrics: names of what the loss reports.
+        keep_columns: whether the log-probs or values from before the update are wanted, too.
+    """
+
+    loss: TokenLoss
+    metrics: Sequence[str]
+    keep_columns: bool = False

@@ -15,15 +15,17 @@ from rlhfspec_mega.draft.refresh import DraftLearning, RefreshReport
 from rlhfspec_mega.megatron.checkpoint_files import FileSum, SavedPart, first_damage
 from rlhfspec_mega.megatron.description import ModelDescription, ParallelRanks
 from rlhfspec_mega.megatron.draft import ActorDraft
+from rlhfspec_mega.megatron.fused_models import FusedModels
 from rlhfspec_mega.megatron.groups import positions
 from rlhfspec_mega.megatron.model import MegatronModel
 from rlhfspec_mega.megatron.process import join, seed_megatron, set_deterministic
 from rlhfspec_mega.megatron.random_state import seed_generators
 from rlhfspec_mega.megatron.rendezvous import Rendezvous
 from rlhfspec_mega.observe.spans import SpanRecorder
+from rlhfspec_mega.planning.pipeline.rank_task import RankTask, TaskTime
 from rlhfspec_mega.resharding.buckets import Bucket
 from rlhfspec_mega.resharding.export import Senders, WeightExporter, send_tensors
-from rlhfspec_mega.rl.microbatch import Shard, TokenLoss
+from rlhfspec_mega.rl.microbatch import Objective, Shard, TokenLoss
 from rlhfspec_mega.types import Span, WeightTarget
 
 
@@ -54,6 +56,7 @@ class MegatronWorker:
         seed_megatron(seed, position)
         ranks = range(rendezvous.world_size)
         self._models = {one.name: MegatronModel(one, ranks, place, rendezvous.call_timeout) for one in models}
+        self._fused = FusedModels(self._models)
         seed_generators(seed, position)  # after the random initial weights were drawn: checkpoints replace them
         self._exporters: dict[str, WeightExporter] = {}
         self._senders = Senders()
@@ -105,6 +108,22 @@ class MegatronWorker:
         with self._spans.measure(f"{model} gradients", micro_batches=len(batches)):
             means, found = self._models[model].accumulate(batches, loss, metrics, keep_columns)
         return means, (found[0].numpy(), found[1]) if found else None
+
+    def accumulate_fused(
+        self, tasks: Sequence[RankTask], objectives: Mapping[str, Objective], *shards: Shard
+    ) -> tuple[dict[str, Any], list[TaskTime]]:
+        """Accumulate two models' gradients in one pass; by model what `accumulate` returns, and the tasks' times.
+
+        Args:
+            shards: in the order of `objectives`.
+        """
+        batches = {model: shard.batches() for model, shard in zip(objectives, shards, strict=True)}
+        with self._spans.measure(f"{' + '.join(batches)} gradients", tasks=len(tasks)):
+            found, times = self._fused.accumulate(batches, objectives, tasks)
+        return {
+            model: (means, (columns[0].numpy(), columns[1]) if columns else None)
+            for model, (means, columns) in found.items()
+        }, times
 
     def step(self, model: str) -> dict[str, float]:
         """See MegatronModel.step."""

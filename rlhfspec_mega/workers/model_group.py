@@ -14,7 +14,7 @@ from rlhfspec_mega.megatron.checkpoint_files import FileSum
 from rlhfspec_mega.megatron.description import ModelDescription
 from rlhfspec_mega.resharding.buckets import Bucket
 from rlhfspec_mega.rl.experience import Experience, Floats
-from rlhfspec_mega.rl.microbatch import Shard, TokenLoss
+from rlhfspec_mega.rl.microbatch import Objective, Shard, TokenLoss
 from rlhfspec_mega.rl.packing import Batching, micro_batches
 from rlhfspec_mega.types import Span, WeightTarget
 
@@ -53,7 +53,7 @@ class ModelGroup:
 
     def _column(self, samples: Experience, phase: str, refresh_follows: bool = False) -> tuple[Floats, float]:
         """A number for every response token, and the sum of entropies."""
-        shards = self._shards(samples)
+        shards = self.shards(samples)
         return self._placed(samples, shards, self._scatter("columns", shards, refresh_follows, phase=phase), phase)
 
     def _placed(
@@ -81,24 +81,52 @@ class ModelGroup:
 
         Returns the metrics of MegatronModel.accumulate, and "padding_share" of the positions that were computed.
         """
-        return self._accumulate(self._shards(samples, together), loss, metrics, keep_columns=False)[0][0]
+        return self._accumulate(samples, Objective(loss, metrics), together)[0]
 
     def accumulate_with_logprobs(
         self, samples: Experience, loss: TokenLoss, metrics: Sequence[str]
     ) -> tuple[dict[str, float], Floats, float]:
         """As `accumulate` and, from before the update, as `logprobs`, in the same pass."""
-        shards = self._shards(samples)
-        answers = self._accumulate(shards, loss, metrics, keep_columns=True)
-        column, entropy = self._placed(samples, shards, [columns for _, columns in answers], "update")
-        return answers[0][0], column, entropy / max(len(column), 1)
+        metrics_found, column, entropy = self._accumulate(samples, Objective(loss, metrics, keep_columns=True))
+        assert column is not None
+        return metrics_found, column, entropy
+
+    def shards(self, samples: Experience, together: int = 1) -> list[Shard]:
+        """The experience of each data-parallel rank, as micro-batches.
+
+        Args:
+            together: see accumulate.
+        """
+        sizes = self.description.parallel
+        multiple = sizes.tensor if sizes.sequence else 1
+        plan = micro_batches(
+            samples.lengths.tolist(),
+            self._batching,
+            ranks=sizes.data,
+            length_multiple=multiple,
+            together=together,
+            count_multiple=sizes.pipeline if sizes.virtual_pipeline > 1 else 1,
+        )
+        return [Shard.cut(samples, rank_plan, multiple, packed=self._batching.packed) for rank_plan in plan]
+
+    def gathered(
+        self, samples: Experience, shards: Sequence[Shard], answers: Sequence[tuple[dict[str, float], Any]]
+    ) -> tuple[dict[str, float], Floats | None, float]:
+        """A pass's metrics, and its columns and mean entropy if the ranks kept them."""
+        padding = 1.0 - sum(one.inputs for one in shards) / sum(one.positions for one in shards)
+        columns = [found for _, found in answers]
+        metrics = answers[0][0] | {"padding_share": padding}
+        if not any(columns):
+            return metrics, None, 0.0
+        column, entropy = self._placed(samples, shards, columns, "update")
+        return metrics, column, entropy / max(len(column), 1)
 
     def _accumulate(
-        self, shards: Sequence[Shard], loss: TokenLoss, metrics: Sequence[str], *, keep_columns: bool
-    ) -> list[tuple[dict[str, float], Any]]:
-        """Metrics and columns of each rank."""
-        padding = 1.0 - sum(one.inputs for one in shards) / sum(one.positions for one in shards)
-        answers = self._scatter("accumulate", shards, loss, metrics, keep_columns, phase="update")
-        return [(found | {"padding_share": padding}, columns) for found, columns in answers]
+        self, samples: Experience, objective: Objective, together: int = 1
+    ) -> tuple[dict[str, float], Floats | None, float]:
+        shards = self.shards(samples, together)
+        given = (objective.loss, objective.metrics, objective.keep_columns)
+        return self.gathered(samples, shards, self._scatter("accumulate", shards, *given, phase="update"))
 
     def step(self) -> dict[str, float]:
         """One optimizer step with the accumulated gradients; see MegatronModel.step for the metrics returned."""
@@ -195,17 +223,3 @@ class ModelGroup:
         shared = [self._workers.share(shard) for shard in shards]
         arguments = [(self.description.name, shared[position.dp], *args) for position in self.positions]
         return self._workers.scatter(method, arguments, phase)
-
-    def _shards(self, samples: Experience, together: int = 1) -> list[Shard]:
-        """The experience of each data-parallel rank, as micro-batches."""
-        sizes = self.description.parallel
-        multiple = sizes.tensor if sizes.sequence else 1
-        plan = micro_batches(
-            samples.lengths.tolist(),
-            self._batching,
-            ranks=sizes.data,
-            length_multiple=multiple,
-            together=together,
-            count_multiple=sizes.pipeline if sizes.virtual_pipeline > 1 else 1,
-        )
-        return [Shard.cut(samples, rank_plan, multiple, packed=self._batching.packed) for rank_plan in plan]
