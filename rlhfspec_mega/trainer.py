@@ -110,7 +110,7 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
     with phases.measure("update"):
         generator = step_generator(run.config, step)
         metrics |= algorithm.add_advantages(experience, generator)
-        metrics |= algorithm.update(experience, system.learners, step, generator)
+        metrics |= algorithm.update(experience, system.learners, step, generator, system.fused)
     algorithm.note_on_samples(samples, experience)
     without = [sample.sample_id for sample in samples if sample.failure]
     run.ledger.drop(without, "no reward")

@@ -21,7 +21,8 @@ import numpy as np
 
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.observe.gantt import Bar, plot_schedules
-from rlhfspec_mega.planning.pipeline.baselines import greedy, serial
+from rlhfspec_mega.planning.pipeline.baselines import serial
+from rlhfspec_mega.planning.pipeline.greedy import greedy
 from rlhfspec_mega.planning.pipeline.notation import labels, read_durations
 from rlhfspec_mega.planning.pipeline.problem import Doubles, Problem, opposed_pipelines
 from rlhfspec_mega.planning.pipeline.schedule import Schedule

@@ -66,7 +66,7 @@ def replay(rollouts: Path, step: int, out: Path, overrides: list[str]) -> dict[s
             algorithm.add_values(experience, system.critic)
         generator = step_generator(config, step)
         metrics |= algorithm.add_advantages(experience, generator)
-        metrics |= algorithm.update(experience, system.learners, step, generator)
+        metrics |= algorithm.update(experience, system.learners, step, generator, system.fused)
         export_model(system.training, out / "model", model)
     algorithm.note_on_samples(samples, experience)
     result = {"metrics": metrics, "logprobs": {sample.sample_id: sample.old_logprobs for sample in samples}}

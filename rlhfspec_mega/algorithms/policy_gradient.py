@@ -21,6 +21,7 @@ from rlhfspec_mega.rl.objectives import policy_metrics, policy_objective
 from rlhfspec_mega.rl.shaping import RewardShaping
 from rlhfspec_mega.rl.token_weights import token_weights
 from rlhfspec_mega.types import Sample
+from rlhfspec_mega.workers.fused_group import FusedGroup
 from rlhfspec_mega.workers.model_group import ModelGroup
 
 
@@ -111,7 +112,7 @@ class PolicyGradient(ABC):
         Returns:
             entropy per token, and the differences between the engines' log-probs and the actor's.
         """
-        return _add_old(experience, *actor.logprobs(experience, "logprobs", refresh_follows=refresh_follows))
+        return add_old(experience, *actor.logprobs(experience, "logprobs", refresh_follows=refresh_follows))
 
     def update_gives_logprobs(self, experience: Experience, step: int) -> bool:
         """Whether the only update of this step may do without `add_old_logprobs`, and then adds what that would."""
@@ -130,7 +131,12 @@ class PolicyGradient(ABC):
         raise NotImplementedError
 
     def update(
-        self, experience: Experience, models: Mapping[str, ModelGroup], step: int, generator: torch.Generator
+        self,
+        experience: Experience,
+        models: Mapping[str, ModelGroup],
+        step: int,
+        generator: torch.Generator,
+        fused: FusedGroup | None = None,
     ) -> dict[str, float]:
         """Run the optimizer steps of a step of RL: every sample is used once in each epoch.
 
@@ -138,6 +144,7 @@ class PolicyGradient(ABC):
             models: those that learn, by name.
             step: the step's number.
             generator: for the order of samples in epochs after the first.
+            fused: two of the models, for updates in one pass; only PPO has them.
 
         Returns:
             The metrics of MegatronModel.accumulate and .step as `actor/NAME`, averaged over the mini-batches; skipped
@@ -175,7 +182,7 @@ class PolicyGradient(ABC):
         if "old_logprobs" in experience.columns:
             return actor.accumulate(batch, self._loss, self._metrics) | actor.step(), {}
         found, column, entropy = actor.accumulate_with_logprobs(batch, self._loss, self._metrics)
-        return found | actor.step(), _add_old(experience, column, entropy)
+        return found | actor.step(), add_old(experience, column, entropy)
 
     def _diverged(self, results: Sequence[Mapping[str, float]]) -> bool:
         """Whether the last update took the actor too far from the policy that the samples are of."""
@@ -193,7 +200,7 @@ class PolicyGradient(ABC):
             sample.advantage = float(part.mean(dtype=np.float64)) if len(part) else 0.0
 
 
-def _add_old(experience: Experience, column: Floats, entropy: float) -> dict[str, float]:
+def add_old(experience: Experience, column: Floats, entropy: float) -> dict[str, float]:
     """Add the log-probs from before the updates; returns metrics (see PolicyGradient.add_old_logprobs)."""
     experience.columns["old_logprobs"] = column
     differences = np.abs(column.astype(np.float64) - experience.columns["engine_logprobs"])

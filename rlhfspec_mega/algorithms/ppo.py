@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhfspec_mega.algorithms.policy_gradient import PolicyGradient, averaged
+from rlhfspec_mega.algorithms.policy_gradient import PolicyGradient, add_old, averaged
 from rlhfspec_mega.config.schema.training import AlgorithmConfig, CriticConfig
 from rlhfspec_mega.planning.placement import ACTOR, CRITIC
 from rlhfspec_mega.rl.advantages import shaped_rewards, shuffled
@@ -24,9 +24,10 @@ from rlhfspec_mega.rl.gae import (
 )
 from rlhfspec_mega.rl.kl_controller import KlController
 from rlhfspec_mega.rl.losses import kl_estimate
-from rlhfspec_mega.rl.microbatch import TokenLoss
+from rlhfspec_mega.rl.microbatch import Objective, TokenLoss
 from rlhfspec_mega.rl.objectives import VALUE_METRICS, value_objective
 from rlhfspec_mega.rl.shaping import RewardShaping
+from rlhfspec_mega.workers.fused_group import FusedGroup
 from rlhfspec_mega.workers.model_group import ModelGroup
 
 
@@ -92,22 +93,54 @@ class PPO(PolicyGradient):
         }
 
     def update(
-        self, experience: Experience, models: Mapping[str, ModelGroup], step: int, generator: torch.Generator
+        self,
+        experience: Experience,
+        models: Mapping[str, ModelGroup],
+        step: int,
+        generator: torch.Generator,
+        fused: FusedGroup | None = None,
     ) -> dict[str, float]:
-        """Update actor and critic with every mini-batch; see PolicyGradient.update.
+        """Update actor and critic with every mini-batch, in one pass where that is faster; see PolicyGradient.update.
 
         In the first `critic.warmup_steps` steps only the critic learns.
         """
         of_actor: list[dict[str, float]] = []
         of_critic: list[dict[str, float]] = []
         differences: dict[str, float] = {}
+        passes: list[float] = []
         for batch in self._mini_batches(experience, generator):
-            if step >= self._critic.warmup_steps and not self._diverged(of_actor):
+            actor_learns = step >= self._critic.warmup_steps and not self._diverged(of_actor)
+            both = self._update_both(batch, experience, models, fused) if fused and actor_learns else None
+            passes.append(float(both is not None))
+            if both is not None:
+                of_actor.append(both[0])
+                of_critic.append(both[1])
+                differences = differences | both[2]
+                continue
+            if actor_learns:
                 found, differences = self._update_actor(batch, experience, models[ACTOR])
                 of_actor.append(found)
             critic = models[CRITIC]
             of_critic.append(critic.accumulate(batch, self._value_loss, VALUE_METRICS) | critic.step())
-        return averaged(ACTOR, of_actor) | averaged(CRITIC, of_critic) | differences
+        share = {"perf/fused_updates": sum(passes) / len(passes)} if fused else {}
+        return averaged(ACTOR, of_actor) | averaged(CRITIC, of_critic) | differences | share
+
+    def _update_both(
+        self, batch: Experience, experience: Experience, models: Mapping[str, ModelGroup], fused: FusedGroup
+    ) -> tuple[dict[str, float], dict[str, float], dict[str, float]] | None:
+        """One pass for actor and critic (RLHFuse, arXiv 2409.13221): the actor's metrics, the critic's, and those of
+        `add_old_logprobs` if that was left out; None if the planner finds that it would be no faster."""
+        no_logprobs = "old_logprobs" not in experience.columns
+        objectives = {
+            ACTOR: Objective(self._loss, self._metrics, keep_columns=no_logprobs),
+            CRITIC: Objective(self._value_loss, VALUE_METRICS),
+        }
+        found = fused.accumulate(batch, objectives)
+        if found is None:
+            return None
+        (of_actor, column, entropy), (of_critic, _, _) = found[ACTOR], found[CRITIC]
+        differences = add_old(experience, column, entropy) if no_logprobs and column is not None else {}
+        return of_actor | models[ACTOR].step(), of_critic | models[CRITIC].step(), differences
 
     def update_gives_logprobs(self, experience: Experience, step: int) -> bool:
         """As PolicyGradient.update_gives_logprobs; not while only the critic learns."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from rlhfspec_mega.config.advice import nearest_fit
 from rlhfspec_mega.config.conditions import check_read
 from rlhfspec_mega.config.critic import check_critic_weights, has_critic
+from rlhfspec_mega.config.fusion import check_fusion
 from rlhfspec_mega.config.machine import check_devices, check_job_end, check_launcher, check_memory
 from rlhfspec_mega.config.model_shape import check_weights
 from rlhfspec_mega.config.names import unknown_choice
@@ -72,6 +73,7 @@ def check_composition(config: RunConfig) -> tuple[ModelShape, Sizes]:
     check_shape(config, shape)
     check_parallel(config, shape)
     check_critic(config, shape)
+    check_fusion(config)
     check_reward_model(config)
     check_lengths(config, shape)
     return shape, derive_sizes(config, shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rlhfspec_mega.config.fusion import fuses
 from rlhfspec_mega.config.hardware import device_memory
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sglang import engines_sleep, memory_share, uses_sglang
@@ -68,7 +69,7 @@ def device_plans(config: RunConfig, shape: ModelShape, sizes: Sizes) -> list[Dev
     plans = []
     for device, held in enumerate(ranks):
         stage = _stage_of(held, ACTOR, stages, sizes)
-        of_critic = _stage_of(held, CRITIC, critic, sizes)
+        of_critic = _stage_of(held, CRITIC, critic, sizes, config.actor.pipeline_parallel if fuses(config) else 0)
         loads = {phase: _loads(config, sizes, held, stage, of_critic, phase, capacity) for phase in PHASES}
         plans.append(DevicePlan(device // each, device % each, held, loads, capacity))
     return plans
@@ -88,9 +89,15 @@ def critic_stages(config: RunConfig, sizes: Sizes) -> list[ActorMemory]:
     return [stage_memory(sizes.critic.shape, plan, stage) for stage in range(plan.layout.pipeline)]
 
 
-def _stage_of(held: Mapping[str, int], model: str, stages: list[ActorMemory], sizes: Sizes) -> ActorMemory | None:
-    """The memory of the pipeline stage that a device's rank of this model has."""
-    return stages[held[model] * len(stages) // sizes.actor_ranks] if model in held else None
+def _stage_of(
+    held: Mapping[str, int], model: str, stages: list[ActorMemory], sizes: Sizes, opposed_to: int = 0
+) -> ActorMemory | None:
+    """The memory of the pipeline stage that a device's rank of this model has; see ParallelSizes.opposed_to."""
+    if model not in held:
+        return None
+    if opposed_to:
+        return stages[-1 - held[model] * opposed_to // sizes.actor_ranks % len(stages)]
+    return stages[held[model] * len(stages) // sizes.actor_ranks]
 
 
 def fullest_device(plans: list[DevicePlan]) -> DevicePlan:
@@ -111,8 +118,10 @@ def _loads(
     loads = {}
     if stage is not None:
         loads[ACTOR] = stage.total - (0 if phase == TRAIN else stage.activations)
-    if stage is not None and of_critic is not None:  # one learns after the other: the larger activations count
-        more = max(of_critic.activations - stage.activations, 0) if phase == TRAIN else 0
+    if stage is not None and of_critic is not None:
+        # Both learn in one pass, or one learns after the other, and the larger activations count.
+        most = of_critic.activations if fuses(config) else max(of_critic.activations - stage.activations, 0)
+        more = most if phase == TRAIN else 0
         loads[CRITIC] = of_critic.total - of_critic.activations + more
     if sizes.draft_memory.actor and held.get(ACTOR) == _draft_rank(config, sizes):
         loads[DRAFT] = sizes.draft_memory.actor

@@ -63,6 +63,12 @@ METRICS = (
     ),
     Metric("rollout/generated_tokens", "tokens", "tokens of all responses", "sum over the step's samples"),
     Metric(
+        "perf/fused_updates",
+        "",
+        "share of mini-batches in which actor and critic trained in one pass; absent if their pipelines rule it out",
+        "of the step",
+    ),
+    Metric(
         "perf/generation_tokens_per_second",
         "tokens/s",
         "generated tokens over the seconds of phase generate",

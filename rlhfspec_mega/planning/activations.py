@@ -56,11 +56,9 @@ def peak_bytes(shape: ModelShape, one: Pass) -> int:
     every micro-batch that the schedule keeps.
     """
     size, tokens = one.size, one.tokens
-    split = one.tensor_parallel if one.sequence_parallel else 1
-    stream = shape.hidden_size * size / split  # of the residual stream, per token
+    split, stream, layer = _per_token(shape, one)
     norm = _norm(shape.hidden_size, size) / split
-    layer = 2 * norm + _attention(shape, one) + 5 * shape.ffn_size // one.tensor_parallel * size
-    kept = one.layers * (stream if one.recompute else layer)
+    kept = kept_bytes(shape, one)
     ffn = shape.ffn_size // one.tensor_parallel * size
     inside = (4.5 if size == 4 else 4.25) * shape.hidden_size + max(2 * ffn, ffn + ffn * shape.hidden_size / tokens)
     inside += layer if one.recompute else 0
@@ -81,6 +79,20 @@ def peak_bytes(shape: ModelShape, one: Pass) -> int:
         end = (3 if shape.tie_embeddings and one.last else 1) * weight * tokens
         peak = max(peak, end + tokens * ((one.kept - 1) * kept + 2 * stream))
     return round(peak)
+
+
+def kept_bytes(shape: ModelShape, one: Pass) -> float:
+    """Bytes per token that all layers of a stage keep from the forward of a micro-batch to its backward."""
+    _, stream, layer = _per_token(shape, one)
+    return one.layers * (stream if one.recompute else layer)
+
+
+def _per_token(shape: ModelShape, one: Pass) -> tuple[int, float, float]:
+    """Ranks that divide the residual stream; bytes per token of that stream, and of a layer's saved activations."""
+    split = one.tensor_parallel if one.sequence_parallel else 1
+    norm = _norm(shape.hidden_size, one.size) / split
+    ffn = 5 * shape.ffn_size // one.tensor_parallel * one.size
+    return split, shape.hidden_size * one.size / split, 2 * norm + _attention(shape, one) + ffn
 
 
 def _norm(width: int, size: int) -> int:

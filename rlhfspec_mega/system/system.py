@@ -21,6 +21,7 @@ from rlhfspec_mega.system.scorers import Scorers
 from rlhfspec_mega.system.setup import Setup
 from rlhfspec_mega.system.training import Training
 from rlhfspec_mega.system.weights import WeightSync
+from rlhfspec_mega.workers.fused_group import FusedGroup
 from rlhfspec_mega.workers.model_group import ModelGroup
 
 SETTLE_SECONDS = 10.0  # wait for an engine's answer after the actor has died
@@ -113,6 +114,11 @@ class System:
     def critic(self) -> ModelGroup | None:
         """The value model; None without one."""
         return self.training.models.get(CRITIC)
+
+    @property
+    def fused(self) -> FusedGroup | None:
+        """Actor and critic for updates in one pass; None if these are not possible."""
+        return self.training.fused
 
     @property
     def draft_learns(self) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from rlhfspec_mega.cluster.interface import Cluster, WorkerSpec
 from rlhfspec_mega.cluster.meeting_point import MeetingPoint
 from rlhfspec_mega.config.frozen import runs_engines
+from rlhfspec_mega.config.fusion import fuses
 from rlhfspec_mega.draft.directory import read_draft_tensors
 from rlhfspec_mega.draft.refresh import DraftLearning
 from rlhfspec_mega.megatron.description import Learning, ModelDescription, ParallelSizes, describe
@@ -18,9 +19,11 @@ from rlhfspec_mega.planning.placement import ACTOR, CRITIC, ENGINE
 from rlhfspec_mega.resharding.controller import Resharder
 from rlhfspec_mega.resharding.transport import OpenHost
 from rlhfspec_mega.system.frozen import frozen_descriptions
+from rlhfspec_mega.system.fusion import fusion_planner
 from rlhfspec_mega.system.setup import MEGATRON_WORKER, Setup
 from rlhfspec_mega.types import WeightTarget
 from rlhfspec_mega.workers.draft import DraftGroup
+from rlhfspec_mega.workers.fused_group import FusedGroup
 from rlhfspec_mega.workers.model_group import ModelGroup
 
 
@@ -34,6 +37,7 @@ class Training:
     Attributes:
         setup: what it was built from.
         models: by name; weights are not loaded yet.
+        fused: actor and critic, if both can train in one pass; else None.
         draft: the draft beside the actor; None without drafting.
         resharder: resharding of the actor's weights and the draft's.
     """
@@ -45,6 +49,12 @@ class Training:
         workers = cluster.launch(ACTOR, self._specs(descriptions))
         cluster.wait_started()
         self.models = {one.name: ModelGroup(workers, one, setup.batching) for one in descriptions}
+        self.fused: FusedGroup | None = None
+        if fuses(config):
+            actor, critic = self.models[ACTOR], self.models[CRITIC]
+            self.fused = FusedGroup(
+                workers, actor, critic, fusion_planner(config, actor.description, critic.description)
+            )
         self.resharder = Resharder(
             cluster,
             self.actor,
@@ -97,7 +107,13 @@ class Training:
                     CRITIC,
                     critic.shape,
                     config.actor,
-                    ParallelSizes(layout.tensor, layout.pipeline, layout.data, sequence=critic.sequence_parallel),
+                    ParallelSizes(
+                        layout.tensor,
+                        layout.pipeline,
+                        layout.data,
+                        sequence=critic.sequence_parallel,
+                        opposed_to=config.actor.pipeline_parallel if fuses(config) else 0,
+                    ),
                     temperature=1.0,  # values do not depend on how tokens are sampled
                     learning=Learning(config.critic.optimizer, setup.total_updates),
                 )

@@ -12,6 +12,7 @@ from rlhfspec_mega.cluster.interface import Call, WorkerGroup
 from rlhfspec_mega.errors import CheckpointError, RunError
 from rlhfspec_mega.megatron.checkpoint_files import FileSum
 from rlhfspec_mega.megatron.description import ModelDescription
+from rlhfspec_mega.planning.pipeline.baselines import rising_then_falling
 from rlhfspec_mega.resharding.buckets import Bucket
 from rlhfspec_mega.rl.experience import Experience, Floats
 from rlhfspec_mega.rl.microbatch import Objective, Shard, TokenLoss
@@ -92,7 +93,7 @@ class ModelGroup:
         return metrics_found, column, entropy
 
     def shards(self, samples: Experience, together: int = 1) -> list[Shard]:
-        """The experience of each data-parallel rank, as micro-batches.
+        """The experience of each data-parallel rank, as micro-batches; a pipeline gets short ones first and last.
 
         Args:
             together: see accumulate.
@@ -107,7 +108,14 @@ class ModelGroup:
             together=together,
             count_multiple=sizes.pipeline if sizes.virtual_pipeline > 1 else 1,
         )
-        return [Shard.cut(samples, rank_plan, multiple, packed=self._batching.packed) for rank_plan in plan]
+        shards = [Shard.cut(samples, rank_plan, multiple, packed=self._batching.packed) for rank_plan in plan]
+        if sizes.pipeline == 1 or sizes.virtual_pipeline > 1:
+            return shards
+        orders = [rising_then_falling(shard.micro_batch_positions) for shard in shards]
+        return [
+            Shard.cut(samples, [rank_plan[place] for place in order], multiple, packed=self._batching.packed)
+            for rank_plan, order in zip(plan, orders, strict=True)
+        ]
 
     def gathered(
         self, samples: Experience, shards: Sequence[Shard], answers: Sequence[tuple[dict[str, float], Any]]

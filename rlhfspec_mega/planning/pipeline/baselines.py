@@ -1,4 +1,4 @@
-"""What a fused schedule is compared with: the models one after the other, and a greedy rule."""
+"""What a fused schedule is compared with: the models one after the other under Megatron's 1F1B."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlhfspec_mega.errors import UserError
-from rlhfspec_mega.planning.pipeline.dispatch import DueDates, as_arrays, dispatch, schedule_of
-from rlhfspec_mega.planning.pipeline.problem import Pipeline, Problem
+from rlhfspec_mega.planning.pipeline.problem import Doubles, Pipeline, Problem
 from rlhfspec_mega.planning.pipeline.schedule import Schedule, Task, timed
 
 
@@ -70,28 +69,13 @@ def in_turn(problem: Problem) -> Schedule:
     )
 
 
-def greedy(problem: Problem) -> Schedule | None:
-    """A free device computes the next backward if one is ready, else the next forward; the first model goes first.
-
-    None if memory runs out on the way.
-    """
-    arrays = as_arrays(problem)
-    lines, most = len(problem.pipelines), arrays.activation.shape[1]
-    zeros = np.zeros(lines)
-    later = [one.model for one in problem.pipelines for _ in one.devices]
-    # Larger than all other parts of a due date.
-    by_node = 10 * arrays.work.sum() * np.stack([2.0 + np.array(later), np.array(later)], axis=1).ravel()
-    orders = np.tile(np.arange(most), (lines, 1))
-    starts = np.zeros(arrays.durations.shape)
-    wanted = DueDates(orders, zeros, zeros, zeros, by_node, np.zeros((2 * lines, most)))
-    no_limit = np.full(len(arrays.counts), most)
-    makespan, _, _ = dispatch(arrays, wanted, no_limit, problem.memory, 0.0, np.inf, starts)
-    return schedule_of(problem, orders, starts) if makespan < np.inf else None
-
-
 def short_ones_outside(pipeline: Pipeline) -> list[int]:
-    """Micro-batches by rising, then by falling duration: a pipeline fills and drains with the short ones."""
-    lengths = (pipeline.forward + pipeline.backward).sum(axis=0)
+    """Micro-batches by rising, then by falling duration."""
+    return rising_then_falling((pipeline.forward + pipeline.backward).sum(axis=0))
+
+
+def rising_then_falling(lengths: Sequence[float] | Doubles) -> list[int]:
+    """Indices of micro-batches in an order that suits 1F1B: the pipeline fills and drains with short ones."""
     if not np.ptp(lengths):
         return list(range(len(lengths)))
     rising = np.argsort(lengths, kind="stable").tolist()

@@ -13,7 +13,6 @@ from rlhfspec_mega.planning.pipeline.channels import find_deadlock
 from rlhfspec_mega.planning.pipeline.problem import Doubles, Problem, opposed_pipelines
 from rlhfspec_mega.planning.pipeline.rank_task import RankTask
 from rlhfspec_mega.planning.pipeline.schedule import Schedule
-from rlhfspec_mega.planning.pipeline.solver import solve
 from rlhfspec_mega.planning.pipeline.task_costs import TaskCosts
 
 MIN_GAIN = 1.05  # a predicted gain below this is not worth leaving Megatron's own schedule
@@ -74,6 +73,8 @@ class FusionPlanner:
         Args:
             tokens: of each model, by data-parallel rank, the tokens of each micro-batch.
         """
+        from rlhfspec_mega.planning.pipeline.solver import solve  # imports numba, which takes a third of a second
+
         first, second = (tokens[one.name] for one in self._models)
         beside = len(second) // len(first)
         makespan, one_by_one, tasks = 0.0, 0.0, []

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlhfspec_mega.planning.pipeline.baselines import greedy, in_turn
+from rlhfspec_mega.planning.pipeline.baselines import in_turn
 from rlhfspec_mega.planning.pipeline.bounds import lower_bound
 from rlhfspec_mega.planning.pipeline.dispatch import as_arrays, dispatch, schedule_of
+from rlhfspec_mega.planning.pipeline.greedy import greedy
 from rlhfspec_mega.planning.pipeline.problem import Problem
 from rlhfspec_mega.planning.pipeline.schedule import Schedule
 from rlhfspec_mega.planning.pipeline.settings import Settings, Variation
