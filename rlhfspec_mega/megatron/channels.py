@@ -28,11 +28,13 @@ class Channels:
     """A model's channels on one rank; collective over the ranks of each of its pipelines.
 
     Attributes:
+        timeout: longest wait for a transfer.
         before, behind: neighbours by stage; None at the ends of the pipeline.
     """
 
     def __init__(self, groups: ProcessGroupCollection, timeout: timedelta) -> None:
         stages, own = dist.get_process_group_ranks(groups.pp), groups.pp.rank()
+        self.timeout = timeout
         self.before: Neighbour | None = None
         self.behind: Neighbour | None = None
         # First the pairs that begin with an even stage, then the others: see new_group.
@@ -47,19 +49,30 @@ class Channels:
 
 
 class Transfers:
-    """The sends of a pass that are under way; their tensors must live until they have ended."""
+    """The transfers of a pass; what is sent must live until it has arrived.
 
-    def __init__(self) -> None:
+    Args:
+        timeout: longest wait for one of them.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
         self._sends: list[tuple[Any, torch.Tensor]] = []
 
     def send(self, tensor: torch.Tensor, to: Neighbour, group: dist.ProcessGroup) -> None:
         """Send without waiting."""
         whole = tensor.detach().contiguous()
-        work = dist.isend(whole, to.rank, group=group)
-        self._sends.append((work, whole))
+        self._sends.append((dist.isend(whole, to.rank, group=group), whole))
 
-    def wait(self) -> None:
-        """Wait for all sends."""
+    def wait(self, work: Any) -> None:
+        """Wait until a tensor has come, or has been sent. Raises RuntimeError.
+
+        NCCL waits on the stream instead, and its watchdog ends the process after the timeout.
+        """
+        work.wait(self._timeout)
+
+    def wait_for_sends(self) -> None:
+        """Wait for all sends. Raises RuntimeError."""
         for work, _ in self._sends:
-            work.wait()
+            self.wait(work)
         self._sends.clear()

@@ -42,7 +42,7 @@ class FusedPass:
         computed: Callable[[RankTask, float], None] = lambda task, began: None,
     ) -> None:
         self._passes, self._channels, self._computed = passes, channels, computed
-        self._transfers = Transfers()
+        self._transfers = Transfers(max(one.timeout for one in channels.values()))
 
     def run(self, tasks: Sequence[RankTask]) -> list[TaskTime]:
         """Compute all tasks in order; the passes are to be ended afterwards, in the same order on all ranks.
@@ -89,7 +89,7 @@ class FusedPass:
         if receive is None:
             return None
         with self._named(task, receive.source):
-            receive.work.wait()
+            self._transfers.wait(receive.work)
         return receive.tensor
 
     def _send(self, task: RankTask, result: torch.Tensor | None) -> None:
@@ -101,7 +101,7 @@ class FusedPass:
 
     def _wait_for_sends(self, tasks: Sequence[RankTask]) -> None:
         try:
-            self._transfers.wait()
+            self._transfers.wait_for_sends()
         except RuntimeError as error:
             raise RunError(
                 f"Rank {dist.get_rank()} could not send all results of {len(tasks)} tasks: {error}"

@@ -118,8 +118,14 @@ class MegatronWorker:
             shards: in the order of `objectives`.
         """
         batches = {model: shard.batches() for model, shard in zip(objectives, shards, strict=True)}
-        with self._spans.measure(f"{' + '.join(batches)} gradients", tasks=len(tasks)):
-            found, times = self._fused.accumulate(batches, objectives, tasks)
+        found, times = self._fused.accumulate(batches, objectives, tasks)
+        for one in times:
+            self._spans.add(
+                f"{one.task.model} {'backward' if one.task.backward else 'forward'}",
+                one.start,
+                one.start + one.seconds,
+                micro_batch=str(one.task.micro_batch),
+            )
         return {
             model: (means, (columns[0].numpy(), columns[1]) if columns else None)
             for model, (means, columns) in found.items()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +18,11 @@ import torch
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.cluster.supervised import Group
 from rlhfspec_mega.config.schema.training import ActorConfig, OptimizerConfig
+from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.megatron.gradient_pass import GradientPass
 from rlhfspec_mega.megatron.model import on_megatron
 from rlhfspec_mega.planning.pipeline.fusion import FusedModel, FusedPlan, FusionPlanner
+from rlhfspec_mega.planning.pipeline.rank_task import RankTask
 from rlhfspec_mega.planning.pipeline.schedule import timed
 from rlhfspec_mega.rl.experience import Experience
 from rlhfspec_mega.rl.microbatch import Objective
@@ -25,18 +33,43 @@ from rlhfspec_mega.workers.model_group import ModelGroup
 from tests.clusters import local_cluster
 from tests.contract.test_megatron_parity import make_models
 from tests.megatron_probe import described, merged, negative_logprob, worker_specs
-from tests.pipeline_problems import random_orders
+from tests.pipeline_problems import equal_problem, random_orders
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=0)
 BATCHING = Batching(24, packed=False)
 
 
 class Fusing(MegatronWorker):
-    """Also tells gradients."""
+    """Also tells gradients and live micro-batches, and can get into trouble."""
+
+    _most_live = 0
 
     @on_megatron
     def gradients(self, model: str) -> dict[str, torch.Tensor] | None:
         return merged(self._models[model], use_gradients=True)
+
+    def watch(self, trouble: str | None = None) -> None:
+        """Count live micro-batches of all models; in the second backward of the actor, end or stop if wanted."""
+        passes: dict[str, GradientPass] = {}
+        for name, one in self._models.items():
+            make = one.gradient_pass
+
+            def kept(*arguments: Any, name: str = name, make: Any = make) -> GradientPass:
+                passes[name] = make(*arguments)
+                return passes[name]
+
+            one.gradient_pass = kept  # type: ignore[method-assign]
+
+        def computed(task: RankTask, began: float) -> None:
+            self._most_live = max(self._most_live, sum(len(one._live) for one in passes.values()))
+            if trouble and task.model == "actor" and task.backward and len(passes["actor"]._live) < 6:
+                os.kill(os.getpid(), getattr(signal, trouble))
+
+        self._fused.accumulate = partial(self._fused.accumulate, computed=computed)  # type: ignore[method-assign]
+
+    def most_live(self) -> int:
+        found, self._most_live = self._most_live, 0
+        return found
 
 
 @dataclass(frozen=True)
@@ -78,7 +111,7 @@ class GivenPlan(FusionPlanner):
 class Pair:
     """An actor and a critic on the ranks of a case."""
 
-    def __init__(self, case: Case, models: dict[str, Path], directory: Path) -> None:
+    def __init__(self, case: Case, models: dict[str, Path], directory: Path, call_timeout: float = 600.0) -> None:
         self.cluster: LocalCluster = local_cluster(directory)
         actor = ActorConfig(
             tensor_parallel=case.tensor,
@@ -93,10 +126,10 @@ class Pair:
             one = replace(described(models[model], config, ranks=case.ranks), name=name)
             opposed = case.stages[0] if name == "critic" else 0
             self.descriptions.append(replace(one, parallel=replace(one.parallel, opposed_to=opposed)))
-        kind = "tests.contract.test_fused_pass.Fusing"
-        self.workers: Group = self.cluster.launch(
-            "actor", worker_specs(directory / "meet", self.descriptions, kind=kind)
-        )
+        specs = worker_specs(directory / "meet", self.descriptions, kind="tests.contract.test_fused_pass.Fusing")
+        for spec in specs:
+            spec.arguments["rendezvous"] = replace(spec.arguments["rendezvous"], call_timeout=call_timeout)
+        self.workers: Group = self.cluster.launch("actor", specs)
         self.cluster.wait_started()
         batching = Batching(1 if not case.packed else 12, packed=case.packed)
         self.groups = [ModelGroup(self.workers, one, batching) for one in self.descriptions]
@@ -170,3 +203,43 @@ def test_the_gradients_of_each_model_alone(pair: Pair) -> None:
     for name, (_, gradients) in pair.fused(pair.planner(always=True, fixed_costs=False)).items():
         _, own = alone[name]
         assert max(float((gradients[key] - own[key]).abs().max() / own[key].abs().max()) for key in own) < relative
+
+
+def test_live_micro_batches_are_those_of_the_schedule(pair: Pair) -> None:
+    pair.workers.call("watch", phase="test")
+    planner = pair.planner(GivenPlan, 5)
+    pair.fused(planner)
+    shards = [[shard.micro_batch_positions for shard in group.shards(SAMPLES)] for group in pair.groups]
+    problem = equal_problem(
+        [one.parallel.pipeline for one in pair.descriptions], [len(parts[0]) for parts in shards], (1, 1)
+    )
+    planned = timed(problem, random_orders(problem, 5)).peaks
+    stages = [position.pp for position in pair.groups[0].positions]
+    assert pair.workers.call("most_live", phase="test") == [planned[stage] for stage in stages]
+
+
+@pytest.mark.parametrize("trouble", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_that_dies_or_stops_is_named(models: dict[str, Path], tmp_path: Path, trouble: str) -> None:
+    """Its neighbour says which task waited for which rank."""
+    one = Pair(Case((2, 2)), models, tmp_path, call_timeout=4.0)
+    try:
+        one.workers.call("watch", trouble, phase="test", ranks=[1])
+        planner = one.planner(always=True, fixed_costs=True)
+        objectives = {name: Objective(negative_logprob, []) for name in ("actor", "critic")}
+        shards = {group.description.name: group.shards(SAMPLES) for group in one.groups}
+        plan = planner.plan({name: [part.micro_batch_positions for part in parts] for name, parts in shards.items()})
+        assert plan is not None
+        parts = [found[0] for found in shards.values()]
+        calls = [
+            one.workers.start(rank, "accumulate_fused", plan.tasks[0][rank], objectives, *parts) for rank in range(2)
+        ]
+        end = time.monotonic() + 30
+        while not calls[0].done and time.monotonic() < end:
+            with suppress(RunError):  # that rank 1 died, which the driver knows at once, or the one that is wanted
+                one.cluster.look("update", calls)
+            time.sleep(0.05)
+        said = str(calls[0].error)
+        assert "of the " in said and "'s micro-batch " in said and "(rank 0) waited " in said and "for rank 1: " in said
+        assert ("forward" in said or "backward" in said) and "on stage " in said
+    finally:
+        one.cluster.close()

@@ -1,0 +1,73 @@
+"""PPO whose actor and critic train in one pass: the same result as one after the other, whatever dies."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.e2e.chaos import differences, steps_done
+from tests.e2e.conftest import small_run, train
+from tests.e2e.test_supervision import Disturbed
+
+FUSED = (
+    "algorithm=ppo",
+    "actor.tensor_parallel=1",
+    "actor.pipeline_parallel=2",
+    "algorithm.ppo_epochs=2",
+    "trainer.mini_batch_size=3",
+    "trainer.max_tokens_per_microbatch=64",
+    "trainer.steps=5",
+    "trainer.checkpoint_every=2",
+    "trainer.deterministic=true",
+)
+
+
+@pytest.fixture(scope="module")
+def fused(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("fused")
+    result = train(*small_run(model, output, "fused", *FUSED, "placement.fuse=always"))
+    assert result.returncode == 0, result.stderr
+    return output / "fused"
+
+
+def test_one_pass_gives_what_one_after_the_other_gives(fused: Path, model: Path, tmp_path: Path) -> None:
+    result = train(*small_run(model, tmp_path, "apart", *FUSED, "placement.fuse=off", "critic.pipeline_parallel=2"))
+    assert result.returncode == 0, result.stderr
+    rows = {
+        directory: [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        for directory in (fused, tmp_path / "apart")
+    }
+    shares = [[row["perf/fused_updates"] for row in found if "perf/fused_updates" in row] for found in rows.values()]
+    assert shares == [[1.0] * 5, []]
+    for name in ("model", "critic"):
+        one, other = (load_file(directory / name / "model.safetensors") for directory in rows)
+        assert one.keys() == other.keys()
+        assert max(float((one[key] - other[key]).abs().max()) for key in one) < 1e-5
+    for first, second in zip(*rows.values(), strict=True):
+        assert first.get("rollout/reward_mean") == second.get("rollout/reward_mean")
+        assert first.get("critic/loss", 0.0) == pytest.approx(second.get("critic/loss", 0.0), abs=1e-5)
+
+
+def test_the_timeline_shows_the_tasks_of_a_pass(fused: Path) -> None:
+    names = {event.get("name") for event in json.loads((fused / "timeline.json").read_text())}
+    assert {"actor forward", "actor backward", "critic forward", "critic backward"} <= names
+
+
+def test_the_same_bits_after_a_death_and_after_a_stop(fused: Path, model: Path, tmp_path: Path) -> None:
+    options = (*FUSED, "placement.fuse=always")
+    run = Disturbed(model, tmp_path, *options, done=2)
+    run.worker("actor-1").kill()
+    while steps_done(run.directory) < 4 and run.process.poll() is None:
+        time.sleep(0.02)
+    run.process.send_signal(signal.SIGTERM)
+    said = run.end()
+    assert run.process.returncode in (0, 75), said
+    assert "actor rank 1 died" in said
+    resumed = train(*small_run(model, tmp_path, "disturbed", *options, "trainer.resume=true"))
+    assert resumed.returncode in (0, 2), resumed.stderr  # 2: it had finished before the signal came
+    assert differences(fused, run.directory) == []
