@@ -4,8 +4,9 @@
 
 Model 0 has a stage on each device; model 1 has as many replicas as its stages go into those of model 0, each on
 neighbouring devices in reverse order. A backward takes twice as long as a forward, unless --b or --durations say
-otherwise. Serial: both under 1F1B, one after the other. Greedy: a free device takes the next backward, else the next
-forward, of model 0 first. No schedule is shorter than the lower bound.
+otherwise. With --run, durations are those of a run's last fused pass, which is drawn below the plan. Serial: both under
+1F1B, one after the other. Greedy: a free device takes the next backward, else the next forward, of model 0 first. No
+schedule is shorter than the lower bound.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from rlhfspec_mega.planning.pipeline.problem import Doubles, Problem, opposed_pi
 from rlhfspec_mega.planning.pipeline.schedule import Schedule
 from rlhfspec_mega.planning.pipeline.solver import Solution, solve
 from tools.command import exit_status
+from tools.pipeline_run import executed_pass
 
 Number = TypeVar("Number", int, float)
 
@@ -45,12 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> None:
     """Solve, print, draw."""
-    problem = problem_of(arguments)
+    problem, ran = executed_pass(arguments.run) if arguments.run else (problem_of(arguments), [])
     solution = solve(problem, seconds=arguments.seconds)
     found = figures(problem, solution)
     if arguments.out is not None:
-        title = f"makespan {found['makespan']:g}, lower bound {found['lower_bound']:g}, serial {found['serial']:g}"
-        plot_schedules(arguments.out, [(title, bars(problem, solution.schedule))])
+        title = "makespan {makespan:.4g}, lower bound {lower_bound:.4g}, serial {serial:.4g}".format_map(found)
+        charts = [(f"planned: {title}", bars(problem, solution.schedule))]
+        if ran:
+            charts.append((f"ran: {max(bar.end for bar in ran):.4g}", ran))
+        plot_schedules(arguments.out, charts)
     if arguments.json:
         print(json.dumps(found))
         return
@@ -96,6 +101,8 @@ def bars(problem: Problem, schedule: Schedule) -> list[Bar]:
 
 def problem_of(arguments: argparse.Namespace) -> Problem:
     """The problem of a command line. Raises UserError."""
+    if arguments.p is None:
+        raise UserError("--p is needed, such as --p 4,4; or --run, with the directory of a run.")
     stages, models = arguments.p, range(len(arguments.p))
     if len(stages) > 2:
         raise UserError(f"--p={','.join(map(str, stages))} names {len(stages)} models: one or two are possible.")
@@ -144,13 +151,14 @@ def _positive(text: str) -> float:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     whole, real = _several(int, 1), _several(float, 0.0)
-    parser.add_argument("--p", type=whole, required=True, metavar="P0,P1", help="pipeline stages of each model")
+    parser.add_argument("--p", type=whole, metavar="P0,P1", help="pipeline stages of each model")
     parser.add_argument(
         "--m", type=whole, metavar="M0,M1", help="micro-batches of each model; of the second, a replica's"
     )
     parser.add_argument("--f", type=real, metavar="F0,F1", help="seconds of a forward on one stage")
     parser.add_argument("--b", type=real, metavar="B0,B1", help="seconds of a backward; default: twice a forward")
     parser.add_argument("--durations", type=Path, metavar="FILE", help="JSON with unequal durations; see docs/tools.md")
+    parser.add_argument("--run", type=Path, metavar="DIR", help="a run with fused updates, instead of all of the above")
     parser.add_argument(
         "--activation", type=real, metavar="A0,A1", help="bytes of a micro-batch on a stage; default: 1"
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,9 @@ def replay(rollouts: Path, step: int, out: Path, overrides: list[str]) -> dict[s
             algorithm.add_values(experience, system.critic)
         generator = step_generator(config, step)
         metrics |= algorithm.add_advantages(experience, generator)
+        began = time.perf_counter()
         metrics |= algorithm.update(experience, system.learners, step, generator, system.fused)
+        metrics["timing_s/update"] = time.perf_counter() - began
         export_model(system.training, out / "model", model)
     algorithm.note_on_samples(samples, experience)
     result = {"metrics": metrics, "logprobs": {sample.sample_id: sample.old_logprobs for sample in samples}}

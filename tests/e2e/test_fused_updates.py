@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tests.e2e.chaos import differences, steps_done
 from tests.e2e.conftest import small_run, train
 from tests.e2e.test_supervision import Disturbed
+from tools import pipeline
 
 FUSED = (
     "algorithm=ppo",
@@ -53,9 +54,15 @@ def test_one_pass_gives_what_one_after_the_other_gives(fused: Path, model: Path,
         assert first.get("critic/loss", 0.0) == pytest.approx(second.get("critic/loss", 0.0), abs=1e-5)
 
 
-def test_the_timeline_shows_the_tasks_of_a_pass(fused: Path) -> None:
+def test_the_tool_draws_what_ran(fused: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chart = tmp_path / "chart.png"
+    assert pipeline.main(["--run", str(fused), "--seconds", "0.2", "--json", "--out", str(chart)]) == 0
+    found = json.loads(capsys.readouterr().out)
     names = {event.get("name") for event in json.loads((fused / "timeline.json").read_text())}
     assert {"actor forward", "actor backward", "critic forward", "critic backward"} <= names
+    assert [len(tasks) for tasks in found["schedule"]] == [len(found["schedule"][0])] * 2
+    assert 0 < found["lower_bound"] <= found["makespan"] <= found["serial"]
+    assert chart.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_same_bits_after_a_death_and_after_a_stop(fused: Path, model: Path, tmp_path: Path) -> None:

@@ -143,7 +143,8 @@ def test_the_tool_reads_unequal_durations(tmp_path: Path, capsys: pytest.Capture
         (["--p", "4,2", "--m", "8,4", "--f", "1,1", "--memory", "0.5"], "keeps up to 1 bytes"),
         (["--p", "4,2", "--m", "8,4", "--f", "1,1", "--durations", "x.json"], "leave those out"),
         (["--p", "4,2", "--durations", "/nowhere/x.json"], "No such file"),
-        (["--m", "8,4"], "The following arguments are required: --p"),
+        (["--m", "8,4"], "--p is needed, such as --p 4,4"),
+        (["--run", "/nowhere"], "holds no run"),
     ],
 )
 def test_what_the_tool_refuses(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
