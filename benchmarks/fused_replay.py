@@ -25,6 +25,7 @@ from benchmarks.paired import ratio_interval
 PPO = ("algorithm=ppo", "actor.tensor_parallel=1", "actor.pipeline_parallel=2", "speculation=off")
 UPDATES = 5
 SAMPLES = ("trainer.prompts_per_step=20", "trainer.samples_per_prompt=8", f"trainer.mini_batch_size={160 // UPDATES}")
+LENGTHS = ("rollout.max_prompt_tokens=128", "rollout.max_new_tokens=128")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -37,13 +38,13 @@ def command(*words: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--tokens", type=int, default=192, help="of a micro-batch (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=256, help="of a micro-batch (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/fused_replay_cpu.json"))
     arguments = parser.parse_args()
     seconds: dict[str, list[float]] = {"off": [], "always": []}
     with tempfile.TemporaryDirectory(prefix="benchmark.") as directory:
         out = Path(directory)
-        options = (*PPO, *SAMPLES, f"trainer.max_tokens_per_microbatch={arguments.tokens}")
+        options = (*PPO, *SAMPLES, *LENGTHS, f"trainer.max_tokens_per_microbatch={arguments.tokens}")
         once = ("trainer.steps=1", "trainer.eval_every=0", "logger.rollouts_per_step=0", "trainer.export=false")
         command("train.py", *options, *once, f"output_dir={out}", "name=run")
         model = json.loads((out / "run" / "summary.json").read_text(encoding="utf-8"))["start_model"]

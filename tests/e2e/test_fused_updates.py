@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import signal
-import time
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.chaos import differences, steps_done
+from tests.e2e.chaos import differences
 from tests.e2e.conftest import small_run, train
-from tests.e2e.test_supervision import Disturbed
+from tests.e2e.test_supervision import killed_stopped_and_resumed
 from tools import pipeline
 
 FUSED = (
@@ -66,15 +64,5 @@ def test_the_tool_draws_what_ran(fused: Path, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_same_bits_after_a_death_and_after_a_stop(fused: Path, model: Path, tmp_path: Path) -> None:
-    options = (*FUSED, "placement.fuse=always")
-    run = Disturbed(model, tmp_path, *options, done=2)
-    run.worker("actor-1").kill()
-    while steps_done(run.directory) < 4 and run.process.poll() is None:
-        time.sleep(0.02)
-    run.process.send_signal(signal.SIGTERM)
-    said = run.end()
-    assert run.process.returncode in (0, 75), said
-    assert "actor rank 1 died" in said
-    resumed = train(*small_run(model, tmp_path, "disturbed", *options, "trainer.resume=true"))
-    assert resumed.returncode in (0, 2), resumed.stderr  # 2: it had finished before the signal came
-    assert differences(fused, run.directory) == []
+    directory = killed_stopped_and_resumed(model, tmp_path, *FUSED, "placement.fuse=always", done=2, until=4)
+    assert differences(fused, directory) == []

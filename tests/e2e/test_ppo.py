@@ -6,18 +6,16 @@ The critic starts from the reward model.
 from __future__ import annotations
 
 import json
-import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
-from tests.e2e.chaos import differences, steps_done
+from tests.e2e.chaos import differences
 from tests.e2e.conftest import make_reward_model, scores_of, small_run, train
 from tests.e2e.rewards import evenness
-from tests.e2e.test_supervision import Disturbed
+from tests.e2e.test_supervision import killed_stopped_and_resumed
 
 PPO = (
     "algorithm=ppo",
@@ -82,17 +80,8 @@ def test_a_reward_model_on_the_actors_ranks_is_part_of_the_reward(quiet: Path, o
 def test_the_same_bits_after_a_death_and_after_a_stop(
     quiet: Path, model: Path, options: tuple[str, ...], tmp_path: Path
 ) -> None:
-    run = Disturbed(model, tmp_path, *options, done=3)
-    run.worker("actor-1").kill()
-    while steps_done(run.directory) < 5 and run.process.poll() is None:
-        time.sleep(0.02)
-    run.process.send_signal(signal.SIGTERM)
-    said = run.end()
-    assert run.process.returncode in (0, 75), said
-    assert "actor rank 1 died" in said
-    resumed = train(*small_run(model, tmp_path, "disturbed", *options, "trainer.resume=true"))
-    assert resumed.returncode in (0, 2), resumed.stderr  # 2: it had finished before the signal came
-    assert differences(quiet, run.directory) == []
+    directory = killed_stopped_and_resumed(model, tmp_path, *options, done=3, until=5)
+    assert differences(quiet, directory) == []
 
 
 def test_another_critic_does_not_go_on_from_these_checkpoints(quiet: Path, model: Path, tmp_path: Path) -> None:

@@ -44,6 +44,21 @@ class Disturbed:
         return output + errors
 
 
+def killed_stopped_and_resumed(model: Path, output: Path, *options: str, done: int, until: int) -> Path:
+    """A run whose actor loses rank 1 after `done` steps, that is stopped after `until`, and goes on to its end."""
+    run = Disturbed(model, output, *options, done=done)
+    run.worker("actor-1").kill()
+    while steps_done(run.directory) < until and run.process.poll() is None:
+        time.sleep(0.02)
+    run.process.send_signal(signal.SIGTERM)
+    said = run.end()
+    assert run.process.returncode in (0, 75), said
+    assert "actor rank 1 died" in said
+    resumed = train(*small_run(model, output, "disturbed", *options, "trainer.resume=true"))
+    assert resumed.returncode in (0, 2), resumed.stderr  # 2: it had finished before the signal came
+    return run.directory
+
+
 @pytest.fixture(scope="module")
 def quiet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("quiet")
