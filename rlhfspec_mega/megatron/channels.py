@@ -32,7 +32,7 @@ class Channels:
         before, behind: neighbours by stage; None at the ends of the pipeline.
     """
 
-    def __init__(self, groups: ProcessGroupCollection, timeout: timedelta) -> None:
+    def __init__(self, groups: ProcessGroupCollection, timeout: timedelta, device: torch.device) -> None:
         stages, own = dist.get_process_group_ranks(groups.pp), groups.pp.rank()
         self.timeout = timeout
         self.before: Neighbour | None = None
@@ -42,6 +42,10 @@ class Channels:
             pair = stages[max(first, 0) : first + 2]
             whole = first >= 0 and len(pair) == 2
             activations, gradients = (new_group(pair if whole else [stages[own]], timeout) for _ in range(2))
+            if device.type == "cuda":
+                # NCCL connects at the first use, which blocks both ranks: here, in the same order on both.
+                for group in (activations, gradients):
+                    dist.all_reduce(torch.zeros(1, device=device), group=group)
             if whole and first == own:
                 self.behind = Neighbour(stages[own + 1], activations, gradients)
             elif whole:

@@ -21,7 +21,8 @@ class FusedModels:
         opposed = any(one.description.parallel.opposed_to for one in learning.values())
         self._models = learning if opposed else {}
         self._channels = {
-            name: Channels(one.groups, timedelta(seconds=one.call_timeout)) for name, one in self._models.items()
+            name: Channels(one.groups, timedelta(seconds=one.call_timeout), one.device)
+            for name, one in self._models.items()
         }
 
     @on_megatron

@@ -56,8 +56,10 @@ class FusedPass:
             if place + 1 < len(tasks):
                 following = self._receive(tasks[place + 1])
             tensor = self._arrived(task, given)
+            self._settle()  # times of tasks, from which plans are made, hold no waits
             began, at = time.perf_counter(), time.time()
             result = self._compute(task, tensor)
+            self._settle()
             self._computed(task, began)
             times.append(TaskTime(task, at, time.perf_counter() - began))
             self._send(task, result)
@@ -66,10 +68,12 @@ class FusedPass:
 
     def _compute(self, task: RankTask, given: torch.Tensor | None) -> torch.Tensor | None:
         one = self._passes[task.model]
-        found = one.backward(task.micro_batch, given) if task.backward else one.forward(task.micro_batch, given)
-        if found is not None and found.is_cuda:
-            torch.cuda.current_stream().synchronize()  # the times of tasks are what plans are made from
-        return found
+        return one.backward(task.micro_batch, given) if task.backward else one.forward(task.micro_batch, given)
+
+    def _settle(self) -> None:
+        """On a GPU, wait until all that was begun on the stream has ended."""
+        if any(one.device.type == "cuda" for one in self._passes.values()):
+            torch.cuda.current_stream().synchronize()
 
     def _source(self, task: RankTask) -> Neighbour | None:
         channels = self._channels[task.model]

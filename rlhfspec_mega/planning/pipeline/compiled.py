@@ -14,5 +14,13 @@ except ImportError:
 
 
 def compiled(function: Function) -> Function:
-    """Compile a function over numbers and arrays at its first call; the machine code is kept beside the module."""
-    return njit(cache=True)(function) if njit is not None else function
+    """Compile a function over numbers and arrays at its first call.
+
+    The machine code is kept beside the module or in the user's cache directory, if one of them can be written.
+    """
+    if njit is None:
+        return function
+    try:
+        return njit(cache=True)(function)
+    except RuntimeError:  # there is no place for it
+        return njit(function)
