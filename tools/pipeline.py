@@ -32,6 +32,9 @@ from tools.command import exit_status
 from tools.pipeline_run import executed_pass
 
 Number = TypeVar("Number", int, float)
+MOST_STAGES, MOST_MICRO_BATCHES = 256, 1024
+SMALLEST, LARGEST = 1e-9, 1e9  # seconds and bytes: sums of many stay numbers
+GIVEN = ("p", "m", "f", "b", "durations", "activation", "memory")  # options that --run replaces
 
 
 class _Parser(argparse.ArgumentParser):
@@ -125,35 +128,42 @@ def problem_of(arguments: argparse.Namespace) -> Problem:
         backward = [one * 2 if arguments.b is None else arguments.b[k] * wide[k] for k, one in enumerate(forward)]
     sizes = arguments.activation or [1.0] * len(stages)
     activation: list[Doubles] = [sizes[model] * np.ones_like(forward[model]) for model in models]
-    return opposed_pipelines(stages, forward, backward, activation, arguments.memory)
+    return opposed_pipelines(stages, forward, backward, activation, arguments.memory or float("inf"))
 
 
-def _several(kind: Callable[[str], Number], least: float) -> Callable[[str], list[Number]]:
+def _several(kind: Callable[[str], Number], least: float, most: float) -> Callable[[str], list[Number]]:
     def read(text: str) -> list[Number]:
         try:
             found = [kind(part) for part in text.split(",")]
         except ValueError:
             found = []
-        if not found or not all(least <= one < float("inf") and one > 0 for one in found):
-            raise argparse.ArgumentTypeError(f"{text!r} is not one positive number for each model, such as 4,4")
+        if not found or not all(least <= one <= most for one in found):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not one number from {least:g} to {most:g} for each model, such as 4,4"
+            )
         return found
 
     return read
 
 
 def _positive(text: str) -> float:
-    found = _several(float, 0.0)(text)
+    found = _several(float, SMALLEST, LARGEST)(text)
     if len(found) > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one positive number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not one number")
     return found[0]
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    whole, real = _several(int, 1), _several(float, 0.0)
-    parser.add_argument("--p", type=whole, metavar="P0,P1", help="pipeline stages of each model")
+    real = _several(float, SMALLEST, LARGEST)
     parser.add_argument(
-        "--m", type=whole, metavar="M0,M1", help="micro-batches of each model; of the second, a replica's"
+        "--p", type=_several(int, 1, MOST_STAGES), metavar="P0,P1", help="pipeline stages of each model"
+    )
+    parser.add_argument(
+        "--m",
+        type=_several(int, 1, MOST_MICRO_BATCHES),
+        metavar="M0,M1",
+        help="micro-batches of each model; of the second, a replica's",
     )
     parser.add_argument("--f", type=real, metavar="F0,F1", help="seconds of a forward on one stage")
     parser.add_argument("--b", type=real, metavar="B0,B1", help="seconds of a backward; default: twice a forward")
@@ -162,7 +172,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--activation", type=real, metavar="A0,A1", help="bytes of a micro-batch on a stage; default: 1"
     )
-    parser.add_argument("--memory", type=_positive, default=float("inf"), help="most bytes of activations on a device")
+    parser.add_argument("--memory", type=_positive, help="most bytes of activations on a device")
     parser.add_argument("--seconds", type=_positive, default=5.0, help="how long to search (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument(
@@ -171,6 +181,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.out is None and not arguments.json:
         arguments.out = Path("pipeline.png")
+    if arguments.out is not None and (arguments.out.suffix != ".png" or arguments.out.is_dir()):
+        raise UserError(f"--out {arguments.out} must be the name of a file that ends in .png.")
+    for name in GIVEN if arguments.run else ():
+        if getattr(arguments, name) is not None:
+            raise UserError(f"--run takes the place of --{name}: leave one of them out.")
     return arguments
 
 

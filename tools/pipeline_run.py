@@ -22,8 +22,9 @@ MODELS = (ACTOR, CRITIC)
 
 
 class Executed(NamedTuple):
-    """A task that ran: start and end in seconds from the start of the pass."""
+    """A task that ran: start and end in seconds since the epoch; `update` numbers the passes of a rank's process."""
 
+    update: int
     model: int
     backward: bool
     micro_batch: int
@@ -61,12 +62,13 @@ def _tasks(timeline: Path) -> dict[int, list[Executed]]:
     names = {f"{name} {way}": (number, way == "backward") for number, name in enumerate(MODELS) for way in _WAYS}
     found: dict[int, list[Executed]] = {}
     for event in events:
-        if event.get("ph") != "X" or event["name"] not in names or "micro_batch" not in event.get("args", {}):
+        if event.get("ph") != "X" or event["name"] not in names or "update" not in event.get("args", {}):
             continue
         process, rank = lane_of(event["pid"], event["tid"])
         if process == actor_lane(0).process:
-            start, batch = event["ts"] / 1e6, int(event["args"]["micro_batch"])
-            found.setdefault(rank, []).append(Executed(*names[event["name"]], batch, start, start + event["dur"] / 1e6))
+            start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+            update, batch = (int(event["args"][name]) for name in ("update", "micro_batch"))
+            found.setdefault(rank, []).append(Executed(update, *names[event["name"]], batch, start, end))
     return {rank: sorted(tasks, key=lambda one: one.start) for rank, tasks in sorted(found.items())}
 
 
@@ -74,13 +76,7 @@ _WAYS = ("forward", "backward")
 
 
 def _last_pass(tasks: Sequence[Executed]) -> list[Executed]:
-    """A pass begins where a task would be there twice."""
-    found: dict[tuple[int, bool, int], Executed] = {}
-    for one in tasks:
-        if one[:3] in found:
-            found.clear()
-        found[one[:3]] = one
-    return list(found.values())
+    return [one for one in tasks if one.update == tasks[-1].update]
 
 
 def _problem(stages: tuple[int, int], bars: Sequence[Bar]) -> Problem:

@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from rlhfspec_mega.config.compose import options_read
+from rlhfspec_mega.config.fusion import fuses
 from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.machine import check_memory
 from rlhfspec_mega.config.model_shape import model_shape
@@ -106,6 +107,7 @@ def _knobs(config: RunConfig) -> list[_Knob]:
     wider = [n for n in range(1, each + 1) if each % n == 0]
     found = [
         _knob(1, [] if config.actor.recompute else [{"actor.recompute": True}]),
+        _knob(1, [{"placement.fuse": "off"}] if fuses(config) else []),
         _knob(1, ({"trainer.max_tokens_per_microbatch": tokens} for tokens in _smaller_batches(config))),
     ]
     if rollout.engine == "sglang":

@@ -7,7 +7,7 @@ communicator, operations take place in the order in which each side posted them.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,33 +50,3 @@ class Channels:
                 self.behind = Neighbour(stages[own + 1], activations, gradients)
             elif whole:
                 self.before = Neighbour(stages[own - 1], activations, gradients)
-
-
-class Transfers:
-    """The transfers of a pass; what is sent must live until it has arrived.
-
-    Args:
-        timeout: longest wait for one of them.
-    """
-
-    def __init__(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-        self._sends: list[tuple[Any, torch.Tensor]] = []
-
-    def send(self, tensor: torch.Tensor, to: Neighbour, group: dist.ProcessGroup) -> None:
-        """Send without waiting."""
-        whole = tensor.detach().contiguous()
-        self._sends.append((dist.isend(whole, to.rank, group=group), whole))
-
-    def wait(self, work: Any) -> None:
-        """Wait until a tensor has come, or has been sent. Raises RuntimeError.
-
-        NCCL waits on the stream instead, and its watchdog ends the process after the timeout.
-        """
-        work.wait(self._timeout)
-
-    def wait_for_sends(self) -> None:
-        """Wait for all sends. Raises RuntimeError."""
-        for work, _ in self._sends:
-            self.wait(work)
-        self._sends.clear()

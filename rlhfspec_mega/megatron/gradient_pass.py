@@ -10,7 +10,7 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel.schedules import backward_step, forward_step
-from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
+from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from rlhfspec_mega.megatron.build import unwrap
@@ -75,11 +75,6 @@ class GradientPass:
         return joined(stored) if self._keep_columns and is_pp_last_stage(self.groups.pp) else None
 
     # Task by task
-
-    @property
-    def first_stage(self) -> bool:
-        """Whether this rank reads tokens instead of another stage's output."""
-        return is_pp_first_stage(self.groups.pp)
 
     @property
     def last_stage(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -29,7 +30,9 @@ def seed_generators(seed: int, ranks: ParallelRanks) -> None:
 
 def grid(groups: ProcessGroupCollection) -> dict[str, int]:
     """The layout under which a saved random state may be restored."""
-    return {"tp": groups.tp.size(), "pp": groups.pp.size(), "dp": groups.dp.size()}
+    sizes = {"tp": groups.tp.size(), "pp": groups.pp.size(), "dp": groups.dp.size()}
+    stages = dist.get_process_group_ranks(groups.pp)
+    return sizes if stages == sorted(stages) else sizes | {"opposed": 1}
 
 
 def sharded_random_state(groups: ProcessGroupCollection) -> ShardedObject:

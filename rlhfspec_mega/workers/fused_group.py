@@ -25,15 +25,14 @@ class FusedGroup:
     def __init__(self, workers: WorkerGroup, first: ModelGroup, second: ModelGroup, planner: FusionPlanner) -> None:
         self._workers, self._planner = workers, planner
         self._models = {one.description.name: one for one in (first, second)}
-        self._first = first
+        self._first, self._warm = first, False
 
     def accumulate(
         self, samples: Experience, objectives: Mapping[str, Objective]
     ) -> dict[str, tuple[dict[str, float], Floats | None, float]] | None:
         """Accumulate both models' gradients of a mini-batch; by model its metrics, columns and mean entropy.
 
-        None, and nothing is computed, if one model after the other is predicted to be about as fast. The metrics of the
-        first model tell also "fused_gain", the predicted gain over one after the other.
+        None, and nothing is computed, if one model after the other is predicted to be about as fast.
         """
         shards = {name: one.shards(samples) for name, one in self._models.items()}
         tokens = {name: [shard.micro_batch_positions for shard in parts] for name, parts in shards.items()}
@@ -41,7 +40,9 @@ class FusedGroup:
         if plan is None:
             return None
         answers = self._workers.scatter("accumulate_fused", self._arguments(shards, objectives, plan), "update")
-        self._learn(tokens, [times for _, times in answers])
+        if self._warm:
+            self._learn(tokens, [times for _, times in answers])
+        self._warm = True  # the first pass includes first allocations
         return {
             name: one.gathered(samples, shards[name], [found[name] for found, _ in answers])
             for name, one in self._models.items()

@@ -56,7 +56,7 @@ class MegatronWorker:
         seed_megatron(seed, position)
         ranks = range(rendezvous.world_size)
         self._models = {one.name: MegatronModel(one, ranks, place, rendezvous.call_timeout) for one in models}
-        self._fused = FusedModels(self._models)
+        self._fused, self._fused_passes = FusedModels(self._models), 0
         seed_generators(seed, position)  # after the random initial weights were drawn: checkpoints replace them
         self._exporters: dict[str, WeightExporter] = {}
         self._senders = Senders()
@@ -119,12 +119,14 @@ class MegatronWorker:
         """
         batches = {model: shard.batches() for model, shard in zip(objectives, shards, strict=True)}
         found, times = self._fused.accumulate(batches, objectives, tasks)
+        self._fused_passes += 1
         for one in times:
             self._spans.add(
                 f"{one.task.model} {'backward' if one.task.backward else 'forward'}",
                 one.start,
                 one.start + one.seconds,
                 micro_batch=str(one.task.micro_batch),
+                update=str(self._fused_passes),
             )
         return {
             model: (means, (columns[0].numpy(), columns[1]) if columns else None)

@@ -81,10 +81,11 @@ class Case:
     models: tuple[str, str] = ("llama", "llama_tied")
     packed: bool = False
     dtype: str = "float32"
+    data: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.stages[0] * self.tensor
+        return self.stages[0] * self.tensor * self.data
 
 
 SAMPLES = Experience.of(
@@ -102,10 +103,11 @@ class GivenPlan(FusionPlanner):
 
     def plan(self, tokens: Mapping[str, Sequence[Sequence[int]]]) -> FusedPlan:
         first, second = (tokens[one.name] for one in self._models)
-        problem = self._problem(first, second)
-        orders = random_orders(problem, self._seed)
-        schedule = timed(problem, orders)
-        return FusedPlan([self._rank_tasks(problem, schedule)], 1.0, 1.0)
+        beside, tasks = len(second) // len(first), []
+        for place, batches in enumerate(first):
+            problem = self._problem([batches], second[place * beside : (place + 1) * beside])
+            tasks.append(self._rank_tasks(problem, timed(problem, random_orders(problem, self._seed + place))))
+        return FusedPlan(tasks, 1.0, 1.0)
 
 
 class Pair:
@@ -176,6 +178,8 @@ CASES = {
     "4,1": Case((4, 1), models=("llama", "llama")),
     "2,2 bfloat16": Case((2, 2), dtype="bfloat16"),
     "2,2 TP 2": Case((2, 2), tensor=2),
+    "2,2 DP 2": Case((2, 2), data=2),
+    "2,1 DP 2": Case((2, 1), data=2, models=("llama_tied", "llama_tied")),
 }
 
 
@@ -206,6 +210,8 @@ def test_the_gradients_of_each_model_alone(pair: Pair) -> None:
 
 
 def test_live_micro_batches_are_those_of_the_schedule(pair: Pair) -> None:
+    if pair.descriptions[0].parallel.data > 1:
+        pytest.skip("with one replica of the actor")
     pair.workers.call("watch", phase="test")
     planner = pair.planner(GivenPlan, 5)
     pair.fused(planner)

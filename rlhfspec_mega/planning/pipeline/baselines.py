@@ -61,11 +61,11 @@ def in_turn(problem: Problem) -> Schedule:
     """
     for live in range(max(one.stages for one in problem.pipelines), 0, -1):
         found = timed(problem, one_after_the_other(problem, live=live))
-        if found.peak_memory <= problem.memory:
+        if problem.fits(found.peaks):
             return found
     raise UserError(
-        f"A micro-batch keeps up to {found.peak_memory:g} bytes of activations on a stage, and {problem.memory:g} are "
-        "allowed: allow more, or make micro-batches smaller."
+        f"A micro-batch keeps up to {found.peak_memory:g} bytes of activations on a stage, and "
+        f"{problem.capacities.min():g} are allowed: allow more, or make micro-batches smaller."
     )
 
 

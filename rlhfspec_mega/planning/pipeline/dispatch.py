@@ -186,13 +186,13 @@ def _choose(
 
 @compiled
 def dispatch(
-    arrays: Arrays, wanted: DueDates, most_live: Ints, memory: float, patience: float, limit: float, starts: Doubles
+    arrays: Arrays, wanted: DueDates, most_live: Ints, memory: Doubles, patience: float, limit: float, starts: Doubles
 ) -> tuple[float, float, int]:
     """(makespan, peak of activation bytes on any device, tasks simulated) of the schedule with these due dates.
 
     Args:
         most_live: [V] most micro-batches between their forward and their backward.
-        memory: most bytes of activations on a device.
+        memory: [D] most bytes of activations on each device.
         patience: seconds that a device may wait for a more urgent task whose start is known.
         limit: a schedule that cannot stay below it is given up: (infinity, 0, tasks), as one in which memory runs out.
         starts: [2V, M] the result, by place.
@@ -211,7 +211,7 @@ def dispatch(
     for simulated in range(total):
         for number in range(stale_count):
             one = stale[number]
-            room = memory - live[one]
+            room = memory[one] - live[one]
             at[one], chosen[one] = _choose(
                 hosted[one], counts, before, behind, most_live, room, free[one], patience, done, ends, size, due, ready
             )

@@ -16,6 +16,7 @@ from rlhfspec_mega.planning.pipeline.schedule import Schedule
 from rlhfspec_mega.planning.pipeline.task_costs import TaskCosts
 
 MIN_GAIN = 1.05  # a predicted gain below this is not worth leaving Megatron's own schedule
+LEARN_AFTER = 30  # mini-batches that are not fused, after which one is: only fused ones tell what tasks cost
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class FusedPlan:
 class FusionPlanner:
     """Decides for each mini-batch whether two models train in one pass, and in which order.
 
-    Activations may take as much memory as both models' 1F1B schedules need at their peaks.
+    Activations may take as much memory on a device as both models' 1F1B schedules need there at their peaks.
 
     Args:
         first, second: the models; the pipeline of the first has as many stages as that of the second, or a multiple.
@@ -65,6 +66,7 @@ class FusionPlanner:
 
     def __init__(self, first: FusedModel, second: FusedModel, *, always: bool, fixed_costs: bool) -> None:
         self._models, self._always = (first, second), always
+        self._fixed_costs, self._left_out = fixed_costs, 0  # mini-batches since the last fused one
         self.costs = TaskCosts({one.name: one.parameters for one in self._models}, fixed_costs)
 
     def plan(self, tokens: Mapping[str, Sequence[Sequence[int]]]) -> FusedPlan | None:
@@ -73,21 +75,25 @@ class FusionPlanner:
         Args:
             tokens: of each model, by data-parallel rank, the tokens of each micro-batch.
         """
-        from rlhfspec_mega.planning.pipeline.solver import solve  # imports numba, which takes a third of a second
+        from rlhfspec_mega.planning.pipeline.solver import QUICK_TASKS, solve  # imports numba: a third of a second
 
         first, second = (tokens[one.name] for one in self._models)
         beside = len(second) // len(first)
         makespan, one_by_one, tasks = 0.0, 0.0, []
         for place, batches in enumerate(first):
             problem = self._problem([batches], second[place * beside : (place + 1) * beside])
-            found = solve(problem).schedule
+            found = solve(problem, tasks=QUICK_TASKS // len(first)).schedule
             makespan = max(makespan, found.makespan)
             one_by_one = max(one_by_one, sum(one.makespan for one in serial(problem)))
             if deadlock := find_deadlock(problem, found.orders):
                 raise RunError(f"The plan of a fused pass is not valid. {deadlock}")
             tasks.append(self._rank_tasks(problem, found))
         plan = FusedPlan(tasks, makespan, one_by_one)
-        return plan if self._always or plan.gain >= MIN_GAIN else None
+        self._left_out += 1
+        if self._always or plan.gain >= MIN_GAIN or (self._left_out > LEARN_AFTER and not self._fixed_costs):
+            self._left_out = 0
+            return plan
+        return None
 
     def _problem(self, *tokens: Sequence[Sequence[int]]) -> Problem:
         forward: list[Doubles] = []
@@ -99,7 +105,10 @@ class FusionPlanner:
             backward.append(np.stack([self.costs.seconds(one.name, True, count) for count in counts]))
             activation.append(np.stack([np.outer(one.activation, count) for count in counts]))
         problem = opposed_pipelines([one.stages for one in self._models], forward, backward, activation)
-        return Problem(problem.pipelines, sum(one.peak_memory for one in serial(problem)) * (1 + 1e-9))
+        peaks = np.zeros(problem.devices)
+        for alone in serial(problem):
+            peaks[: len(alone.peaks)] += alone.peaks
+        return Problem(problem.pipelines, tuple(peaks * (1 + 1e-9)))
 
     def _rank_tasks(self, problem: Problem, schedule: Schedule) -> list[list[RankTask]]:
         names = [self._models[one.model].name for one in problem.pipelines]

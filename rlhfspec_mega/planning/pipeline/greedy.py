@@ -24,5 +24,5 @@ def greedy(problem: Problem) -> Schedule | None:
     starts = np.zeros(arrays.durations.shape)
     wanted = DueDates(orders, zeros, zeros, zeros, by_node, np.zeros((2 * lines, most)))
     no_limit = np.full(len(arrays.counts), most)
-    makespan, _, _ = dispatch(arrays, wanted, no_limit, problem.memory, 0.0, np.inf, starts)
+    makespan, _, _ = dispatch(arrays, wanted, no_limit, problem.capacities, 0.0, np.inf, starts)
     return schedule_of(problem, orders, starts) if makespan < np.inf else None

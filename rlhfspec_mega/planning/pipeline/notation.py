@@ -13,6 +13,8 @@ from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.planning.pipeline.problem import Doubles, Problem
 from rlhfspec_mega.planning.pipeline.schedule import Schedule, Task
 
+LARGEST = 1e9  # seconds of a task that are accepted: sums of many stay numbers
+
 
 def label(problem: Problem, task: Task) -> str:
     """A task such as "0F3": model, F or B, micro-batch."""
@@ -42,8 +44,8 @@ def read_durations(
         given = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}.") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}.") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON that can be read: {error}.") from None
     if not isinstance(given, list) or len(given) != len(stages):
         raise UserError(f"{path} must hold a list of {len(stages)} objects, one for each model of --p.")
     found: tuple[list[Doubles], list[Doubles]] = ([], [])
@@ -64,12 +66,22 @@ def read_durations(
 
 def _matrix(given: Any, way: str, stages: int, where: str) -> Doubles:
     """[stages, micro-batches] of positive seconds."""
-    try:
-        found = np.array(given[way], np.float64)
-    except (KeyError, TypeError, ValueError):
-        found = np.zeros(0)
-    if found.ndim != 2 or not found.size or not (np.isfinite(found).all() and (found > 0).all()):
-        raise UserError(f'{where}: "{way}" must hold a list of positive numbers for each stage, all of one length.')
+    rows = given.get(way) if isinstance(given, dict) else None
+    numbers = [one for row in rows for one in row] if isinstance(rows, list) and all(map(_is_list, rows)) else []
+    if not numbers or len({len(row) for row in rows or []}) > 1 or not all(map(_is_duration, numbers)):
+        raise UserError(
+            f'{where}: "{way}" must hold a list of positive numbers (up to {LARGEST:g}) for each stage, all of one '
+            "length."
+        )
+    found = np.array(rows, np.float64)
     if len(found) != stages:
         raise UserError(f'{where}: "{way}" has {len(found)} stages, and --p says {stages}.')
     return found
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _is_duration(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= LARGEST

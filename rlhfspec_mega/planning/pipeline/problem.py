@@ -47,16 +47,25 @@ class Problem:
     """Pipelines that share devices, which compute one task at a time.
 
     Attributes:
-        memory: most bytes of activations on a device; infinite by default.
+        memory: most bytes of activations on each device, or on any; infinite by default.
     """
 
     pipelines: tuple[Pipeline, ...]
-    memory: float = float("inf")
+    memory: float | tuple[float, ...] = float("inf")
 
     @cached_property
     def devices(self) -> int:
         """Number of devices."""
         return 1 + max(max(one.devices) for one in self.pipelines)
+
+    @cached_property
+    def capacities(self) -> Doubles:
+        """Most bytes of activations on each device."""
+        return np.broadcast_to(np.array(self.memory, np.float64), (self.devices,)).copy()
+
+    def fits(self, peaks: Sequence[float]) -> bool:
+        """Whether no device holds more than it may."""
+        return bool((np.array(peaks) <= self.capacities).all())
 
     @cached_property
     def tasks(self) -> int:

@@ -19,7 +19,7 @@ class Settings:
     dates: DueDates
     most_live: Ints
     patience: float
-    memory: float
+    memory: Doubles
 
 
 class Variation:
@@ -27,7 +27,7 @@ class Variation:
 
     def __init__(self, problem: Problem, arrays: Arrays, seed: int) -> None:
         pipelines = problem.pipelines
-        self._arrays, self._memory = arrays, problem.memory
+        self._arrays, self._memory = arrays, problem.capacities
         self._random = random.Random(seed)  # several times faster than numpy's, a number at a time
         self._models = np.array([one.model for one in pipelines])
         self._line_of = np.repeat(np.arange(len(pipelines)), [one.stages for one in pipelines])

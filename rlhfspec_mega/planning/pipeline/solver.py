@@ -120,7 +120,8 @@ class _Search:
     def save_memory(self) -> None:
         """Try a neighbour of the best settings with less memory than their schedule needs."""
         before, settings = self.pool[0]
-        self._take(0, before, replace(self._variation.neighbour(settings), memory=before[1] / _EQUAL**1000))
+        less = np.minimum(settings.memory, before[1] / _EQUAL**1000)
+        self._take(0, before, replace(self._variation.neighbour(settings), memory=less))
 
     def _take(self, chosen: int, before: Score, settings: Settings) -> None:
         score = self._score(settings, before[0] * _EQUAL)
