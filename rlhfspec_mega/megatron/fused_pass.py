@@ -1,6 +1,6 @@
 """Executes a fused pipeline schedule on one rank: tasks of one or two models in the order of a plan.
 
-RLHFuse (arXiv 2409.13221, section 5) describes such schedules; planning.pipeline makes them. A task waits for what it
+RLHFuse (arXiv 2409.13221) describes such schedules; planning.pipeline makes them. A task waits for what it
 needs, computes by Megatron's forward or backward step, and sends its result without waiting. The receive of the next
 task is posted before a task computes.
 """

@@ -69,7 +69,7 @@ def accumulate_gradients(gradients: GradientPass, chunks: list[Any]) -> Columns 
 
 
 def reduce_metrics(sums: torch.Tensor, names: Sequence[str], groups: ProcessGroupCollection) -> dict[str, float]:
-    """Means over the loss tokens of all ranks, the same on every rank; `sums` is the result of GradientPass.sums."""
+    """Means over the loss tokens of all ranks, the same on every rank; `sums` is GradientPass.sums."""
     if groups.tp.rank() != 0:
         sums.zero_()  # each TP rank holds the same numbers: count them once
     dist.all_reduce(sums, group=groups.intra_dist_opt)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -49,12 +48,12 @@ class Transfers:
 
     def arrived(self, transfer: Transfer) -> torch.Tensor:
         """Wait for a receive. NCCL waits on the stream, and its watchdog ends the process after the timeout."""
-        self._wait(transfer, self._timeout)
+        self._wait(transfer)
         task = transfer.task
         if task.backward:  # the gradient has come, so the activations have: the send only has to be told
             sent = self._sends.pop(task._replace(backward=False), None)
             if sent is not None:
-                self._wait(sent, self._timeout)
+                self._wait(sent)
         return transfer.tensor
 
     def send(self, task: RankTask, result: torch.Tensor | None) -> None:
@@ -70,7 +69,7 @@ class Transfers:
     def wait_for_sends(self) -> None:
         """Wait for all sends."""
         for one in self._sends.values():
-            self._wait(one, self._timeout)
+            self._wait(one)
         self._sends.clear()
 
     def _source(self, task: RankTask) -> Neighbour | None:
@@ -84,9 +83,9 @@ class Transfers:
             work = dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer.rank, group)])[0]
         return Transfer(task, peer, tensor, work)
 
-    def _wait(self, transfer: Transfer, timeout: timedelta) -> None:
+    def _wait(self, transfer: Transfer) -> None:
         with self._named(transfer.task, transfer.peer):
-            transfer.work.wait(timeout)
+            transfer.work.wait(self._timeout)
 
     @contextmanager
     def _named(self, task: RankTask, peer: Neighbour) -> Iterator[None]:

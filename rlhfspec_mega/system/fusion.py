@@ -9,21 +9,19 @@ from rlhfspec_mega.megatron.description import ModelDescription
 from rlhfspec_mega.planning.activations import Pass, kept_bytes
 from rlhfspec_mega.planning.megatron_tensors import ParallelLayout, parameters_per_rank
 from rlhfspec_mega.planning.memory import DTYPE_BYTES
-from rlhfspec_mega.planning.pipeline.fusion import FusedModel, FusionPlanner
+from rlhfspec_mega.planning.pipeline.fusion import FusedModel, FusionPlanner, compile_search
 
 
 def fusion_planner(config: RunConfig, actor: ModelDescription, critic: ModelDescription) -> FusionPlanner:
     """Plans by costs that are learnt in the run; under trainer.deterministic by numbers of parameters alone."""
-    planner = FusionPlanner(
+    # The first plan after an installation compiles the search, which takes seconds: meanwhile the run starts.
+    threading.Thread(target=compile_search, name="compile the search", daemon=True).start()
+    return FusionPlanner(
         _fused(actor),
         _fused(critic),
         always=config.placement.fuse == "always",
         fixed_costs=config.trainer.deterministic,
     )
-    # The first plan after an installation compiles the search, which takes seconds: meanwhile the run starts.
-    tokens = {one.name: [[1]] * one.parallel.data for one in (actor, critic)}
-    threading.Thread(target=planner.plan, args=(tokens,), name="compile the search", daemon=True).start()
-    return planner
 
 
 def _fused(model: ModelDescription) -> FusedModel:

@@ -1,1 +1,1 @@
-"""Schedules of one or two models' pipelines on the same devices (RLHFuse, arXiv 2409.13221, section 5)."""
+"""Schedules of one or two models' pipelines on the same devices (RLHFuse, arXiv 2409.13221)."""

@@ -16,8 +16,8 @@ Job = tuple[float, float, float]
 def lower_bound(problem: Problem) -> float:
     """The largest of the devices' bounds; each device is taken as if it alone could compute one task at a time.
 
-    It is at least each bound of RLHFuse (section 5.2): a model's own pipeline, a device's work, and a device's earliest
-    arrival plus its work plus the shortest tail.
+    It is at least each bound of RLHFuse (arXiv 2409.13221): a model's own pipeline, a device's work, and a device's
+    earliest arrival plus its work plus the shortest tail.
     """
     return max(_one_machine_bound(jobs) for jobs in _jobs(problem))
 

@@ -116,3 +116,9 @@ class FusionPlanner:
             [RankTask(names[task.pipeline], task.micro_batch, task.backward) for task in order]
             for order in schedule.orders
         ]
+
+
+def compile_search() -> None:
+    """Make the smallest plan, so that the functions of the search are compiled."""
+    models = [FusedModel(name, 1, [1.0], [1.0]) for name in ("first", "second")]
+    FusionPlanner(*models, always=True, fixed_costs=True).plan({one.name: [[1]] for one in models})

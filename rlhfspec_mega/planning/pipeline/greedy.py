@@ -1,4 +1,4 @@
-"""The greedy schedule that RLHFuse compares its search with (arXiv 2409.13221, section 7)."""
+"""A greedy schedule, for comparison; RLHFuse (arXiv 2409.13221) follows another rule, with other figures."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def opposed_pipelines(
     activation: Sequence[Doubles],
     memory: float = float("inf"),
 ) -> Problem:
-    """One model, or two whose pipelines run in opposite directions (RLHFuse, section 5.1).
+    """One model, or two whose pipelines run in opposite directions (RLHFuse, arXiv 2409.13221).
 
     Model 0 has a stage on each of the P0 devices, ascending. Model 1 has P0 / P1 replicas of P1 stages, each on
     neighbouring devices, descending.

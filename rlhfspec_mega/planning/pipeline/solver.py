@@ -1,8 +1,8 @@
 """Finds a fused schedule of short makespan and, among equals, of little activation memory.
 
 Due dates are counted backwards from the end, as a periodic schedule would have them; a few numbers determine them
-(settings.py). Many settings are drawn at random, and the best are improved step by step. RLHFuse (section 5.2) anneals
-the orders of tasks themselves on hundreds of cores; there, nearly every neighbour of a valid schedule is worse.
+(settings.py). Many settings are drawn at random, and the best are improved step by step. RLHFuse (arXiv 2409.13221)
+anneals the orders of tasks themselves, on hundreds of cores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlhfspec_mega.planning.pipeline.problem import Problem
 from rlhfspec_mega.planning.pipeline.schedule import Schedule
 from rlhfspec_mega.planning.pipeline.settings import Settings, Variation
 
-QUICK_TASKS = 500_000  # tasks simulated for a plan of one update: some 80 ms of one core
+QUICK_TASKS = 500_000  # tasks simulated for a plan of one update: 60 to 120 ms of one core
 _ELITE = 4  # settings that are improved side by side
 _DRAWN, _FOR_MEMORY = 0.4, 0.2  # shares of the effort for settings at random, and for less memory
 _OVERHEAD = 200  # what preparing a simulation costs, in tasks
