@@ -8,7 +8,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -262,12 +261,9 @@ def _of_process(lanes: Mapping[tuple[int, int], list[Span]], lane: Lane) -> list
 def _rollout_windows(
     lanes: Mapping[tuple[int, int], list[Span]], steps: Mapping[int, _Step]
 ) -> list[tuple[float, float]]:
-    """Start and end of the rollouts of these steps, which are the run's last ones.
-
-    A rollout is a phase "generate" that is followed by "score"; another one only reads what engines have counted.
-    """
+    """Start and end of the rollouts of these steps, which are the run's last ones."""
     phases = lanes.get((DRIVER.process, DRIVER.number), [])
-    found = [one for one, following in pairwise(phases) if (one.name, following.name) == ("generate", "score")]
+    found = [span for span in phases if span.name == "generate"]
     return [(span.start, span.start + span.seconds) for span in found[-len(steps) :]]
 
 

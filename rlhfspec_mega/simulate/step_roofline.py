@@ -14,6 +14,7 @@ from rlhfspec_mega.config.sizes import Sizes
 from rlhfspec_mega.config.speculation import drafts
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.placement import REFERENCE, REWARD
+from rlhfspec_mega.simulate.fused_update import fused_share
 from rlhfspec_mega.simulate.roofline import REACHED, all_reduce_seconds, engine_roofline
 from rlhfspec_mega.simulate.step_costs import AssumedLengths, StepCosts
 from rlhfspec_mega.simulate.workload import LengthDistribution
@@ -51,6 +52,7 @@ def roofline_costs(config: RunConfig, shape: ModelShape, sizes: Sizes) -> StepCo
     actor = config.actor
     forward = _pass_seconds(gpu, shape, actor.tensor_parallel, actor.pipeline_parallel)
     bubble = _bubble(config, sizes)
+    fused = fused_share(config, shape, sizes, _micro_batches(config, sizes))
     passes = 4 if actor.recompute else 3  # a backward pass costs two forward passes
     exchange, step = _exchange_seconds(config, sizes), _step_seconds(gpu, sizes)
     values = _value_seconds(gpu, sizes)
@@ -61,7 +63,7 @@ def roofline_costs(config: RunConfig, shape: ModelShape, sizes: Sizes) -> StepCo
         "reference": "compute",
         "logprobs": "compute",
         "values": "compute",
-        "update": "compute" if bubble < 1.5 else "pipeline bubbles",
+        "update": "compute" if bubble * fused < 1.5 else "pipeline bubbles",
         "reshard": by,
     }
     return StepCosts(
@@ -74,7 +76,7 @@ def roofline_costs(config: RunConfig, shape: ModelShape, sizes: Sizes) -> StepCo
         reference=frozen * forward * bubble,
         logprobs=forward * bubble,
         values=values,
-        update=passes * (forward * bubble + values),
+        update=passes * (forward * bubble + values) * fused,
         optimizer=(exchange + step) * (1 if sizes.critic is None else 2),
         reshard=reshard,
         bounds=bounds,
@@ -118,11 +120,15 @@ def _value_seconds(gpu: GpuConfig, sizes: Sizes) -> float:
 def _bubble(config: RunConfig, sizes: Sizes) -> float:
     """How many times longer a pipeline takes than stages that never wait (1F1B, Narayanan et al. 2021)."""
     stages = config.actor.pipeline_parallel
+    return 1.0 + (stages - 1) / (_micro_batches(config, sizes) * config.actor.virtual_pipeline)
+
+
+def _micro_batches(config: RunConfig, sizes: Sizes) -> float:
+    """Micro-batches of an update in each pipeline of the actor; at least 1."""
     lengths = _lengths(config)
     mean = lengths.prompt + min(lengths.median * 2.718 ** (lengths.sigma**2 / 2), lengths.limit)
     tokens = sizes.samples_per_update / sizes.data_parallel * mean
-    micro_batches = max(tokens / config.trainer.max_tokens_per_microbatch, 1.0)
-    return 1.0 + (stages - 1) / (micro_batches * config.actor.virtual_pipeline)
+    return max(tokens / config.trainer.max_tokens_per_microbatch, 1.0)
 
 
 def _exchange_seconds(config: RunConfig, sizes: Sizes) -> float:

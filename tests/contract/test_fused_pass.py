@@ -21,7 +21,8 @@ from rlhfspec_mega.config.schema.training import ActorConfig, OptimizerConfig
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.megatron.gradient_pass import GradientPass
 from rlhfspec_mega.megatron.model import on_megatron
-from rlhfspec_mega.planning.pipeline.fusion import FusedModel, FusedPlan, FusionPlanner
+from rlhfspec_mega.planning.pipeline.fused_model import FusedModel
+from rlhfspec_mega.planning.pipeline.fusion import FusedPlan, FusionPlanner
 from rlhfspec_mega.planning.pipeline.rank_task import RankTask
 from rlhfspec_mega.planning.pipeline.schedule import timed
 from rlhfspec_mega.rl.experience import Experience

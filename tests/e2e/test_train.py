@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file
 
 from rlhfspec_mega.observe.metrics import known
+from rlhfspec_mega.simulate.step_calibrate import measured_costs
 from tests.e2e.conftest import left_behind, marked, small_run, start, train
 from tools.status import status
 
@@ -33,6 +34,12 @@ def test_summary_and_files(finished: Path) -> None:
     assert 0 < summary["logprob_difference_mean"] < 1e-4
     assert status(finished, time.time()).state == "finished"
     assert (finished / "config.yaml").is_file() and (finished / "curves.png").stat().st_size > 1000
+
+
+def test_costs_of_a_run_predict_its_step(finished: Path) -> None:
+    costs = measured_costs(finished)
+    assert costs.source["steps"] == 3 and costs.engine.plain.seconds[0] > 0
+    assert costs.update > 0 and costs.reshard > 0
 
 
 def test_every_metric_is_in_the_table(finished: Path) -> None:

@@ -13,7 +13,8 @@ from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.megatron.description import ParallelSizes
 from rlhfspec_mega.megatron.groups import placed, positions
-from rlhfspec_mega.planning.pipeline.fusion import FusedModel, FusionPlanner
+from rlhfspec_mega.planning.pipeline.fused_model import FusedModel
+from rlhfspec_mega.planning.pipeline.fusion import FusionPlanner
 from rlhfspec_mega.planning.pipeline.task_costs import TaskCosts
 from tests.pipeline_problems import checked_makespan, equal_problem, unequal_problem
 from tools import pipeline

@@ -19,6 +19,7 @@ LAYERS = {
     "types": 0,
     "ledger": 1,
     "errors": 0,
+    "compiled": 0,
     "config": 3,  # checks and sizes read shapes and plans
     "config.schema": 0,
     "config.import_path": 0,

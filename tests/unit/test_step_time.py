@@ -19,6 +19,7 @@ from rlhfspec_mega.config.describe import plain
 from rlhfspec_mega.config.dry_run import dry_run, plan_of
 from rlhfspec_mega.config.sizes import shape_and_sizes
 from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.planning.pipeline.fusion import MIN_GAIN
 from rlhfspec_mega.simulate.curves import CostCurves, DecodeCurve, MigrationTimes
 from rlhfspec_mega.simulate.step import StepForecast, forecast_run, forecast_step
 from rlhfspec_mega.simulate.step_calibrate import measured_costs
@@ -113,6 +114,15 @@ def test_the_roofline_follows_the_hardware_and_the_work() -> None:
     assert faster.seconds["update"] == pytest.approx(base.seconds["update"], rel=0.01), "the same compute"
     kept = forecast([*run, "actor.recompute=false"])
     assert kept.seconds["update"] < base.seconds["update"]
+
+
+def test_fused_updates_are_predicted_as_such() -> None:
+    run = ["model=70b", "cluster=8n8g", "algorithm=ppo"]
+    apart, fused = (forecast([*run, f"placement.fuse={fuse}"]).seconds for fuse in ("off", "auto"))
+    assert 0.5 * apart["update"] < fused.pop("update") < apart.pop("update") / MIN_GAIN
+    assert fused == apart
+    short = [*run, "trainer.max_tokens_per_microbatch=2048"]  # many micro-batches: hardly a bubble to fill
+    assert forecast(short).seconds == forecast([*short, "placement.fuse=off"]).seconds
 
 
 def test_the_plan_says_where_its_times_come_from() -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhfspec_mega.planning.pipeline.compiled import compiled
+from rlhfspec_mega.compiled import compiled
 from rlhfspec_mega.planning.pipeline.problem import Doubles, Problem
 from rlhfspec_mega.planning.pipeline.schedule import Schedule, Task, timed
 

@@ -10,6 +10,7 @@ import numpy as np
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.planning.pipeline.baselines import serial
 from rlhfspec_mega.planning.pipeline.channels import find_deadlock
+from rlhfspec_mega.planning.pipeline.fused_model import FusedModel
 from rlhfspec_mega.planning.pipeline.problem import Doubles, Problem, opposed_pipelines
 from rlhfspec_mega.planning.pipeline.rank_task import RankTask
 from rlhfspec_mega.planning.pipeline.schedule import Schedule
@@ -17,22 +18,6 @@ from rlhfspec_mega.planning.pipeline.task_costs import TaskCosts
 
 MIN_GAIN = 1.05  # a predicted gain below this is not worth leaving Megatron's own schedule
 LEARN_AFTER = 30  # mini-batches that are not fused, after which one is: only fused ones tell what tasks cost
-
-
-@dataclass(frozen=True)
-class FusedModel:
-    """A model of a fused pass.
-
-    Attributes:
-        stages: of its pipeline.
-        parameters: on each stage, those that take part in matrix products.
-        activation: bytes that a token keeps on each stage until its backward.
-    """
-
-    name: str
-    stages: int
-    parameters: Sequence[float]
-    activation: Sequence[float]
 
 
 @dataclass(frozen=True)
