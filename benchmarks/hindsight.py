@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.contenders import MOST_NODES
 from rlhfspec_mega.planning.cost import CostModel, step_cost
 from rlhfspec_mega.planning.strategy import rank_nodes
-from rlhfspec_mega.planning.tree import Batch, DraftingPolicy, DraftTree, Floats, Ints, StepRecord
+from rlhfspec_mega.planning.tree import Batch, DraftingPolicy, DraftTree, Floats, Ints, Recall, StepRecord
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,9 @@ class Hindsight:
         self.width, self.max_depth, self.max_nodes = policy.width, policy.max_depth, MOST_NODES
         self._policy, self._cost, self._own = policy, cost, 0
         self.steps: list[Options] = []
+
+    def recall(self, batch: Batch) -> Recall | None:
+        return self._policy.recall(batch)
 
     def depth(self, batch: Batch) -> int:
         self._own = 0
@@ -116,6 +119,9 @@ class Predicted:
         self.found = Predictions()
         self._difference = 0.0  # of this run's predicted and realised tokens
         self.live: list[tuple[int, float]] = []  # samples, draft tokens per sample
+
+    def recall(self, batch: Batch) -> Recall | None:
+        return self._policy.recall(batch)
 
     def depth(self, batch: Batch) -> int:
         return self._policy.depth(batch)

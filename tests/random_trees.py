@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhfspec_mega.planning.tree import ROOT, Batch, DraftTree, StepRecord
+from rlhfspec_mega.planning.acceptance import MATCH_CELLS
+from rlhfspec_mega.planning.tree import ROOT, Batch, DraftTree, Recall, StepRecord
 
 
 class RandomTrees:
@@ -14,6 +15,10 @@ class RandomTrees:
         self.width, self.max_depth, self.max_nodes = width, max_depth, max_nodes
         self._random = np.random.default_rng(seed)
         self.records: list[StepRecord] = []
+
+    def recall(self, batch: Batch) -> Recall:
+        accepted = np.full((1, MATCH_CELLS), 0.6)
+        return Recall(self.max_nodes, 0.02, np.zeros(batch.size, np.int64), accepted)
 
     def depth(self, batch: Batch) -> int:
         return int(self._random.choice((0, 1, 3, self.max_depth)))

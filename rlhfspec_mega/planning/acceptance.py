@@ -7,7 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from rlhfspec_mega.planning.tree import ROOT, Batch, Bools, DraftTree, Floats, Ints, StepRecord
+from rlhfspec_mega.planning.tree import (
+    MATCHED,
+    NO_MATCH,
+    NOT_DRAFTED,
+    NOT_NAMED,
+    OTHER_FOLLOWS,
+    ROOT,
+    Batch,
+    Bools,
+    DraftTree,
+    Floats,
+    Ints,
+    StepRecord,
+)
 
 TEMPERATURE_EDGES = np.array([0.0, 0.4, 0.8])  # classes: greedy, up to 0.4, up to 0.8, above
 GAP_EDGES = np.array([0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.5, 7.0])
@@ -18,20 +31,28 @@ DEPTHS = 16  # the last one includes all deeper layers
 POSITIONS = 20  # sample lengths by powers of two; the last one includes all longer samples
 CELLS = CLASSES * RANKS * GAPS
 SAMPLE_PLACES = 1024  # for entries of single samples; a newer sample replaces an older one at its place
+# Cells of nodes that earlier text gives: rank, length of the match, gap. Each has an entry for nodes that the draft
+# names too, one for those that it does not name, and one for those whose parent it was not run on.
+MATCH_RANKS, MATCH_EDGES = 3, np.array([6, 12, 24])
+MATCH_CELLS = MATCH_RANKS * (len(MATCH_EDGES) + 1) * GAPS
+KINDS, CODES = 3, MATCHED + MATCH_CELLS
+MATCH_ENTRIES = CLASSES * KINDS * CODES
 # Depth, position and sample have one entry for best children and another for the rest, since the others are accepted
 # more often where the best child is accepted less often.
-SHARED_ENTRIES = CELLS + 2 * DEPTHS + 2 * POSITIONS  # followed by the entries of single samples
+FIRST_MATCH = CELLS + 2 * DEPTHS + 2 * POSITIONS
+NONE = FIRST_MATCH + MATCH_ENTRIES  # an entry that stays 0: of nodes that the draft, or earlier text, does not give
+SHARED_ENTRIES = NONE + 1  # followed by the entries of single samples
 ALL_ENTRIES = SHARED_ENTRIES + 2 * SAMPLE_PLACES
 # Offsets of the depth, position and sample entries: for best children, and for the rest.
 SIBLING_OFFSETS = np.array([[0, DEPTHS], [0, POSITIONS], [0, SAMPLE_PLACES]])
-FACTORS = 4  # entries that are summed to log-odds: of cell, depth, position and sample
+FACTORS = 5  # entries that are summed to log-odds: of cell, depth, position, sample and match
 MIN_PROBABILITY = 1e-3  # smallest distance of a probability from 0 and 1
 MAX_LOG_ODDS = 8.0  # bound of an entry, so that one that was never wrong still adapts when this changes
 
-# Of a cell; of a depth or position; of a sample. A cell follows the data faster than a depth does, and samples differ
-# from each other by about half a unit of log-odds.
-PRIOR_INFORMATION = (1.0, 8.0, 4.0)
-MAX_INFORMATION = (40.0, 120.0, 12.0)  # about 250, 800 and 80 outcomes; older outcomes are forgotten
+# Of a cell; of a depth or position; of a match; of a sample. A cell follows the data faster than a depth does, and
+# samples differ from each other by about half a unit of log-odds.
+PRIOR_INFORMATION = (1.0, 8.0, 1.0, 4.0)
+MAX_INFORMATION = (40.0, 120.0, 40.0, 12.0)  # about 250, 800, 250 and 80 outcomes; older outcomes are forgotten
 SIBLINGS_DECAY = 0.99  # factor per step on the weight of earlier sibling groups in the distribution of gaps
 MIN_WEIGHT = 1e-9
 # Steps with drafting after which expected layers are computed again: each of the first 64, then every eighth.
@@ -103,14 +124,15 @@ class Calibration:
 
 
 class AcceptanceModel:
-    """P(child accepted | parent accepted) from temperature class, rank, gap, depth, sample length and sample.
+    """P(child accepted | parent accepted) from temperature class, rank, gap, depth, sample length, sample and match.
 
-    The log-odds are the sum of four table entries: of the cell (temperature class, rank, gap bin), the depth, the
-    position (sample length) and the sample. The last three have separate entries for best children and for the rest. In
-    each step every entry moves by a damped Newton step on the log-likelihood, where the curvature is the entry's
-    information: the sum of p (1 - p) over its outcomes. Each step goes a quarter of the way, so that the four entries
-    together do not overshoot: the curvature of a sum of four is at most four times the diagonal's. Information is
-    capped, so an entry forgets old outcomes as new ones arrive, and an entry without outcomes stays as it is.
+    The log-odds are the sum of five table entries: of the cell (temperature class, rank, gap bin), the depth, the
+    position (sample length), the sample, and of what earlier text says of the node (`DraftTree.matches`). Depth,
+    position and sample have separate entries for best children and for the rest. In each step every entry moves by a
+    damped Newton step on the log-likelihood, where the curvature is the entry's information: the sum of p (1 - p) over
+    its outcomes. Where a node has n entries, each goes an n-th of the way, so that they do not overshoot together: the
+    curvature of a sum of n is at most n times the diagonal's. Information is capped, so an entry forgets old outcomes
+    as new ones arrive, and an entry without outcomes stays as it is.
 
     EAGLE-2 (arXiv 2406.16858) uses the draft's probability and does not calibrate it. The method follows on-line
     Bayesian logistic regression (Graepel et al., ICML 2010).
@@ -120,8 +142,9 @@ class AcceptanceModel:
     """
 
     def __init__(self) -> None:
-        sizes = CELLS, SHARED_ENTRIES - CELLS, ALL_ENTRIES - SHARED_ENTRIES
-        self._log_odds = np.concatenate((_prior_log_odds().ravel(), np.zeros(ALL_ENTRIES - CELLS)))
+        sizes = CELLS, FIRST_MATCH - CELLS, SHARED_ENTRIES - FIRST_MATCH, ALL_ENTRIES - SHARED_ENTRIES
+        self._log_odds = np.zeros(ALL_ENTRIES)
+        self._log_odds[:CELLS], self._log_odds[FIRST_MATCH:NONE] = _prior_log_odds().ravel(), _match_prior().ravel()
         self._information = np.repeat(PRIOR_INFORMATION, sizes)
         self._max_information = np.repeat(MAX_INFORMATION, sizes)
         self._owners = np.full(SAMPLE_PLACES, -1)  # number of the sample that has each place
@@ -131,12 +154,12 @@ class AcceptanceModel:
         self._batch: Batch | None = None  # that of `_row_entries`, which is computed once per step
         self._row_entries = np.zeros((FACTORS, 0), np.int64)
         self._expected: dict[tuple[int, int], Floats] = {}
+        self._recalled: Floats | None = None
         self._observed = 0
 
     def conditional(self, batch: Batch, tree: DraftTree, nodes: slice | Ints) -> Floats:
         """Probability [k] that each of these nodes is accepted if its parent is."""
-        cells, depths, positions, samples = self._log_odds[self._entries(batch, tree, nodes)]
-        return _probability(cells + depths + positions + samples)
+        return _probability(self._log_odds[self._entries(batch, tree, nodes)].sum(axis=0))
 
     def expected_layer(self, depth: int, temperature: float) -> Floats:
         """Mean conditional acceptance [RANKS] by rank, for a layer that is not drafted yet.
@@ -153,6 +176,13 @@ class AcceptanceModel:
         cells = self._log_odds[:CELLS].reshape(CLASSES, RANKS, GAPS)[temperature_class]
         best, rest = self._log_odds[CELLS + depth_index], self._log_odds[CELLS + DEPTHS + depth_index]
         return _probability(cells + np.where(np.arange(RANKS) == 0, best, rest)[:, None])
+
+    def recalled_table(self) -> Floats:
+        """Conditional acceptance [CLASSES, MATCH_CELLS] of nodes that earlier text gives and no draft was run for."""
+        if self._recalled is None:
+            entries = self._log_odds[FIRST_MATCH:NONE].reshape(CLASSES, KINDS, CODES)
+            self._recalled = _probability(entries[:, -NOT_DRAFTED, MATCHED:])
+        return self._recalled
 
     def gap_weights(self, temperature_class: int, depth_index: int) -> Floats:
         """Observed distribution [GAPS] of the gaps of sibling groups at this depth (from 0)."""
@@ -174,6 +204,7 @@ class AcceptanceModel:
         self._observed += 1
         if self._observed <= EXPECTED_AT_FIRST or self._observed % EXPECTED_EVERY == 0:
             self._expected.clear()
+            self._recalled = None
 
     def report(self) -> CalibrationReport:
         """How well predictions agree with the outcomes so far."""
@@ -195,6 +226,7 @@ class AcceptanceModel:
         self._siblings = np.array(state["siblings"])
         self._calibration.load_state_dict(state["calibration"])
         self._expected.clear()
+        self._recalled = None
 
     def _learn(self, batch: Batch, tree: DraftTree, judged: Ints, accepted: Bools, predicted_tokens: float) -> None:
         entries = self._entries(batch, tree, judged)
@@ -202,8 +234,12 @@ class AcceptanceModel:
         self._calibration.add(probabilities, accepted, predicted_tokens, int(accepted.sum()))
         flat = entries.ravel()
         gradient = np.bincount(flat, np.concatenate((accepted - probabilities,) * FACTORS), ALL_ENTRIES)
-        curvature = np.bincount(flat, np.concatenate((probabilities * (1.0 - probabilities),) * FACTORS), ALL_ENTRIES)
-        self._log_odds += gradient / (self._information + FACTORS * curvature)
+        spread = probabilities * (1.0 - probabilities)
+        curvature = np.bincount(flat, np.concatenate((spread,) * FACTORS), ALL_ENTRIES)
+        shared = spread * np.count_nonzero(entries != NONE, axis=0)
+        damping = np.bincount(flat, np.concatenate((shared,) * FACTORS), ALL_ENTRIES)
+        self._log_odds += gradient / (self._information + damping)
+        self._log_odds[NONE] = 0.0
         np.clip(self._log_odds, -MAX_LOG_ODDS, MAX_LOG_ODDS, out=self._log_odds)
         self._information += curvature
         np.minimum(self._information, self._max_information, out=self._information)
@@ -227,11 +263,16 @@ class AcceptanceModel:
         if batch is not self._batch:
             self._batch, self._row_entries = batch, _row_entries(batch)
             self._reset_new_samples(batch.samples)
-        ranks = np.minimum(tree.ranks[nodes], RANKS - 1)
+        ranks, matches = tree.ranks[nodes], tree.matches[nodes]
         entries = self._row_entries[:, tree.rows[nodes]]
-        entries[0] += ranks * GAPS + GAP_EDGES.searchsorted(tree.gaps[nodes])
+        named = ranks >= 0
+        cells = np.minimum(ranks, RANKS - 1) * GAPS + GAP_EDGES.searchsorted(tree.gaps[nodes])
+        entries[0] = np.where(named, entries[0] + cells, NONE)
         entries[1] += np.minimum(tree.depths[nodes], DEPTHS)
-        entries[1:] += SIBLING_OFFSETS[:, np.minimum(ranks, 1)]
+        kinds = np.where(named, 0, -ranks)
+        entries[4] = np.where(matches == NO_MATCH, NONE, entries[4] + kinds * CODES + matches)
+        rest = np.where(named, ranks > 0, matches >= MATCHED + MATCH_CELLS // MATCH_RANKS).astype(np.int64)
+        entries[1:4] += SIBLING_OFFSETS[:, rest]
         return entries
 
     def _reset_new_samples(self, samples: Ints) -> None:
@@ -241,14 +282,17 @@ class AcceptanceModel:
         if len(new):
             self._owners[places] = samples
             own = SHARED_ENTRIES + np.concatenate((new, new + SAMPLE_PLACES))
-            self._log_odds[own], self._information[own] = 0.0, PRIOR_INFORMATION[2]
+            self._log_odds[own], self._information[own] = 0.0, PRIOR_INFORMATION[-1]
 
 
 def _row_entries(batch: Batch) -> Ints:
-    """Indices of table entries [FACTORS, B] of each sample, to which those of rank, gap and depth are added."""
-    cells = TEMPERATURE_EDGES.searchsorted(batch.temperatures) * (RANKS * GAPS)
+    """Indices of table entries [FACTORS, B] of each sample, to which those of rank, gap, depth and match are added."""
+    classes = TEMPERATURE_EDGES.searchsorted(batch.temperatures)
     positions = CELLS + 2 * DEPTHS + np.minimum(np.frexp(batch.lengths)[1], POSITIONS - 1)
-    return np.stack((cells, np.full(len(cells), CELLS - 1), positions, SHARED_ENTRIES + batch.samples % SAMPLE_PLACES))
+    samples = SHARED_ENTRIES + batch.samples % SAMPLE_PLACES
+    before_first_depth = np.full(len(classes), CELLS - 1)
+    matches = FIRST_MATCH + classes * (KINDS * CODES)
+    return np.stack((classes * (RANKS * GAPS), before_first_depth, positions, samples, matches))
 
 
 def _probability(log_odds: Floats) -> Floats:
@@ -267,3 +311,20 @@ def _prior_log_odds() -> Floats:
         probabilities[rank] = 0.7 * (1.0 - best) * 0.5**rank
     log_odds = np.log(probabilities / (1.0 - probabilities))
     return np.broadcast_to(log_odds, (CLASSES, RANKS, GAPS))
+
+
+def _match_prior() -> Floats:
+    """Log-odds [CLASSES, KINDS, CODES] before any data.
+
+    Long matches and clear gaps are trusted; a draft that does not name a token makes it unlikely, one that does adds
+    its own log-odds.
+    """
+    lengths = np.array([0.25, 0.4, 0.55, 0.65])[:, None]
+    best = lengths + (0.97 - lengths) * (1.0 - np.exp(-GAP_MIDPOINTS / 1.5))
+    alone = np.stack([best if rank == 0 else 0.5 * (1.0 - best) * 0.5 ** (rank - 1) for rank in range(MATCH_RANKS)])
+    odds = np.log(alone / (1.0 - alone)).ravel()
+    prior = np.zeros((CLASSES, KINDS, CODES))
+    prior[:, 0, MATCHED : MATCHED + MATCH_CELLS // MATCH_RANKS] = 0.7
+    prior[:, 0, OTHER_FOLLOWS] = -0.5
+    prior[:, -NOT_NAMED, MATCHED:], prior[:, -NOT_DRAFTED, MATCHED:] = odds - 1.5, odds
+    return prior

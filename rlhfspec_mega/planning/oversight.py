@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhfspec_mega.planning.tree import Batch, DraftingPolicy, DraftTree, Ints, StepRecord
+from rlhfspec_mega.planning.tree import Batch, DraftingPolicy, DraftTree, Ints, Recall, StepRecord
 from rlhfspec_mega.types import TALLY_EDGES, DraftingTally
 
 # Steps before the first control, and between the starts of two controls. Controls cost 3% of what speculation gains.
@@ -31,11 +31,15 @@ class PlainControl:
         self._before: StepRecord | None = None
         self._control_step = 0  # number of the current step within its control, from 1; 0 outside a control
 
-    def is_due(self) -> bool:
-        """Whether the next step must decode without a draft. Must be called once per step."""
+    def begin_step(self) -> None:
+        """Begin a step, which is plain or not. Must be called once per step."""
         place = (self._steps - FIRST_CONTROL) % CONTROL_EVERY
         self._control_step = place + 1 if self._steps >= FIRST_CONTROL and place < CONTROL_STEPS else 0
         self._steps += 1
+
+    @property
+    def running(self) -> bool:
+        """Whether this step must decode without a draft."""
         return self._control_step > 0
 
     def observe(self, record: StepRecord, tally: DraftingTally) -> None:
@@ -139,9 +143,12 @@ class MonitoredPolicy:
         self.policy = policy
         self._control = PlainControl()
 
+    def recall(self, batch: Batch) -> Recall | None:
+        self._control.begin_step()
+        return None if self._control.running else self.policy.recall(batch)
+
     def depth(self, batch: Batch) -> int:
-        control = self._control.is_due()
-        return self.policy.depth(batch) if self.watch.may_draft and not control else 0
+        return self.policy.depth(batch) if self.watch.may_draft and not self._control.running else 0
 
     def expand(self, batch: Batch, tree: DraftTree) -> Ints:
         return self.policy.expand(batch, tree)

@@ -21,6 +21,7 @@ HOLD_STEPS = 8
 # out the policy's own time.
 MARGIN = 1.05
 BACKLOG_STEPS = 32  # steps over which the cost of reading a backlog is spread
+REALISED_WEIGHT = 0.02  # of a step in the moving average of promised over forecast rates
 PROBE_SHARE = 0.01  # share of the time that probes may cost
 PROBE_AT_LATEST = 1000  # plain steps after which a probe is made whatever it costs
 
@@ -135,6 +136,14 @@ def drafting_rate(
     return float(np.where(nodes <= max_nodes, rates, 0.0).max())
 
 
+def recalled_rate(step: StepView) -> float:
+    """The highest tokens per second of a batch with the draft tokens that earlier text gives, and no others."""
+    if not len(step.batch.recalled):
+        return 0.0
+    tokens = step.size + np.concatenate(([0.0], np.sort(step.batch.recalled)[::-1].cumsum()))
+    return float((tokens / step.verify_seconds(len(tokens))).max())
+
+
 class Payoff:
     """Compares the forecast rate of drafting with the rate of a plain step.
 
@@ -156,7 +165,9 @@ class Payoff:
         self._steps = self._plain_steps = 0
         self._held_size = self._held_until = 0
         self.probing = False
-        self._pays: dict[tuple[int, int], bool] = {}  # by batch size and usable depth, for the next few steps
+        self._rates: dict[tuple[int, int], float] = {}  # by batch size and usable depth, for the next few steps
+        self._forecast_rate = 0.0  # of this step; 0 if nothing is drafted
+        self._realised = 1.0  # moving average of the rates that trees promised over the rates forecast
 
     def stays_plain(self, batch: Batch) -> bool:
         """Whether an earlier decision not to draft still holds for this batch."""
@@ -164,28 +175,34 @@ class Payoff:
 
     def depth(self, step: StepView, usable: int) -> int:
         """Layers to draft: all `usable` ones if drafting is forecast to pay, else 0, or 1 for a probe."""
-        self.probing = False
+        self.probing, self._forecast_rate = False, 0.0
         if usable == 0:
             return 0
         plain = float(step.verify_seconds(1)[0])
         key = step.size, usable
-        if key not in self._pays:
+        if key not in self._rates:
             expected = self._forecast.for_batch(step.batch)
             rate = drafting_rate(expected, self._cost, step.batch, usable, self._max_nodes, self._fixed_depth)
-            self._pays[key] = rate > MARGIN * step.size / plain
-        if self._pays[key]:
+            self._rates[key] = rate
+        if self._rates[key] * max(self._realised, 1.0) > MARGIN * max(step.size / plain, recalled_rate(step)):
+            self._forecast_rate = self._rates[key]
             return usable
         self.probing = self._probe_is_due(step, plain)
         if not self.probing:
             self._held_size, self._held_until = step.size, self._steps + HOLD_STEPS
         return int(self.probing)
 
+    def found(self, rate: float) -> None:
+        """The rate that the step's actual tree promises, earlier text included: forecasts leave that out."""
+        if self._forecast_rate:
+            self._realised += REALISED_WEIGHT * (rate / self._forecast_rate - self._realised)
+
     def observe(self, record: StepRecord) -> None:
         """Record a step; must be called after the acceptance and cost models have learnt from it."""
         self._steps += 1
         if self.probing or self._steps % FORECAST_EVERY == 0:  # the result of a probe counts at once
             self._forecast.clear()
-            self._pays.clear()
+            self._rates.clear()
         self.probing = False
         self._plain_steps = 0 if record.tree.depth else self._plain_steps + 1
 

@@ -6,17 +6,22 @@ from collections.abc import Callable
 
 import numpy as np
 
+from rlhfspec_mega.compiled import compiled
 from rlhfspec_mega.config.schema.generation import SpeculationConfig
-from rlhfspec_mega.planning.acceptance import AcceptanceModel
+from rlhfspec_mega.planning.acceptance import TEMPERATURE_EDGES, AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, step_cost
 from rlhfspec_mega.planning.payoff import Payoff, StepView
-from rlhfspec_mega.planning.tree import Batch, DraftingPolicy, DraftTree, Floats, Ints, StepRecord
+from rlhfspec_mega.planning.tree import Batch, DraftingPolicy, DraftTree, Floats, Ints, Recall, StepRecord
 
 # Step times are learnt from all of the first steps, then from every fourth step with and every fourth without a draft.
 COSTS_AT_FIRST, COSTS_EVERY = 32, 4
 # Plain steps in a row that come before a plain step whose time is learnt. The first plain steps after drafting take
 # longer (see `oversight.CONTROL_STEPS`); learning from them would make drafting look better than it is.
 SETTLING = 3
+
+# Earlier text is asked for nodes of at least this survival, and of more where tokens are dear: of RECALL_ALSO times the
+# share of a plain step that one more token of every sample takes, since what was asked for is chosen from.
+LEAST_RECALLED, RECALL_ALSO = 0.04, 0.7
 
 NO_NODES = np.zeros(0, np.int64)
 NO_NODES.flags.writeable = False
@@ -34,6 +39,7 @@ class CalibratedPolicy:
 
     learns_acceptance = learns_cost = True
     payoff: Payoff | None = None
+    recalls = False  # whether earlier text is asked for drafts
 
     def __init__(
         self, acceptance: AcceptanceModel, cost: CostModel, width: int, max_depth: int, max_nodes: int
@@ -44,6 +50,16 @@ class CalibratedPolicy:
         self._steps = 0
         self._last_learnt = [-COSTS_EVERY, -COSTS_EVERY]  # steps at which a plain step and a drafted step were learnt
         self._plain_steps = 0  # in a row, up to now
+
+    def recall(self, batch: Batch) -> Recall | None:
+        """Ask for the nodes that may be worth their verification, by the share of a step that a token takes."""
+        if not self.recalls:
+            return None
+        tokens = np.array([batch.size, 2.0 * batch.size])
+        plain, one_more = self.cost.verify_seconds(batch.size, batch.kv_tokens, tokens).tolist()
+        least = max(LEAST_RECALLED, RECALL_ALSO * (one_more / plain - 1.0))
+        classes = TEMPERATURE_EDGES.searchsorted(batch.temperatures)
+        return Recall(self.max_nodes, least, classes, self.acceptance.recalled_table())
 
     def depth(self, batch: Batch) -> int:
         """Layers to draft at most: all usable ones if drafting pays, else 0, or 1 for a probe."""
@@ -60,7 +76,7 @@ class CalibratedPolicy:
         if self.learns_acceptance:
             self.acceptance.observe(record)
         kind = int(record.tree.depth > 0)
-        settled = kind == 1 or self._plain_steps >= SETTLING
+        settled = kind == 1 or len(record.chosen) > 0 or self._plain_steps >= SETTLING
         self._plain_steps = 0 if kind else self._plain_steps + 1
         due = self._steps <= COSTS_AT_FIRST or self._steps - self._last_learnt[kind] >= COSTS_EVERY
         if self.learns_cost and settled and due:
@@ -88,6 +104,13 @@ class CalibratedPolicy:
         if tree.depth >= self._step(batch).least_remaining:
             survival[tree.depth >= batch.remaining[tree.rows[last]]] = 0.0
         tree.survival[last] = survival
+
+    def _fill_all_survival(self, batch: Batch, tree: DraftTree) -> None:
+        """Set the survival of all nodes, after `add_recalled` has changed what is known of them."""
+        survival = self.acceptance.conditional(batch, tree, slice(0, tree.size))
+        survival[tree.depths >= batch.remaining[tree.rows]] = 0.0
+        multiply_down(tree.parents, survival)
+        tree.survival = survival
 
     def _possible_parents(self, batch: Batch, tree: DraftTree) -> Ints:
         """Nodes of the last layer whose children could still be used."""
@@ -150,12 +173,15 @@ class Adaptive(CalibratedPolicy):
 
     def choose(self, batch: Batch, tree: DraftTree) -> Ints:
         """The nodes of the highest rate, given what is drafted; a probe verifies at least as many nodes as samples."""
+        if len(batch.recalled):
+            self._fill_all_survival(batch, tree)
         values = self._values(batch, tree)
         order = rank_nodes(tree, values, self.max_nodes)
         step = self._step(batch)
         seconds = step.draft_seconds(tree.depth, drafted_nodes(tree))
         least = step.size if self.payoff.probing else 0
-        count, _ = self._best(step, values[order], seconds, least)
+        count, rate = self._best(step, values[order], seconds, least)
+        self.payoff.found(rate)
         return np.sort(order[:count])
 
     def _values(self, batch: Batch, tree: DraftTree) -> Floats:
@@ -206,6 +232,8 @@ class Fixed(CalibratedPolicy):
         return np.sort(parents[index_within_row(tree.rows[parents]) < self.width])
 
     def choose(self, batch: Batch, tree: DraftTree) -> Ints:
+        if len(batch.recalled):
+            self._fill_all_survival(batch, tree)
         return np.sort(rank_nodes(tree, tree.survival, self.max_nodes))
 
 
@@ -222,6 +250,8 @@ class Uniform(Fixed):
         self.payoff: Payoff = Payoff(acceptance, cost, width, depth, max_nodes, fixed_depth=True)
 
     def choose(self, batch: Batch, tree: DraftTree) -> Ints:
+        if len(batch.recalled):
+            self._fill_all_survival(batch, tree)
         order = rank_nodes(tree, tree.survival, self.max_nodes)
         place = index_within_row(tree.rows[order])
         most = int(place.max()) + 1 if len(order) else 0
@@ -263,10 +293,19 @@ POLICIES: dict[str, Callable[[SpeculationConfig, AcceptanceModel, CostModel], Dr
 
 
 def drafted_nodes(tree: DraftTree) -> int:
-    """Number of nodes that have children: the draft was run on them after its first pass."""
+    """Number of nodes that have children by the draft: it was run on them after its first pass."""
     if tree.depth < 2:
         return 0
-    return int(np.count_nonzero(np.bincount(tree.parents[tree.layers[1] :])))
+    by_draft = tree.ranks[tree.layers[1] :] >= 0
+    return int(np.count_nonzero(np.bincount(tree.parents[tree.layers[1] :][by_draft])))
+
+
+@compiled
+def multiply_down(parents: Ints, survival: Floats) -> None:
+    """Turn conditional acceptance into survival, in place; parents come before children."""
+    for node in range(len(parents)):
+        if parents[node] >= 0:
+            survival[node] *= survival[parents[node]]
 
 
 def rank_nodes(tree: DraftTree, values: Floats, most_per_sample: int) -> Ints:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,11 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 ROOT = -1  # the parent of depth-1 nodes: the sample's last token
+# In place of a rank: the draft model names other children of the node's parent, or it was not run on the parent.
+NOT_NAMED, NOT_DRAFTED = -1, -2
+# Codes of what earlier text says of a node: nothing is known of what follows its parent, or other tokens follow; from
+# MATCHED on, code - MATCHED is its cell among those that follow (`history.propose`).
+NO_MATCH, OTHER_FOLLOWS, MATCHED = 0, 1, 2
 
 # Most accepted tokens of a sample that the draft may leave unread during plain steps. Many, because reading tokens
 # costs as much as drafting them, and few samples are left once a batch has become small enough to draft for.
@@ -30,6 +35,7 @@ class Batch:
         temperatures: 0 is greedy.
         backlog: accepted tokens, of all samples together, that the draft has not read yet; its first pass reads them.
         samples: serial number of each sample in its engine, under which what is learnt about it is kept.
+        recalled: predicted survival of the draft tokens that earlier text gives.
     """
 
     lengths: Ints
@@ -38,6 +44,7 @@ class Batch:
     temperatures: Floats
     backlog: int
     samples: Ints
+    recalled: Floats = field(default_factory=lambda: np.zeros(0))
 
     @property
     def size(self) -> int:
@@ -56,11 +63,12 @@ class DraftTree:
         rows: index of the node's sample in the batch.
         parents: index of the parent node, or ROOT.
         depths: from 1.
-        ranks: rank among its siblings by perturbed score log q + g, from 0.
+        ranks: rank among its siblings by the draft's perturbed score log q + g, from 0; NOT_NAMED, or NOT_DRAFTED.
         gaps: best perturbed score among the siblings minus the second best; large where the draft is confident.
         survival: predicted probability that the node is accepted; the policy fills it, layer by layer.
         ends: whether the node's token would end its sample; such nodes get no children.
-        layers: index of the first node of each layer.
+        matches: what earlier text says of the node: NO_MATCH, OTHER_FOLLOWS, or MATCHED + its cell.
+        layers: index of the first node of each layer that the draft model made.
     """
 
     rows: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -70,6 +78,7 @@ class DraftTree:
     gaps: Floats = field(default_factory=lambda: np.zeros(0, np.float64))
     survival: Floats = field(default_factory=lambda: np.zeros(0, np.float64))
     ends: Bools = field(default_factory=lambda: np.zeros(0, np.bool_))
+    matches: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     layers: list[int] = field(default_factory=list)
 
     @property
@@ -83,7 +92,7 @@ class DraftTree:
 
     @property
     def last_layer(self) -> slice:
-        """The nodes of the last layer; empty before the first layer."""
+        """The nodes of the last layer; empty before the first layer. Not to be used after `add_recalled`."""
         return slice(self.layers[-1] if self.layers else 0, self.size)
 
     def add_layer(self, rows: Ints, parents: Ints, ranks: Ints, gaps: Floats, ends: Bools) -> None:
@@ -96,6 +105,16 @@ class DraftTree:
         self.gaps = np.concatenate((self.gaps, gaps))
         self.survival = np.concatenate((self.survival, np.zeros(len(rows))))
         self.ends = np.concatenate((self.ends, ends))
+        self.matches = np.concatenate((self.matches, np.full(len(rows), NO_MATCH)))
+
+    def add_recalled(self, rows: Ints, parents: Ints, depths: Ints, matches: Ints, ends: Bools, drafted: Bools) -> None:
+        """Append nodes that only earlier text gives; `drafted`: whether the draft model was run on their parents."""
+        self.rows, self.parents = np.concatenate((self.rows, rows)), np.concatenate((self.parents, parents))
+        self.depths = np.concatenate((self.depths, depths))
+        self.ranks = np.concatenate((self.ranks, np.where(drafted, NOT_NAMED, NOT_DRAFTED)))
+        self.gaps = np.concatenate((self.gaps, np.zeros(len(rows))))
+        self.survival = np.concatenate((self.survival, np.zeros(len(rows))))
+        self.ends, self.matches = np.concatenate((self.ends, ends)), np.concatenate((self.matches, matches))
 
 
 @dataclass(frozen=True)
@@ -120,10 +139,26 @@ class StepRecord:
     root_hits: Bools = field(default_factory=lambda: np.zeros(0, np.bool_))
 
 
+class Recall(NamedTuple):
+    """How many draft tokens earlier text is asked for.
+
+    Attributes:
+        most: nodes of a sample.
+        least: survival below which a node is left out.
+        classes: int64 [B], row of `accepted` that holds for each sample.
+        accepted: [classes, cells] probability that a node of this cell is accepted if its parent is.
+    """
+
+    most: int
+    least: float
+    classes: Ints
+    accepted: Floats
+
+
 class DraftingPolicy(Protocol):
     """Decides in each step how many layers to draft and which nodes to verify. One engine calls it in this order:
 
-        depth -> (add_layer -> expand)* -> choose -> observe
+        recall -> depth -> (add_layer -> expand)* -> add_recalled -> choose -> observe
 
     All methods but `observe` depend only on their arguments and on what was observed before.
     """
@@ -132,8 +167,11 @@ class DraftingPolicy(Protocol):
     max_depth: int  # most layers that `depth` returns
     max_nodes: int  # most nodes of one sample that `choose` returns
 
+    def recall(self, batch: Batch) -> Recall | None:
+        """What earlier text is asked for in this step; None: nothing. Only engines that keep such text ask."""
+
     def depth(self, batch: Batch) -> int:
-        """Most layers to draft in this step; 0 for a plain step."""
+        """Most layers to draft in this step with the draft model; 0: none."""
 
     def expand(self, batch: Batch, tree: DraftTree) -> Ints:
         """Set the survival of the new layer, and return its nodes that get children; none ends drafting."""

@@ -34,6 +34,9 @@ class Chains:
         self.max_depth = self.max_nodes = count
         self.drafted_steps = self.accepted = 0
 
+    def recall(self, batch: Batch) -> None:
+        return None
+
     def depth(self, batch: Batch) -> int:
         return self.max_depth
 

@@ -37,6 +37,7 @@ LAYERS = {
     "draft": 2,
     "megatron": 2,
     "rollout": 2,
+    "history": 1,
     "simulate": 3,
     "resharding": 3,
     "cluster": 3,

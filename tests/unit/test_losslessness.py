@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer, causal_attention
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
+from rlhfspec_mega.planning.strategy import CalibratedPolicy
 from rlhfspec_mega.planning.tree import DraftingPolicy
 from rlhfspec_mega.rollout.torch_engine import decoder, drafter
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
@@ -33,6 +35,10 @@ WEIGHTS = random_weights(3, SHAPE)
 TOKENS, SEQUENCES = 100, 204
 BATCHES = {1: 4, 9: 36, 32: 164}  # batch size -> sequences decoded at it
 POLICIES = ("adaptive", "uniform", "fixed", "ema_tiers", "bandit", "random trees")
+# The last two rules choose among trees of a draft model, so they need one.
+CASES = [(name, sources) for name in POLICIES for sources in ("draft", "both")] + [
+    (name, "history") for name in ("adaptive", "uniform", "fixed", "random trees")
+]
 
 
 def request(number: int) -> GenerationRequest:
@@ -45,23 +51,32 @@ def request(number: int) -> GenerationRequest:
 REQUESTS = [request(number) for number in range(SEQUENCES)]
 
 
-def make_engine(slots: int, policy: DraftingPolicy | None, shape: ModelShape = SHAPE) -> TorchEngine:
-    given = {} if policy is None else {"draft": draft_shape(shape), "policy": policy}
+def make_engine(
+    slots: int, policy: DraftingPolicy | None, shape: ModelShape = SHAPE, sources: str = "draft"
+) -> TorchEngine:
+    given: dict[str, Any] = {} if policy is None else {"policy": policy}
+    if policy is not None and sources != "history":
+        given["draft"] = draft_shape(shape)
+    if sources != "draft":
+        given["history_tokens"] = 4096  # little enough that most of it is forgotten
     engine = TorchEngine(
         shape, slots=slots, max_positions=140, prefill_chunk=64, dtype=torch.float32, device="cpu", **given
     )
     send_weights(engine, WEIGHTS if shape is SHAPE else random_weights(3, shape), piece=10**6)
-    if policy is not None:
+    if "draft" in given:
         send_draft(engine, draft_weights(draft_shape(shape)))
     return engine
 
 
-def make(name: str) -> DraftingPolicy:
+def make(name: str, recalls: bool = False) -> DraftingPolicy:
     if name == "random trees":
         return RandomTrees(7)
     # Drafting and verification cost next to nothing: policies that weigh cost draft as much as they can.
     cost = CostModel.nominal(10**6, 10**4, flops_per_second=1e13, pass_seconds=1e-6)
-    return any_policy(name, AcceptanceModel(), cost)
+    policy = any_policy(name, AcceptanceModel(), cost)
+    assert isinstance(policy, CalibratedPolicy)
+    policy.recalls = recalls
+    return policy
 
 
 def make_judge(shape: ModelShape, weights: dict[str, torch.Tensor]) -> Logits:
@@ -83,12 +98,12 @@ def plain() -> Mapping[str, GenerationResult]:
     return finish(engine)
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_gives_the_tokens_of_plain_decoding(plain, name):
+@pytest.mark.parametrize(("name", "sources"), CASES)
+def test_every_policy_gives_the_tokens_of_plain_decoding(plain, name, sources):
     found: dict[str, GenerationResult] = {}
     steps = 0
     for slots, count in BATCHES.items():
-        engine = make_engine(slots, make(name))
+        engine = make_engine(slots, make(name, sources != "draft"), sources=sources)
         engine.submit(REQUESTS[len(found) : len(found) + count])
         found |= finish(engine)
         steps += engine.stats()["decode_steps"] * slots

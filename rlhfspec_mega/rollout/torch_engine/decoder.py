@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from rlhfspec_mega.draft.shape import DraftShape
+from rlhfspec_mega.history.index import History
 from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.planning.memory import LOGITS_AT_ONCE
 from rlhfspec_mega.planning.tree import ROOT, Batch, Bools, DraftingPolicy, DraftTree, Ints, StepRecord
 from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, KVCache
 from rlhfspec_mega.rollout.torch_engine.drafter import Drafter, Features, GrownTree
+from rlhfspec_mega.rollout.torch_engine.recall import join, recall
 from rlhfspec_mega.rollout.torch_engine.scheduler import Admission
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState, StepNoise
 from rlhfspec_mega.rollout.torch_engine.verification import Verification, plain, with_drafts
@@ -39,8 +42,9 @@ class Decoder:
 
     Args:
         slots: samples decoded at once.
-        draft, policy: shape of the draft and the policy for its trees; without both, every step is plain.
+        draft, policy: shape of the draft and the policy for its trees; without a policy, every step is plain.
         vocabulary: see Drafter.
+        history: earlier text that gives draft tokens too, with or without a draft.
 
     Attributes:
         drafting: whether the draft has weights; without them every step is plain.
@@ -53,13 +57,25 @@ class Decoder:
         draft: DraftShape | None,
         policy: DraftingPolicy | None,
         vocabulary: torch.Tensor | None,
+        history: History | None,
     ):
-        weights, room = model.embedding, policy.max_nodes if draft and policy else 0
+        weights, room = model.embedding, policy.max_nodes if policy else 0
+        self._policy, self.history = policy, history
         self.model, self.slots = model, SlotState(slots, model.shape.vocab_size, weights.device)
         self.drafter = Drafter(draft, model, policy, slots=slots, vocabulary=vocabulary) if draft and policy else None
         places = model.max_positions + room
         self.cache = KVCache(model.shape, slots=slots, places=places, dtype=weights.dtype, device=weights.device)
         self.drafting = False
+
+    @property
+    def policy(self) -> DraftingPolicy | None:
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: DraftingPolicy) -> None:
+        self._policy = policy
+        if self.drafter:
+            self.drafter.policy = policy
 
     def draft_changed(self, idle: bool) -> None:
         """Use the draft, whose new weights were written.
@@ -91,6 +107,9 @@ class Decoder:
         if kv is not None:
             self.cache.fill(first, len(samples), kv)
         self.slots.assign(first, samples)
+        if self.history:
+            for slot, sample in enumerate(samples, start=first):
+                self.history.admit(slot, sample.request.prompt_tokens, sample.tokens)
         if self.drafter:
             if not self.drafting:
                 past = None  # plain steps would not keep it up to date
@@ -103,41 +122,41 @@ class Decoder:
         """Copy a slot with `length` cached positions over another."""
         self.cache.move(source, target, length)
         self.slots.move(source, target)
+        if self.history:
+            self.history.move(source, target)
         if self.drafter:
             self.drafter.move(source, target)
 
     def step(self, batch: int) -> Decoded:
         """Decode at least one token of each of the first `batch` slots."""
-        if self.drafter is None or not self.drafting:
+        drafter = self.drafter if self.drafting else None
+        if self._policy is not None and (drafter or self.history):
+            decoded = self._speculate(self._policy, drafter, batch)
+        else:
             verification = plain(self.slots.tokens[:batch], self.slots.lengths[:batch])
             noise = StepNoise(self.slots, batch, 1)
-            return self._accept(verification, self._select(verification, noise, None), None)[0]
-        return self._speculate(self.drafter, batch)
+            decoded = self._accept(verification, self._select(verification, noise, None), None)[0]
+        if self.history:
+            self.history.extend(decoded.tokens, decoded.counts)
+        return decoded
 
-    def _speculate(self, drafter: Drafter, batch: int) -> Decoded:
+    def _speculate(self, policy: DraftingPolicy, drafter: Drafter | None, batch: int) -> Decoded:
         started, slots = time.perf_counter(), self.slots
         state = Batch(
             lengths=slots.lengths[:batch].copy(),
             generated=slots.generated[:batch].copy(),
             remaining=slots.remaining[:batch].copy(),
             temperatures=slots.host_temperatures[:batch].copy(),
-            backlog=int(drafter.unread[:batch].sum()),
+            backlog=int(drafter.unread[:batch].sum()) if drafter else 0,
             samples=slots.numbers[:batch].copy(),
         )
-        depth = drafter.policy.depth(state)
-        noise = StepNoise(slots, batch, depth + 1)
-        grown, chosen = GrownTree(slots.tokens.device), np.zeros(0, np.int64)
-        if depth > 0:
-            grown = drafter.grow(state, slots, noise, depth)
-        else:
-            drafter.make_room(batch)
-        tree, last, lengths = grown.tree, slots.tokens[:batch], slots.lengths[:batch]
+        state, grown, noise = self._draft(policy, drafter, state)
+        tree, chosen = grown.tree, np.zeros(0, np.int64)
         if tree.size:
-            chosen = drafter.policy.choose(state, tree)
-            verification = with_drafts(last, lengths, tree, chosen, grown.tokens)
-        else:
-            verification = plain(last, lengths)
-        features = Features(drafter.model.shape.taps)
+            chosen = policy.choose(state, tree)
+        last, lengths = slots.tokens[:batch], slots.lengths[:batch]
+        verification = with_drafts(last, lengths, tree, chosen, grown.tokens) if len(chosen) else plain(last, lengths)
+        features = Features(drafter.model.shape.taps) if drafter else None
         proposed = time.perf_counter()
         decoded, accepted = self._accept(verification, self._select(verification, noise, features), features)
         record = StepRecord(
@@ -150,8 +169,27 @@ class Decoder:
             verify_seconds=time.perf_counter() - proposed,
             root_hits=_root_hits(tree, grown.tokens, decoded),
         )
-        drafter.policy.observe(record)
+        policy.observe(record)
         return decoded._replace(record=record)
+
+    def _draft(
+        self, policy: DraftingPolicy, drafter: Drafter | None, state: Batch
+    ) -> tuple[Batch, GrownTree, StepNoise]:
+        """The batch with what was recalled, the draft tokens to choose from, and the noise for them."""
+        slots, ask, recalled = self.slots, policy.recall(state), None
+        if ask is not None and self.history is not None:
+            recalled = recall(self.history, ask, state, slots, policy.max_depth)
+            state = replace(state, recalled=recalled.survival)
+        depth = policy.depth(state) if drafter else 0
+        noise = StepNoise(slots, state.size, 1 + (policy.max_depth if len(state.recalled) else depth))
+        grown = GrownTree(slots.tokens.device)
+        if drafter and depth > 0:
+            grown = drafter.grow(state, slots, noise, depth)
+        elif drafter:
+            drafter.make_room(state.size)
+        if recalled is not None and len(recalled.rows):
+            join(grown, recalled, slots, state.size)
+        return state, grown, noise
 
     def _select(self, verification: Verification, noise: StepNoise, features: Features | None) -> Selection:
         """Run the target: the token it chooses after every input, with its log-prob."""

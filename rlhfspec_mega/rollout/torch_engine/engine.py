@@ -10,6 +10,7 @@ import torch
 
 from rlhfspec_mega.draft.shape import DraftShape
 from rlhfspec_mega.errors import RunError, UserError
+from rlhfspec_mega.history.index import History
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.observe.spans import SpanRecorder
@@ -44,10 +45,11 @@ class TorchEngine(UpdatedEngine):
         slots: samples decoded at once.
         max_positions: longest prompt + response in tokens; sets the size of the KV cache.
         prefill_chunk: most prompt tokens prefilled per step.
-        draft, policy: shape of the draft and the policy for its trees; every step is plain without them, and until the
-            draft has weights.
+        draft, policy: shape of the draft and the policy for draft trees. Every step is plain without a policy, or with
+            neither earlier text nor a draft that has weights.
         draft_vocabulary: int64 [draft vocabulary], the target's token id of each token of the draft; None: the two
             vocabularies are the same.
+        history_tokens: tokens of earlier text that are kept to draft from; 0: none.
 
     Attributes:
         spans: records what the engine spends its time on.
@@ -67,13 +69,15 @@ class TorchEngine(UpdatedEngine):
         draft: DraftShape | None = None,
         policy: DraftingPolicy | None = None,
         draft_vocabulary: torch.Tensor | None = None,
+        history_tokens: int = 0,
     ):
         for name, value in {"slots": slots, "max_positions": max_positions, "prefill_chunk": prefill_chunk}.items():
             if value < 1:
                 raise UserError(f"The engine's {name} is {value}; it must be at least 1.")
         self.max_positions, self._prefill_chunk = max_positions, prefill_chunk
         self._model = Transformer(shape, max_positions=max_positions, dtype=dtype, device=device)
-        self._decoder = Decoder(self._model, slots, draft, policy, draft_vocabulary)
+        history = History(slots, history_tokens) if history_tokens else None
+        self._decoder = Decoder(self._model, slots, draft, policy, draft_vocabulary, history)
         self._scheduler = Scheduler(slots)
         self._prefill: Prefill | None = None
         self._finished: list[GenerationResult] = []
@@ -90,12 +94,11 @@ class TorchEngine(UpdatedEngine):
     @property
     def policy(self) -> DraftingPolicy | None:
         """The drafting policy. It may be replaced by one that does not exceed its width, depth and number of nodes."""
-        return self._decoder.drafter.policy if self._decoder.drafter else None
+        return self._decoder.policy
 
     @policy.setter
     def policy(self, policy: DraftingPolicy) -> None:
-        assert self._decoder.drafter is not None
-        self._decoder.drafter.policy = policy
+        self._decoder.policy = policy
 
     @property
     def drafting(self) -> bool:

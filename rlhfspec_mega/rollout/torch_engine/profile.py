@@ -47,6 +47,9 @@ class ScriptedPolicy:
         self.shape = SHAPES[0]
         self.costs: list[StepCost] = []
 
+    def recall(self, batch: Batch) -> None:
+        return None
+
     def depth(self, batch: Batch) -> int:
         plain = len(self.costs) % (self.shape.after + 1) < self.shape.after
         return 0 if plain else min(self.shape.depth, self.max_depth)

@@ -25,7 +25,7 @@ class SlotState:
         forced: bool, whether stop tokens are masked, so that the sample has a forced length.
         lengths, generated, remaining: int64 on the host; tokens of prompt and response, tokens of the response, and
             tokens that may still be generated.
-        host_temperatures: float64 on the host.
+        host_temperatures, host_noise: float64 and int64 on the host.
         numbers: int64 on the host, consecutive number of the sample in this engine.
     """
 
@@ -36,12 +36,15 @@ class SlotState:
         self.stops = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
         self.forced = torch.zeros(slots, dtype=torch.bool, device=device)
         self.lengths, self.generated, self.remaining = (np.zeros(slots, np.int64) for _ in range(3))
-        self.host_temperatures = np.zeros(slots)
+        self.host_temperatures, self.host_noise = np.zeros(slots), np.zeros(slots, np.int64)
         self.numbers = np.zeros(slots, np.int64)
         self._assigned = 0  # samples so far
         self.any_forced = False
         self._tensors = (self.tokens, self.noise, self.temperatures, self.stops, self.forced)
-        self._arrays = (self.lengths, self.generated, self.remaining, self.host_temperatures, self.numbers)
+        self._arrays = (
+            *(self.lengths, self.generated, self.remaining, self.numbers),
+            *(self.host_temperatures, self.host_noise),
+        )
 
     def assign(self, first: int, samples: Sequence[LiveSample]) -> None:
         """Set the rows from `first` on to these samples."""
@@ -49,7 +52,8 @@ class SlotState:
         device = self.tokens.device
         requests = [sample.request for sample in samples]
         self.tokens[rows] = torch.tensor([sample.sequence[-1] for sample in samples], device=device)
-        self.noise[rows] = seed_states(torch.tensor([request.seed for request in requests], device=device))
+        noise = seed_states(torch.tensor([request.seed for request in requests]))
+        self.noise[rows], self.host_noise[rows] = noise.to(device), noise.numpy()
         self.temperatures[rows] = torch.tensor([request.temperature for request in requests], device=device)
         self.forced[rows] = torch.tensor([request.ignore_stop for request in requests], device=device)
         self.stops[rows] = False

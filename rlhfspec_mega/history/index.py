@@ -1,0 +1,91 @@
+"""What an engine's samples have said so far, from which drafts are made without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlhfspec_mega.compiled import compiled
+from rlhfspec_mega.history.propose import Proposed, Wanted, propose
+from rlhfspec_mega.history.store import CHUNK, NOTHING, ORDERS, Ints, Store, append, empty_store
+
+# Of a prompt that another sample has just brought along, so many last tokens are stored again: they lead to its text.
+PROMPT_END = 16
+
+
+class History:
+    """Texts of finished samples and of those in slots, indexed by their suffixes.
+
+    Earlier epochs and steps, other members of a group and a sample's own text are all the same to it. What it proposes
+    can only make decoding faster or slower: the target decides on every token.
+
+    Args:
+        slots: samples decoded at once.
+        capacity: tokens that are kept, about; older ones are forgotten.
+    """
+
+    def __init__(self, slots: int, capacity: int) -> None:
+        self._store = empty_store(capacity)
+        self._last = np.full(slots, NOTHING)  # id of each slot's last token
+        self._buckets = np.empty(len(ORDERS), np.int64)
+        self._prompt: tuple[int, ...] = ()  # the newest one
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that were stored so far, forgotten ones included, to the next chunk."""
+        return int(self._store.clock[0]) * CHUNK
+
+    def admit(self, slot: int, prompt: Sequence[int], response: Sequence[int]) -> None:
+        """Begin a sample in a slot."""
+        known = tuple(prompt) == self._prompt
+        self._prompt = tuple(prompt)
+        text = [*(prompt[-PROMPT_END:] if known else prompt), *response]
+        self._last[slot] = NOTHING
+        self._append(slot, text)
+
+    def add(self, prompt: Sequence[int], response: Sequence[int]) -> None:
+        """Store a sample that was decoded elsewhere."""
+        _append_all(self._store, NOTHING, np.array([*prompt[-PROMPT_END:], *response], np.int64), self._buckets)
+
+    def extend(self, tokens: Sequence[int], counts: Ints) -> None:
+        """Append a step's tokens, sample by sample: counts[i] of the sample in slot i."""
+        _extend(self._store, self._last, np.array(tokens, np.int64), counts, self._buckets)
+
+    def move(self, source: int, target: int) -> None:
+        """The sample in slot `source` goes on in slot `target`."""
+        self._last[target] = self._last[source]
+
+    def propose(self, batch: int, most: int, least: float, **wanted: Any) -> Proposed:
+        """Draft trees for the samples in the first `batch` slots.
+
+        Args:
+            most: nodes of a sample.
+            least: survival below which a node is not worth verifying.
+            wanted: the other fields of Wanted.
+        """
+        room = batch * most
+        rows, parents, depths, tokens, ranks, cells = (np.empty(room, np.int64) for _ in range(6))
+        result = Proposed(rows, parents, depths, tokens, ranks, cells, np.empty(room))
+        size = propose(self._store, Wanted(self._last[:batch], **wanted), most, least, result)
+        return Proposed._make(values[:size] for values in result)
+
+    def _append(self, slot: int, text: Sequence[int]) -> None:
+        self._last[slot] = _append_all(self._store, self._last[slot], np.array(text, np.int64), self._buckets)
+
+
+@compiled
+def _append_all(store: Store, last: int, text: Ints, buckets: Ints) -> int:
+    for token in text:
+        last = append(store, last, token, buckets)
+    return last
+
+
+@compiled
+def _extend(store: Store, lasts: Ints, tokens: Ints, counts: Ints, buckets: Ints) -> None:
+    first = 0
+    for slot in range(len(counts)):
+        for place in range(first, first + counts[slot]):
+            lasts[slot] = append(store, lasts[slot], tokens[place], buckets)
+        first += counts[slot]
