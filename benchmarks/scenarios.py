@@ -144,7 +144,7 @@ class Bench:
         given: dict[str, Any] = {}
         if draft is not None:
             shape, weights = load_draft(draft, self._target.shape)
-            given = {"draft": shape, "policy": ScriptedPolicy(MOST_WIDTH, MOST_DEPTH, MOST_NODES)}
+            given = {"draft": shape, "policy": ScriptedPolicy(MOST_WIDTH, MOST_DEPTH, MOST_NODES, recalls=False)}
         engine = TorchEngine(
             self._target.shape,
             slots=SLOTS,

@@ -19,13 +19,26 @@ from rlhfspec_mega.config.names import as_written, known, options
 from rlhfspec_mega.config.presets import presets
 from rlhfspec_mega.config.schema.reward import FUNCTION, REWARD_MODEL, SERVICE
 from rlhfspec_mega.config.schema.run import RunConfig
-from rlhfspec_mega.config.speculation import drafts
+from rlhfspec_mega.config.speculation import drafts, recalls, speculates
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.planning.placement import GENERATION
 
 
 def _start_drafting(config: RunConfig) -> str:
-    return "speculation=adaptive" if config.speculation.policy == "off" else "speculation.draft_model_path=DIR"
+    if config.speculation.policy == "off":
+        return "speculation=adaptive"
+    return (
+        "speculation.draft_model_path=DIR" if "draft" in config.speculation.sources else "speculation.sources=[draft]"
+    )
+
+
+def _start_recalling(config: RunConfig) -> str:
+    speculation = config.speculation
+    if speculation.policy == "off":
+        return "speculation=adaptive"
+    if "history" not in speculation.sources:
+        return "speculation.sources=[draft,history]"
+    return "rollout.engine=torch" if config.rollout.engine != "torch" else "trainer.deterministic=false"
 
 
 def _move_frozen(config: RunConfig) -> str:
@@ -35,6 +48,8 @@ def _move_frozen(config: RunConfig) -> str:
 # Conditions on several options at once: whether one holds, and what to add if it does not.
 FACTS: dict[str, tuple[Callable[[RunConfig], bool], Callable[[RunConfig], str]]] = {
     "a draft": (drafts, _start_drafting),
+    "draft tokens": (speculates, _start_drafting),
+    "draft tokens from history": (recalls, _start_recalling),
     "a critic": (has_critic, lambda config: "algorithm=ppo"),
     FUNCTION: (lambda config: bool(config.reward.function), lambda config: "reward.function=package.module.function"),
     SERVICE: (lambda config: config.reward.remote.url is not None, lambda config: "reward.remote.url=URL"),

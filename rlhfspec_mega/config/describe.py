@@ -102,6 +102,7 @@ def _row(one: Known) -> str:
     option = one.option
     default = "*from conf/presets.yaml*" if one.key in from_presets() else f"`{_value(one.default)}`"
     value = " \\| ".join(f"`{choice}`" for choice in option.choices) or one.expected
+    value = f"a list of {value}" if option.choices and isinstance(one.default, list) else value
     value += f", {option.bounds}" if option.bounds else ""
     value += f", {option.unit}" if option.unit else ""
     needs = " and ".join(map(_condition, _narrowest(option.only_with)))

@@ -20,7 +20,7 @@ class Option:
     Attributes:
         help: what it does, a phrase without a full stop.
         unit: unit of a number, e.g. "tokens".
-        choices: all allowed values; empty: any value of its type.
+        choices: all allowed values, or elements of a list; empty: any value of its type.
         least, most, above, below: bounds of a number, or of every number of a tuple; the last two exclude the bound.
         only_with: conditions (see config.conditions) that must all hold for the option, or a section's options, to be
             read; in ".schedule=linear", schedule is an option of the same section.
@@ -44,7 +44,7 @@ class Option:
         if value is None:
             return True
         if self.choices:
-            return value in self.choices
+            return all(one in self.choices for one in value) if isinstance(value, list) else value in self.choices
         return all(self._within(one) for one in (value if isinstance(value, Sequence) else [value]))
 
     def _within(self, value: Any) -> bool:

@@ -12,31 +12,52 @@ from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
-from rlhfspec_mega.planning.memory import DraftMemory, DraftPlan, draft_memory
+from rlhfspec_mega.planning.memory import DraftMemory, DraftPlan, draft_memory, verified_memory
 from rlhfspec_mega.planning.strategy import make_policy
 from rlhfspec_mega.planning.tree import most_drafted
 
+HISTORY_BYTES = 40  # in an engine for each token of speculation.history_tokens (`history.store`)
+
 
 def drafts(config: RunConfig) -> bool:
-    """Return whether engines decode speculatively.
+    """Return whether engines have a draft model.
 
-    This takes a drafting policy other than "off", and a draft: the configured one, or that built with the initial
-    model.
+    This takes a drafting policy other than "off", "draft" among the sources, and a draft: the configured one, or that
+    built with the initial model.
     """
     made_here = config.model.path is None and config.model.hub_name is None
     return (
         runs_engines(config)
         and config.speculation.policy != "off"
+        and "draft" in config.speculation.sources
         and (config.speculation.draft_model_path is not None or made_here)
     )
 
 
+def recalls(config: RunConfig) -> bool:
+    """Return whether engines draft from what they have generated before."""
+    return (
+        runs_engines(config)
+        and config.speculation.policy != "off"
+        and "history" in config.speculation.sources
+        and config.rollout.engine == "torch"
+        and not config.trainer.deterministic
+    )
+
+
+def speculates(config: RunConfig) -> bool:
+    """Return whether engines decode speculatively."""
+    return drafts(config) or recalls(config)
+
+
 def speculation_note(config: RunConfig) -> str | None:
     """The note at the start of a run that has a drafting policy but no draft."""
-    if not runs_engines(config) or config.speculation.policy == "off" or drafts(config):
+    speculation = config.speculation
+    if not runs_engines(config) or speculation.policy == "off" or "draft" not in speculation.sources or drafts(config):
         return None
+    how = "drafts from its own samples alone" if recalls(config) else "decodes plainly"
     return (
-        f"The model in {config.model.path} has no draft: this run decodes plainly. For speculative decoding make one, "
+        f"The model in {config.model.path} has no draft: this run {how}. To make one, "
         f"python -m tools.train_draft --model {config.model.path} --out DIR, and add speculation.draft_model_path=DIR."
     )
 
@@ -65,6 +86,7 @@ def check_speculation(config: RunConfig, shape: ModelShape) -> None:
     speculation = config.speculation
     if speculation.policy == "off":
         return
+    _check_sources(config)
     if speculation.draft_model_path is not None and not (Path(speculation.draft_model_path) / "config.json").is_file():
         raise UserError(
             f"speculation.draft_model_path={speculation.draft_model_path} holds no config.json: give the directory "
@@ -76,6 +98,31 @@ def check_speculation(config: RunConfig, shape: ModelShape) -> None:
         check_draft(speculation.draft_model_path, shape)
     if drafts(config) and speculation.refresh_every:
         _check_refresh(config)
+
+
+def _check_sources(config: RunConfig) -> None:
+    sources = config.speculation.sources
+    if not sources or len(set(sources)) < len(sources):
+        written = ",".join(sources)
+        raise UserError(
+            f"speculation.sources=[{written}] must name draft, history or both: use speculation.sources=[draft,history]"
+            ", or speculation=off to decode plainly."
+        )
+    if "draft" not in sources and config.rollout.engine == "sglang":
+        raise UserError(
+            "SGLang drafts with a draft model only: use speculation.sources=[draft], rollout.engine=torch, or "
+            "speculation=off."
+        )
+    if "draft" not in sources and config.trainer.deterministic:
+        raise UserError(
+            "What engines have generated depends on timing, so trainer.deterministic does not draft from it: use "
+            "speculation.sources=[draft] or speculation=off."
+        )
+    if "draft" not in sources and config.speculation.draft_model_path is not None:
+        raise UserError(
+            "speculation.draft_model_path has no effect without the draft among the sources: use "
+            "speculation.sources=[draft,history], or leave the path out."
+        )
 
 
 def _check_refresh(config: RunConfig) -> None:
@@ -95,11 +142,12 @@ def _check_refresh(config: RunConfig) -> None:
 
 
 def memory_of_draft(config: RunConfig, shape: ModelShape, max_sequence: int) -> DraftMemory:
-    """Bytes of the run's draft in training and in an engine; 0 without one."""
+    """Bytes that speculation takes in training and in an engine; 0 without it."""
     draft, speculation, rollout = shape_of_draft(config, shape), config.speculation, config.rollout
     policy = make_policy(speculation, AcceptanceModel(), CostModel())
-    if draft is None or policy is None:
+    if policy is None or not speculates(config):
         return DraftMemory(0, 0)
+    device = device_type(config.cluster)
     plan = DraftPlan(
         buffer_tokens=speculation.buffer_tokens if speculation.refresh_every else 0,
         actor_dtype=config.actor.dtype,
@@ -109,6 +157,9 @@ def memory_of_draft(config: RunConfig, shape: ModelShape, max_sequence: int) -> 
         drafted=most_drafted(policy),
         depth=policy.max_depth,
         engine_dtype=rollout.dtype or config.actor.dtype,
-        device=device_type(config.cluster),
+        device=device,
     )
-    return draft_memory(draft, plan)
+    found = draft_memory(draft, plan) if draft else DraftMemory(0, verified_memory(shape, plan))
+    # The index lies in host memory, which a run on GPUs does not plan.
+    index = HISTORY_BYTES * speculation.history_tokens if recalls(config) and device == "cpu" else 0
+    return DraftMemory(found.actor, found.engine + index)

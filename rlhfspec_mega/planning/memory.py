@@ -199,6 +199,13 @@ def engine_memory(shape: ModelShape, slots: int, positions: int, dtype: str, dev
     )
 
 
+def verified_memory(target: ModelShape, plan: DraftPlan) -> int:
+    """Bytes in an engine of what a step verifies: room for draft tokens in every slot's cache, scores at them."""
+    room = plan.nodes * _kv_bytes(target, plan.engine_dtype)
+    scores = _score_bytes(target, plan.slots, plan.slots * (1 + plan.nodes), 1 + plan.depth)
+    return plan.slots * room + scores - _score_bytes(target, plan.slots, plan.slots, 1)
+
+
 def draft_memory(draft: DraftShape, plan: DraftPlan) -> DraftMemory:
     """Bytes of a draft with P weights, in training and in an engine.
 
@@ -207,8 +214,7 @@ def draft_memory(draft: DraftShape, plan: DraftPlan) -> DraftMemory:
             times the hidden size for each token of the buffer; for each position of a training batch the target's
             distribution, and logits and their log-softmax for each of 5 drafted tokens.
     engine  weights (on a CPU most of them twice, as in engine_memory); keys and values of every slot, with room for the
-            draft tokens of a step; room for these tokens in the target's cache, too; hidden states that the draft has
-            not read yet; scores at the draft tokens.
+            draft tokens of a step; hidden states that the draft has not read yet; what a step verifies.
     """
     hidden, weights, target = draft.hidden_size, draft.parameters, draft.target
     actor = 4 * weights
@@ -219,11 +225,9 @@ def draft_memory(draft: DraftShape, plan: DraftPlan) -> DraftMemory:
     size = DTYPE_BYTES[plan.engine_dtype]
     packed = _matrices(draft, 2 * hidden) + (TAPS * hidden + draft.vocab_size) * hidden if plan.device == "cpu" else 0
     kv = (plan.positions + plan.drafted) * _kv_bytes(draft, plan.engine_dtype)
-    room = plan.nodes * _kv_bytes(target, plan.engine_dtype)
     unread = (BACKLOG + plan.depth + 1) * TAPS * hidden * size
-    scores = _score_bytes(target, plan.slots, plan.slots * (1 + plan.nodes), 1 + plan.depth)
-    scores -= _score_bytes(target, plan.slots, plan.slots, 1)
-    return DraftMemory(actor, (weights + packed) * size + plan.slots * (kv + room + unread) + scores)
+    of_draft = (weights + packed) * size + plan.slots * (kv + unread)
+    return DraftMemory(actor, of_draft + verified_memory(target, plan))
 
 
 def reference_memory(shape: ModelShape, plan: ReferencePlan) -> int:

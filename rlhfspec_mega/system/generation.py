@@ -9,6 +9,7 @@ from typing import Any
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.sglang import memory_share, uses_sglang
+from rlhfspec_mega.config.speculation import recalls
 from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.placement import ENGINE
 from rlhfspec_mega.planning.reallocation import Reallocator
@@ -37,6 +38,8 @@ def engine_specs(setup: Setup, drafting_state: Any) -> list[WorkerSpec]:
     }
     if setup.draft is not None:
         arguments |= {"draft": setup.draft, "drafting": config.speculation}
+    if recalls(config):
+        arguments |= {"drafting": config.speculation, "history_tokens": config.speculation.history_tokens}
     if uses_sglang(config):
         memory = memory_share(config, setup.placement)
         arguments |= {"model": setup.model, "memory": memory, "sleeps": setup.engines_sleep}

@@ -10,6 +10,7 @@ from typing import Any
 from rlhfspec_mega.cluster.launchers import make_cluster, transport
 from rlhfspec_mega.config.reach import weight_transport
 from rlhfspec_mega.config.sizes import training_devices
+from rlhfspec_mega.config.speculation import recalls
 from rlhfspec_mega.planning.placement import ACTOR, CRITIC, ENGINE, FROZEN, REFERENCE, REWARD
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.scoring import Scoring
@@ -233,7 +234,7 @@ class System:
         if not serving:
             return
         learnt: dict[str, Any] = {"lengths": self._lengths.state_dict()}
-        if self.training.draft is not None:
+        if self.training.draft is not None or recalls(self._setup.config):
             call = self._engines.start(serving[0], "drafting_state")
             self._cluster.wait([call], "checkpoint", check=False)
             if call.dead:

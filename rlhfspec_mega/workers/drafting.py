@@ -17,13 +17,15 @@ from rlhfspec_mega.planning.throughput import throughput_of
 from rlhfspec_mega.planning.tree import DraftingPolicy
 from rlhfspec_mega.types import DraftingTally
 
-FORMAT = 3  # of `DraftingController.state_dict`
+FORMAT = 4  # of `DraftingController.state_dict`
 
 
 class DraftingController:
     """The models of cost and acceptance of one engine, and the drafting policy that reads them.
 
     Args:
+        draft: shape of the draft model; None: everything is drafted from history.
+        recalls: whether the engine keeps earlier text to draft from.
         temperature: of training samples; acceptance is judged by these alone.
         deterministic: decisions depend neither on the clock nor on earlier samples: costs are nominal, and an idle
             engine resets its models, so that samples decode alike on every engine.
@@ -39,14 +41,15 @@ class DraftingController:
         self,
         config: SpeculationConfig,
         shape: ModelShape,
-        draft: DraftShape,
+        draft: DraftShape | None,
+        recalls: bool,
         temperature: float,
         deterministic: bool,
         machine: str,
         state: Any,
     ) -> None:
-        self._config, self._sizes = config, (shape.parameters, draft.parameters)
-        self._deterministic = deterministic
+        self._config, self._sizes = config, (shape.parameters, draft.parameters if draft else 0)
+        self._deterministic, self._recalls = deterministic, recalls
         self._key = f"format {FORMAT}, {machine}, {draft}"
         self._measured = deterministic
         self._set_models()
@@ -65,7 +68,8 @@ class DraftingController:
 
     def _decide(self) -> DraftingPolicy:
         policy = make_policy(self._config, self._acceptance, self._cost)
-        assert policy is not None, "an engine with a draft has a drafting policy"
+        assert isinstance(policy, CalibratedPolicy), "an engine that speculates has a drafting policy"
+        policy.recalls = self._recalls
         return policy
 
     def prepare(self, measure: Callable[[], Sequence[StepCost]]) -> None:
@@ -84,7 +88,8 @@ class DraftingController:
         A policy that does not go by costs may draft at any batch size; plain decoding is assumed for it.
         """
         overseen, policy = self.policy, self.policy.policy
-        forecast = isinstance(policy, Adaptive | Uniform) and overseen.watch.may_draft
+        drafts = self._sizes[1] > 0 and overseen.watch.may_draft
+        forecast = drafts and isinstance(policy, Adaptive | Uniform)
         return throughput_of(
             self._cost,
             self._acceptance if forecast else None,

@@ -29,6 +29,8 @@ class TorchEngineWorker(EngineWorker):
         deterministic: refuse operations whose result depends on timing (torch.set_deterministic_debug_mode), draft by
             nominal costs, and reset what was learnt whenever the engine is idle.
         draft: directory of a draft, for its shape and vocabulary; weights arrive by resharding, like the actor's.
+        drafting: options of speculation; None: plain decoding.
+        history_tokens: tokens of earlier text that are kept to draft from; 0: none.
         drafting_state: what `drafting_state` returned in an earlier process, maybe on another machine; see
             DraftingController.
     """
@@ -44,22 +46,31 @@ class TorchEngineWorker(EngineWorker):
         deterministic: bool = False,
         draft: Path | None = None,
         drafting: SpeculationConfig | None = None,
+        history_tokens: int = 0,
         drafting_state: Any = None,
     ) -> None:
         # As torch.use_deterministic_algorithms, but it does not load torch's compiler, which this engine does not use.
         torch.set_deterministic_debug_mode("error" if deterministic else "default")
         self._drafting = None
         given: dict[str, Any] = {}
-        if draft is not None and drafting is not None:
-            draft_shape = read_draft_shape(draft, shape)
+        if drafting is not None:
+            draft_shape = read_draft_shape(draft, shape) if draft else None
             machine = (
                 f"{_name(device)}, {dtype}, {config.max_running_requests} slots, {torch.get_num_threads()} threads"
             )
             self._drafting = DraftingController(
-                drafting, shape, draft_shape, config.temperature, deterministic, machine, drafting_state
+                drafting,
+                shape,
+                draft_shape,
+                history_tokens > 0,
+                config.temperature,
+                deterministic,
+                machine,
+                drafting_state,
             )
-            vocabulary = load_target_ids(draft, draft_shape)
-            given = {"draft": draft_shape, "draft_vocabulary": vocabulary, "policy": self._drafting.policy}
+            given = {"policy": self._drafting.policy, "history_tokens": history_tokens}
+            if draft is not None and draft_shape is not None:
+                given |= {"draft": draft_shape, "draft_vocabulary": load_target_ids(draft, draft_shape)}
         engine = TorchEngine(
             shape,
             slots=config.max_running_requests,
@@ -92,13 +103,13 @@ class TorchEngineWorker(EngineWorker):
 
     def prepare(self) -> None:
         """Measure costs, once, or under `deterministic` reset what was learnt."""
-        if self._drafting and self.engine.drafting and self.engine.idle:
+        if self._drafting and self.engine.speculates and self.engine.idle:
             self._drafting.prepare(lambda: profile(self.engine))
 
     def pace(self, temperature: float) -> Throughput:
         """Predicted throughput from current costs and acceptance, for samples of the usual length."""
         slots, length = self.engine.load().slots, self._length.take()
-        if self._drafting is not None and self.engine.drafting:
+        if self._drafting is not None and self.engine.speculates:
             self.prepare()
             return self._drafting.pace(slots, length, temperature)
         if self._plain_pace is None:
@@ -112,7 +123,7 @@ class TorchEngineWorker(EngineWorker):
             self._drafting.policy.watch.weights_changed()
 
     def take_tally(self) -> DraftingTally | None:
-        """What speculation did since the last call; None without a draft."""
+        """What speculation did since the last call; None for plain decoding."""
         return self._drafting.take_tally() if self._drafting else None
 
     def drafting_state(self) -> dict[str, Any] | None:

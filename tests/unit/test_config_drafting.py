@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlhfspec_mega.config.speculation import speculation_note
 from rlhfspec_mega.config.checks import check_config
 from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.draft.directory import write_draft
@@ -109,8 +110,37 @@ def test_without_a_draft_its_options_have_no_effect(out: str, tmp_path: Path) ->
     """A policy may be chosen before there is a draft: that is noted, not refused."""
     model = f"model.path={make_model(tmp_path / 'model', replace(SHAPE, max_positions=1024))}"
     for policy in ("adaptive", "uniform", "fixed"):
-        assert check_config(load(out, model, f"speculation={policy}")).draft_memory.engine == 0
+        config = load(out, model, f"speculation={policy}", "speculation.sources=[draft]")
+        assert check_config(config).draft_memory.engine == 0
+        assert "this run decodes plainly" in (speculation_note(config) or "")
     for option in ("topk=2", "refresh_every=2", "buffer_tokens=9999", "collapse_ratio=0.4"):
         sentence = refusal(out, model, f"speculation.{option}")
         assert f"speculation.{option} has no effect here: add speculation.draft_model_path=DIR" in sentence
     assert "add speculation=fixed" in refusal(out, model, "speculation.num_draft_tokens=4")
+
+
+def test_history_drafts_without_a_draft(out: str, tmp_path: Path) -> None:
+    model = f"model.path={make_model(tmp_path / 'model', replace(SHAPE, max_positions=1024))}"
+    config, more = load(out, model), load(out, model, "speculation.history_tokens=1262144")
+    assert "this run drafts from its own samples alone" in (speculation_note(config) or "")
+    few, many = (check_config(one).draft_memory for one in (config, more))
+    assert few.actor == 0 < few.engine and many.engine - few.engine == 40 * 1_000_000
+    assert speculation_note(load(out, model, "speculation.sources=[history]")) is None
+    for unread in ("speculation.sources=[draft]", "trainer.deterministic=true"):
+        assert "has no effect here: add" in refusal(out, model, unread, "speculation.history_tokens=2048")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("speculation.sources=[]", "must name draft, history or both"),
+        ("speculation.sources=[draft,draft]", "must name draft, history or both"),
+        ("speculation.sources=[memory]", "there is draft, history"),
+        ("speculation=off speculation.sources=[draft]", "has no effect here: add speculation=adaptive"),
+        ("speculation.sources=[history] trainer.deterministic=true", "trainer.deterministic does not draft from it"),
+        ("speculation.sources=[history] speculation.refresh_every=2", "add speculation.sources=[draft]"),
+        ("speculation.history_tokens=5", "speculation.history_tokens"),
+    ],
+)
+def test_sources_that_cannot_be(overrides: str, words: str, out: str) -> None:
+    assert words in refusal(*overrides.split(), out)

@@ -10,7 +10,7 @@ from rlhfspec_mega.config.schema.supervised import ENGINES_RUN
 from rlhfspec_mega.config.schema.training import DTYPES
 
 # Conditions that several options share.
-DRAFTS, OF_TREES = "a draft", "rollout.sglang.trees=true or rollout.engine=torch"
+DRAFTS, SPECULATES, OF_TREES = "a draft", "draft tokens", "rollout.sglang.trees=true or rollout.engine=torch"
 REFRESHES = (DRAFTS, "speculation.refresh_every>0")
 BUILT_IN, FILES = "data.kind=chain_sums", "data.kind=files"
 
@@ -102,18 +102,33 @@ class SpeculationConfig:
         only_with="speculation.policy=adaptive|uniform|fixed",
         was=("drafting.path",),
     )
+    sources: list[str] = option(
+        ["draft", "history"],
+        "where draft tokens come from: the draft model; what engines have generated before (only with the torch "
+        "engine, and not under trainer.deterministic)",
+        choices=("draft", "history"),
+        common=True,
+        only_with="speculation.policy=adaptive|uniform|fixed",
+    )
+    history_tokens: int = option(
+        262144,
+        "newest tokens that each engine keeps to draft from, about 40 bytes each",
+        unit="tokens",
+        least=1024,
+        only_with="draft tokens from history",
+    )
     max_num_steps: int = option(
         8,
         "most layers of a draft tree, with SGLang the longest chain",
         least=1,
-        only_with=("speculation.policy=adaptive", DRAFTS),
+        only_with=("speculation.policy=adaptive", SPECULATES),
         was=("drafting.max_depth",),
     )
     max_num_draft_tokens: int = option(
         32,
         "most draft tokens of a sample; the target's own token is not counted",
         least=1,
-        only_with=("speculation.policy=adaptive|uniform", DRAFTS, OF_TREES),
+        only_with=("speculation.policy=adaptive|uniform", SPECULATES, OF_TREES),
         was=("drafting.max_tokens",),
     )
     topk: int = option(
@@ -127,21 +142,21 @@ class SpeculationConfig:
         0.0,
         "a sample weighs (response tokens + 1) to this power; above 0 favours long ones",
         least=0,
-        only_with=("speculation.policy=adaptive", DRAFTS, "rollout.engine=torch"),
+        only_with=("speculation.policy=adaptive", SPECULATES, "rollout.engine=torch"),
         was=("drafting.tail_weight",),
     )
     num_steps: int = option(
         6,
         "layers of a draft tree, with SGLang the length of a chain",
         least=1,
-        only_with=("speculation.policy=fixed|uniform", DRAFTS),
+        only_with=("speculation.policy=fixed|uniform", SPECULATES),
         was=("drafting.depth",),
     )
     num_draft_tokens: int = option(
         8,
         "draft tokens of a sample; the target's own token is not counted",
         least=1,
-        only_with=("speculation.policy=fixed", DRAFTS, OF_TREES),
+        only_with=("speculation.policy=fixed", SPECULATES, OF_TREES),
         was=("drafting.tokens",),
     )
     refresh_every: int = option(

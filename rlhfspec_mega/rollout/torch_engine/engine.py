@@ -106,6 +106,24 @@ class TorchEngine(UpdatedEngine):
         return self._decoder.drafting
 
     @property
+    def speculates(self) -> bool:
+        """Whether steps may verify draft tokens: there is a policy, and a draft with weights or earlier text.
+
+        With both a draft and earlier text, false until the draft has weights.
+        """
+        decoder = self._decoder
+        return decoder.policy is not None and (decoder.drafting if decoder.drafter else decoder.history is not None)
+
+    @property
+    def history(self) -> History | None:
+        """Earlier text that gives draft tokens."""
+        return self._decoder.history
+
+    @history.setter
+    def history(self, history: History | None) -> None:
+        self._decoder.history = history
+
+    @property
     def idle(self) -> bool:
         return not self._held
 

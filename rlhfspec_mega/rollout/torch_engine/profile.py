@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlhfspec_mega.history.index import History
+from rlhfspec_mega.history.propose import Proposed
+from rlhfspec_mega.planning.acceptance import MATCH_CELLS
 from rlhfspec_mega.planning.cost import StepCost, step_cost
 from rlhfspec_mega.planning.strategy import SETTLING, index_within_row
-from rlhfspec_mega.planning.tree import Batch, DraftTree, Ints, StepRecord
+from rlhfspec_mega.planning.tree import ROOT, Batch, DraftTree, Ints, Recall, StepRecord
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.types import GenerationRequest
 
@@ -40,15 +44,23 @@ CATCHING_UP = Shape(1, 0, 1, after=7)
 
 
 class ScriptedPolicy:
-    """Implements `DraftingPolicy`: drafts trees of a given shape and records the cost of each step."""
+    """Implements `DraftingPolicy`: drafts trees of a given shape and records the cost of each step.
 
-    def __init__(self, width: int, max_depth: int, max_nodes: int) -> None:
+    Attributes:
+        recalls: whether the trees come from a ScriptedHistory, because there is no draft model.
+    """
+
+    def __init__(self, width: int, max_depth: int, max_nodes: int, *, recalls: bool) -> None:
+        self.recalls = recalls
         self.width, self.max_depth, self.max_nodes = width, max_depth, max_nodes
         self.shape = SHAPES[0]
         self.costs: list[StepCost] = []
 
-    def recall(self, batch: Batch) -> None:
-        return None
+    def recall(self, batch: Batch) -> Recall | None:
+        if not self.recalls:
+            return None
+        most = min(self.shape.verified, self.max_nodes)
+        return Recall(most, 0.0, np.zeros(batch.size, np.int64), np.ones((1, MATCH_CELLS)))
 
     def depth(self, batch: Batch) -> int:
         plain = len(self.costs) % (self.shape.after + 1) < self.shape.after
@@ -68,20 +80,45 @@ class ScriptedPolicy:
         self.costs.append(step_cost(record))
 
 
+class ScriptedHistory(History):
+    """Proposes as many tokens as are asked for, in chains; it keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+    def admit(self, slot: int, prompt: Sequence[int], response: Sequence[int]) -> None:
+        pass
+
+    def extend(self, tokens: Sequence[int], counts: Ints) -> None:
+        pass
+
+    def move(self, source: int, target: int) -> None:
+        pass
+
+    def propose(self, batch: int, most: int, least: float, **wanted: Any) -> Proposed:
+        room = wanted["depths"]
+        rows = np.repeat(np.arange(batch), np.where(room > 0, most, 0))
+        places = np.tile(np.arange(most), int(np.count_nonzero(room > 0)))
+        above = places % np.maximum(room[rows], 1)
+        zeros = np.zeros(len(rows), np.int64)
+        parents = np.where(above > 0, np.arange(len(rows)) - 1, ROOT)
+        return Proposed(rows, parents, above + 1, zeros, zeros, zeros, np.ones(len(rows)))
+
+
 def profile(engine: TorchEngine, seconds: float = SECONDS) -> list[StepCost]:
     """Decode synthetic samples in batches and trees of many sizes; returns the cost of the measured steps.
 
-    The engine must be idle and have all weights, including those of its draft. Every batch size gets an equal share of
-    the remaining time, the largest and smallest first.
+    The engine must be idle and have all weights, including those of its draft, if it has one. Every batch size gets an
+    equal share of the remaining time, the largest and smallest first.
 
     Args:
         seconds: time for all measurements.
     """
-    own = engine.policy
+    own, history = engine.policy, engine.history
     assert own is not None
-    script = ScriptedPolicy(own.width, own.max_depth, own.max_nodes)
+    script = ScriptedPolicy(own.width, own.max_depth, own.max_nodes, recalls=not engine.drafting)
     deadline, measured = time.monotonic() + seconds, list[StepCost]()
-    engine.policy = script
+    engine.policy, engine.history = script, None if engine.drafting else ScriptedHistory()
     try:
         turns = [(length, size) for length in PROMPT_TOKENS for size in _outside_in(engine.load().slots)]
         for turn, (length, size) in enumerate(turns):
@@ -91,8 +128,8 @@ def profile(engine: TorchEngine, seconds: float = SECONDS) -> list[StepCost]:
             share = now + (deadline - now) / (len(turns) - turn)
             measured += _measure(engine, script, size, length, share)
     finally:
-        engine.policy = own
         _forget(engine)
+        engine.policy, engine.history = own, history
     return measured
 
 
@@ -136,6 +173,8 @@ def _measure(engine: TorchEngine, script: ScriptedPolicy, size: int, length: int
         whole = whole[settling:] or whole[-1:]
         if whole:
             found.append(sorted(whole, key=lambda cost: cost.draft_seconds + cost.verify_seconds)[len(whole) // 2])
+    if script.recalls:
+        return found
     script.shape = CATCHING_UP
     return found + _decode(engine, script, requests, CATCHING_UP.after + 1, deadline)[CATCHING_UP.after :]
 
