@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhfspec_mega.config.speculation import speculation_note
 from rlhfspec_mega.config.checks import check_config
 from rlhfspec_mega.config.model_shape import model_shape
+from rlhfspec_mega.config.speculation import speculation_note
 from rlhfspec_mega.draft.directory import write_draft
 from rlhfspec_mega.draft.shape import draft_shape, draft_tensors
 from rlhfspec_mega.errors import UserError
