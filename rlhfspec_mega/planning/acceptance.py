@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from rlhfspec_mega.compiled import compiled
+from rlhfspec_mega.planning.log_odds import MIN_PROBABILITY, learn, probabilities_of
 from rlhfspec_mega.planning.tree import (
     MATCHED,
     NO_MATCH,
@@ -43,11 +45,7 @@ FIRST_MATCH = CELLS + 2 * DEPTHS + 2 * POSITIONS
 NONE = FIRST_MATCH + MATCH_ENTRIES  # an entry that stays 0: of nodes that the draft, or earlier text, does not give
 SHARED_ENTRIES = NONE + 1  # followed by the entries of single samples
 ALL_ENTRIES = SHARED_ENTRIES + 2 * SAMPLE_PLACES
-# Offsets of the depth, position and sample entries: for best children, and for the rest.
-SIBLING_OFFSETS = np.array([[0, DEPTHS], [0, POSITIONS], [0, SAMPLE_PLACES]])
 FACTORS = 5  # entries that are summed to log-odds: of cell, depth, position, sample and match
-MIN_PROBABILITY = 1e-3  # smallest distance of a probability from 0 and 1
-MAX_LOG_ODDS = 8.0  # bound of an entry, so that one that was never wrong still adapts when this changes
 
 # Of a cell; of a depth or position; of a match; of a sample. A cell follows the data faster than a depth does, and
 # samples differ from each other by about half a unit of log-odds.
@@ -159,7 +157,7 @@ class AcceptanceModel:
 
     def conditional(self, batch: Batch, tree: DraftTree, nodes: slice | Ints) -> Floats:
         """Probability [k] that each of these nodes is accepted if its parent is."""
-        return _probability(self._log_odds[self._entries(batch, tree, nodes)].sum(axis=0))
+        return probabilities_of(self._log_odds, self._entries(batch, tree, nodes))
 
     def expected_layer(self, depth: int, temperature: float) -> Floats:
         """Mean conditional acceptance [RANKS] by rank, for a layer that is not drafted yet.
@@ -194,7 +192,8 @@ class AcceptanceModel:
         tree, chosen = record.tree, record.chosen
         if not tree.size:
             return
-        self._observe_gaps(record)
+        if tree.depth:
+            self._observe_gaps(record)
         if len(chosen):
             accepted = np.zeros(tree.size + 1, np.bool_)
             accepted[chosen] = record.accepted
@@ -230,19 +229,9 @@ class AcceptanceModel:
 
     def _learn(self, batch: Batch, tree: DraftTree, judged: Ints, accepted: Bools, predicted_tokens: float) -> None:
         entries = self._entries(batch, tree, judged)
-        probabilities = _probability(self._log_odds[entries].sum(axis=0))
-        self._calibration.add(probabilities, accepted, predicted_tokens, int(accepted.sum()))
-        flat = entries.ravel()
-        gradient = np.bincount(flat, np.concatenate((accepted - probabilities,) * FACTORS), ALL_ENTRIES)
-        spread = probabilities * (1.0 - probabilities)
-        curvature = np.bincount(flat, np.concatenate((spread,) * FACTORS), ALL_ENTRIES)
-        shared = spread * np.count_nonzero(entries != NONE, axis=0)
-        damping = np.bincount(flat, np.concatenate((shared,) * FACTORS), ALL_ENTRIES)
-        self._log_odds += gradient / (self._information + damping)
-        self._log_odds[NONE] = 0.0
-        np.clip(self._log_odds, -MAX_LOG_ODDS, MAX_LOG_ODDS, out=self._log_odds)
-        self._information += curvature
-        np.minimum(self._information, self._max_information, out=self._information)
+        expected = probabilities_of(self._log_odds, entries)
+        self._calibration.add(expected, accepted, predicted_tokens, int(accepted.sum()))
+        learn(self._log_odds, self._information, self._max_information, entries, accepted, expected, NONE)
 
     def _observe_gaps(self, record: StepRecord) -> None:
         """Add the gap of each sibling group to the distribution, weighted by the survival of the group's parent."""
@@ -263,17 +252,8 @@ class AcceptanceModel:
         if batch is not self._batch:
             self._batch, self._row_entries = batch, _row_entries(batch)
             self._reset_new_samples(batch.samples)
-        ranks, matches = tree.ranks[nodes], tree.matches[nodes]
-        entries = self._row_entries[:, tree.rows[nodes]]
-        named = ranks >= 0
-        cells = np.minimum(ranks, RANKS - 1) * GAPS + GAP_EDGES.searchsorted(tree.gaps[nodes])
-        entries[0] = np.where(named, entries[0] + cells, NONE)
-        entries[1] += np.minimum(tree.depths[nodes], DEPTHS)
-        kinds = np.where(named, 0, -ranks)
-        entries[4] = np.where(matches == NO_MATCH, NONE, entries[4] + kinds * CODES + matches)
-        rest = np.where(named, ranks > 0, matches >= MATCHED + MATCH_CELLS // MATCH_RANKS).astype(np.int64)
-        entries[1:4] += SIBLING_OFFSETS[:, rest]
-        return entries
+        rows, ranks, gaps, depths = tree.rows[nodes], tree.ranks[nodes], tree.gaps[nodes], tree.depths[nodes]
+        return _node_entries(self._row_entries, rows, ranks, gaps, depths, tree.matches[nodes])
 
     def _reset_new_samples(self, samples: Ints) -> None:
         """Give samples that have no place yet one with entries of 0."""
@@ -293,6 +273,23 @@ def _row_entries(batch: Batch) -> Ints:
     before_first_depth = np.full(len(classes), CELLS - 1)
     matches = FIRST_MATCH + classes * (KINDS * CODES)
     return np.stack((classes * (RANKS * GAPS), before_first_depth, positions, samples, matches))
+
+
+@compiled
+def _node_entries(row_entries: Ints, rows: Ints, ranks: Ints, gaps: Floats, depths: Ints, matches: Ints) -> Ints:
+    """Entries [FACTORS, k] of nodes from those of their samples."""
+    entries = np.empty((FACTORS, len(rows)), np.int64)
+    for node in range(len(rows)):
+        row, rank, match = rows[node], ranks[node], matches[node]
+        cell = row_entries[0, row] + min(rank, RANKS - 1) * GAPS + np.searchsorted(GAP_EDGES, gaps[node])
+        entries[0, node] = cell if rank >= 0 else NONE
+        rest = rank > 0 if rank >= 0 else match >= MATCHED + MATCH_CELLS // MATCH_RANKS
+        entries[1, node] = row_entries[1, row] + min(depths[node], DEPTHS) + rest * DEPTHS
+        entries[2, node] = row_entries[2, row] + rest * POSITIONS
+        entries[3, node] = row_entries[3, row] + rest * SAMPLE_PLACES
+        kind = 0 if rank >= 0 else -rank
+        entries[4, node] = NONE if match == NO_MATCH else row_entries[4, row] + kind * CODES + match
+    return entries
 
 
 def _probability(log_odds: Floats) -> Floats:

@@ -87,16 +87,16 @@ def test_every_record_is_consistent(alone):
 
 @pytest.mark.parametrize("fault", ["siblings see each other", "nodes are blind to their path"])
 def test_a_broken_tree_mask_is_noticed(alone, monkeypatch, fault):
-    right = verification._paths
+    right = verification._flat_inputs
 
-    def wrong(parents, columns, depth):
-        paths = right(parents, columns, depth)
-        if fault == "siblings see each other":
-            return np.arange(paths.shape[1]) <= columns[:, None]
-        paths[:, 1:] &= np.arange(1, paths.shape[1]) == columns[:, None]
-        return paths
+    def wrong(lengths, *tree):
+        made, longest = right(lengths, *tree), int(lengths.max())
+        columns, paths = made.arrays[3][:, None], made.visible[:, longest:]
+        places = np.arange(1, paths.shape[1] + 1)
+        paths[:] = places <= columns if fault == "siblings see each other" else places == columns
+        return made
 
-    monkeypatch.setattr(verification, "_paths", wrong)
+    monkeypatch.setattr(verification, "_flat_inputs", wrong)
     with pytest.raises(AssertionError):
         assert_same(alone, generate(make_engine(RandomTrees(seed=0)), REQUESTS), REQUESTS, JUDGE)
 

@@ -154,6 +154,7 @@ class Decoder:
         tree, chosen = grown.tree, np.zeros(0, np.int64)
         if tree.size:
             chosen = policy.choose(state, tree)
+        noise = noise or StepNoise(slots, batch, 1 + int(tree.depths[chosen].max(initial=0)))
         last, lengths = slots.tokens[:batch], slots.lengths[:batch]
         verification = with_drafts(last, lengths, tree, chosen, grown.tokens) if len(chosen) else plain(last, lengths)
         features = Features(drafter.model.shape.taps) if drafter else None
@@ -174,16 +175,16 @@ class Decoder:
 
     def _draft(
         self, policy: DraftingPolicy, drafter: Drafter | None, state: Batch
-    ) -> tuple[Batch, GrownTree, StepNoise]:
-        """The batch with what was recalled, the draft tokens to choose from, and the noise for them."""
+    ) -> tuple[Batch, GrownTree, StepNoise | None]:
+        """The batch with what was recalled, the draft tokens to choose from, and the noise if the draft needed it."""
         slots, ask, recalled = self.slots, policy.recall(state), None
         if ask is not None and self.history is not None:
             recalled = recall(self.history, ask, state, slots, policy.max_depth)
             state = replace(state, recalled=recalled.survival)
         depth = policy.depth(state) if drafter else 0
-        noise = StepNoise(slots, state.size, 1 + (policy.max_depth if len(state.recalled) else depth))
-        grown = GrownTree(slots.tokens.device)
+        grown, noise = GrownTree(slots.tokens.device), None
         if drafter and depth > 0:
+            noise = StepNoise(slots, state.size, 1 + (policy.max_depth if len(state.recalled) else depth))
             grown = drafter.grow(state, slots, noise, depth)
         elif drafter:
             drafter.make_room(state.size)
@@ -241,7 +242,7 @@ class Decoder:
 
 def _root_hits(tree: DraftTree, tokens: torch.Tensor, decoded: Decoded) -> Bools:
     """bool [samples with a tree]: whether the target chose the draft's best first token; `tokens` are the tree's."""
-    if not tree.size:
+    if not tree.depth:
         return np.zeros(0, np.bool_)
     first = np.flatnonzero((tree.depths == 1) & (tree.ranks == 0))
     came = np.array(decoded.tokens)[np.cumsum(decoded.counts) - decoded.counts]

@@ -52,18 +52,18 @@ def join(grown: GrownTree, proposed: Proposed, slots: SlotState, samples: int) -
     tree, device = grown.tree, grown.tokens.device
     joined = _join(tree.rows, tree.parents, grown.tokens.cpu().numpy(), proposed, samples)
     new = joined.places >= tree.size
-    rows, tokens = (torch.from_numpy(values[new]).to(device) for values in (proposed.rows, proposed.tokens))
     tree.matches[joined.followed] = OTHER_FOLLOWS
     tree.matches[joined.places[~new]] = MATCHED + proposed.cells[~new]
+    rows, tokens = proposed.rows[new], proposed.tokens[new]
     tree.add_recalled(
-        proposed.rows[new],
+        rows,
         joined.parents[new],
         proposed.depths[new],
         MATCHED + proposed.cells[new],
-        slots.ends(rows, tokens).cpu().numpy(),
+        slots.host_ends(rows, tokens),
         joined.drafted[new],
     )
-    grown.tokens = torch.cat((grown.tokens, tokens))
+    grown.tokens = torch.cat((grown.tokens, torch.from_numpy(tokens).to(device)))
 
 
 @compiled

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from rlhfspec_mega.planning.tree import Bools, Ints
 from rlhfspec_mega.rollout.protocol import LiveSample
 from rlhfspec_mega.sampling.noise import gumbel_from_states, seed_states
 from rlhfspec_mega.sampling.select import perturbed_scores, scaled_logits
@@ -21,8 +22,8 @@ class SlotState:
         tokens: int64, the last token of each sample: the next input, whose KV is not cached yet.
         noise: int32, hash state of the sample's seed.
         temperatures: float32.
-        stops: bool [slots, vocab], the stop tokens.
-        forced: bool, whether stop tokens are masked, so that the sample has a forced length.
+        stops, host_stops: bool [slots, vocab], the stop tokens, on the device and on the host.
+        forced, host_forced: bool, whether stop tokens are masked, so that the sample has a forced length.
         lengths, generated, remaining: int64 on the host; tokens of prompt and response, tokens of the response, and
             tokens that may still be generated.
         host_temperatures, host_noise: float64 and int64 on the host.
@@ -35,6 +36,7 @@ class SlotState:
         self.temperatures = torch.zeros(slots, dtype=torch.float32, device=device)
         self.stops = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
         self.forced = torch.zeros(slots, dtype=torch.bool, device=device)
+        self.host_stops, self.host_forced = np.zeros((slots, vocab_size), np.bool_), np.zeros(slots, np.bool_)
         self.lengths, self.generated, self.remaining = (np.zeros(slots, np.int64) for _ in range(3))
         self.host_temperatures, self.host_noise = np.zeros(slots), np.zeros(slots, np.int64)
         self.numbers = np.zeros(slots, np.int64)
@@ -43,7 +45,7 @@ class SlotState:
         self._tensors = (self.tokens, self.noise, self.temperatures, self.stops, self.forced)
         self._arrays = (
             *(self.lengths, self.generated, self.remaining, self.numbers),
-            *(self.host_temperatures, self.host_noise),
+            *(self.host_temperatures, self.host_noise, self.host_stops, self.host_forced),
         )
 
     def assign(self, first: int, samples: Sequence[LiveSample]) -> None:
@@ -56,9 +58,11 @@ class SlotState:
         self.noise[rows], self.host_noise[rows] = noise.to(device), noise.numpy()
         self.temperatures[rows] = torch.tensor([request.temperature for request in requests], device=device)
         self.forced[rows] = torch.tensor([request.ignore_stop for request in requests], device=device)
-        self.stops[rows] = False
+        self.host_stops[rows] = False
         for slot, request in enumerate(requests, start=first):
-            self.stops[slot, list(request.stop_tokens)] = True
+            self.host_stops[slot, list(request.stop_tokens)] = True
+        self.host_forced[rows] = [request.ignore_stop for request in requests]
+        self.stops[rows] = torch.from_numpy(self.host_stops[rows]).to(device)
         self.any_forced |= any(request.ignore_stop for request in requests)
         self.lengths[rows] = [sample.length for sample in samples]
         self.generated[rows] = [len(sample.tokens) for sample in samples]
@@ -83,6 +87,11 @@ class SlotState:
     def ends(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Whether these tokens end the samples of these rows: bool [n]."""
         return self.stops[rows, tokens] & ~self.forced[rows]
+
+    def host_ends(self, rows: Ints, tokens: Ints) -> Bools:
+        """The same on the host."""
+        found: Bools = self.host_stops[rows, tokens] & ~self.host_forced[rows]
+        return found
 
 
 class StepNoise:

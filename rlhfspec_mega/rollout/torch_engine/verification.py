@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from rlhfspec_mega.compiled import compiled
 from rlhfspec_mega.planning.tree import ROOT, Bools, DraftTree, Ints
-from rlhfspec_mega.rollout.torch_engine.cache import Inputs, number_in_row
+from rlhfspec_mega.rollout.torch_engine.cache import Inputs
 
 
 class Verification(NamedTuple):
@@ -54,34 +55,58 @@ def with_drafts(
         chosen: indices of the chosen nodes of `tree`, ascending and with their parents.
         tokens: int64 [nodes], the tokens of all nodes of `tree`.
     """
-    batch, device = len(lengths), last_tokens.device
-    rows = np.concatenate((np.arange(batch), tree.rows[chosen]))
-    order = np.argsort(rows, kind="stable")  # by sample, its last token first, then as the nodes were drafted
-    place = np.empty(len(rows) + 1, np.int64)
-    place[order] = np.arange(len(rows))
-    found = np.searchsorted(chosen, tree.parents[chosen])  # of ROOT: 0, replaced in the next line
-    parents = np.where(tree.parents[chosen] == ROOT, tree.rows[chosen], batch + found)
-    parents = place[np.concatenate((np.arange(batch), parents))][order]
-    depths = np.concatenate((np.zeros(batch, np.int64), tree.depths[chosen]))[order]
-    rows, nodes = rows[order], np.concatenate((np.full(batch, ROOT), np.arange(len(chosen))))[order]
-    columns, longest = number_in_row(rows), int(lengths.max())
-    depth = int(depths.max())
-    paths = _paths(parents, columns, depth)
-    visible = np.concatenate((np.arange(longest) < lengths[rows, None], paths[:, 1:]), axis=1)
-    places = np.where(depths == 0, lengths[rows] - 1, longest + columns - 1)
-    arrays = (lengths[rows] - 1 + depths, rows, columns, places, depths, parents, order)
-    positions, rows_, columns_, places_, depths_, parents_, order_ = (torch.from_numpy(a).to(device) for a in arrays)
-    flat = torch.cat((last_tokens, tokens[torch.from_numpy(chosen).to(device)]))[order_]
-    inputs = Inputs(
-        flat, positions, rows_, columns_, places_, torch.from_numpy(visible).to(device), batch, int(columns.max()) + 1
-    )
-    return Verification(inputs, depths_, parents_, depths_ == 0, depth, nodes, longest)
+    device, longest = last_tokens.device, int(lengths.max())
+    made = _flat_inputs(lengths, tree.rows, tree.parents, tree.depths, chosen, longest)
+    order, positions, rows, columns, places, depths, parents = (torch.from_numpy(a).to(device) for a in made.arrays)
+    flat = torch.cat((last_tokens, tokens[torch.from_numpy(chosen).to(device)]))[order]
+    visible, queries = torch.from_numpy(made.visible).to(device), made.visible.shape[1] - longest + 1
+    inputs = Inputs(flat, positions, rows, columns, places, visible, len(lengths), queries)
+    depth = int(tree.depths[chosen].max(initial=0))
+    return Verification(inputs, depths, parents, depths == 0, depth, made.nodes, longest)
 
 
-def _paths(parents: Ints, columns: Ints, depth: int) -> Bools:
-    """bool [N, queries]: the columns on the path from each input's root to itself."""
-    paths = np.zeros((len(parents), int(columns.max()) + 1), np.bool_)
-    paths[np.arange(len(parents)), columns] = True
-    for _ in range(depth):
-        paths |= paths[parents]
-    return paths
+class _FlatInputs(NamedTuple):
+    """Inputs by sample: its last token first, then its chosen nodes as they were drafted.
+
+    Attributes:
+        arrays: int64 [7, N]: index into last tokens and chosen nodes, position, row, column, place in the cache, depth,
+            parent.
+        visible: bool [N, longest + most nodes of a sample], which places of the cache an input attends to.
+        nodes: int64 [N], index into the chosen nodes, or ROOT.
+    """
+
+    arrays: Ints
+    visible: Bools
+    nodes: Ints
+
+
+@compiled
+def _flat_inputs(
+    lengths: Ints, node_rows: Ints, node_parents: Ints, node_depths: Ints, chosen: Ints, longest: int
+) -> _FlatInputs:
+    batch, count = len(lengths), len(lengths) + len(chosen)
+    sizes = np.ones(batch, np.int64)
+    for node in chosen:
+        sizes[node_rows[node]] += 1
+    roots = np.cumsum(sizes) - sizes
+    arrays, nodes = np.empty((7, count), np.int64), np.full(count, ROOT)
+    order, positions, rows, columns, places, depths, parents = arrays
+    visible = np.zeros((count, longest + sizes.max() - 1), np.bool_)
+    for row in range(batch):
+        root = roots[row]
+        order[root], positions[root], rows[root], columns[root] = row, lengths[row] - 1, row, 0
+        places[root], depths[root], parents[root] = lengths[row] - 1, 0, root
+        visible[root, : lengths[row]] = True
+    following, found = roots + 1, np.empty(len(node_rows), np.int64)
+    for number in range(len(chosen)):
+        node = chosen[number]
+        row = node_rows[node]
+        here, root = following[row], roots[row]
+        following[row], found[node] = here + 1, here
+        above, column = root if node_parents[node] == ROOT else found[node_parents[node]], here - root
+        order[here], rows[here], columns[here], nodes[here] = batch + number, row, column, number
+        positions[here], depths[here] = lengths[row] - 1 + node_depths[node], node_depths[node]
+        places[here], parents[here] = longest + column - 1, above
+        visible[here] = visible[above]
+        visible[here, longest + column - 1] = True
+    return _FlatInputs(arrays, visible, nodes)
