@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -186,6 +187,14 @@ class EngineReport:
 TALLY_EDGES = (0, 1, 2, 4, 8, 16)  # classes of draft tokens verified for a sample in a step: 0, 1, 2, 3-4, ... above
 
 
+class FinishedText(NamedTuple):
+    """Tokens of a finished sample."""
+
+    sample_id: str
+    prompt: Sequence[int]
+    response: Sequence[int]
+
+
 @dataclass
 class DraftingTally:
     """Sums over an engine's decode steps that describe speculation; tallies of engines and steps can be added.
@@ -194,6 +203,7 @@ class DraftingTally:
         sample_steps: decode steps, counted once per sample.
         drafted_sample_steps: those that verified at least one draft token.
         verified, accepted: numbers of draft tokens.
+        recalled: accepted draft tokens that history gave and the draft model did not.
         sample_steps_by_verified: sample steps by class of draft tokens verified, see TALLY_EDGES.
         paired_seconds, paired_plain_seconds: seconds of drafted steps just before a control of plain steps, and the
             seconds that plain steps at the control's speed would have needed for the same tokens.
@@ -207,6 +217,7 @@ class DraftingTally:
     drafted_sample_steps: int = 0
     verified: int = 0
     accepted: int = 0
+    recalled: int = 0
     sample_steps_by_verified: list[int] = field(default_factory=lambda: [0] * (len(TALLY_EDGES) + 1))
     paired_seconds: float = 0.0
     paired_plain_seconds: float = 0.0
@@ -292,6 +303,10 @@ class Sample:
     @property
     def group_id(self) -> str:
         return f"{self.step}.{self.prompt.index}"
+
+    @property
+    def finished_text(self) -> FinishedText:
+        return FinishedText(self.sample_id, self.prompt.tokens, self.response_tokens)
 
     @property
     def truncated(self) -> bool:

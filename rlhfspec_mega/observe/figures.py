@@ -15,7 +15,10 @@ BY_VERIFIED = [
     *(f"{low + 1}-{high}" for low, high in pairwise(TALLY_EDGES[2:])),
     f"over {TALLY_EDGES[-1]}",
 ]
-_SUMS = ("sample_steps", "drafted_sample_steps", "verified", "accepted", "paired_seconds", "paired_plain_seconds")
+_SUMS = (
+    *("sample_steps", "drafted_sample_steps", "verified", "accepted", "recalled"),
+    *("paired_seconds", "paired_plain_seconds"),
+)
 
 REFRESH = "fused_refresh_seconds"  # of the draft, in freed time; its metric is in the group DRAFT
 _TAIL_SUMS = ("migrations", "fused_tasks", "fused_seconds", "freed_device_seconds")
@@ -58,7 +61,8 @@ def drafting_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Returns:
         tokens_per_step (accepted + 1, per sample), accepted_length (per step of a sample with draft tokens),
-        verified_per_accepted (draft tokens), speedup_vs_plain (against the control steps), share_by_verified.
+        verified_per_accepted (draft tokens), share_recalled (of the accepted ones), speedup_vs_plain (against the
+        control steps), share_by_verified.
     """
     names = (*_SUMS, *map(verified_name, BY_VERIFIED))
     sums = {name: sum(row.get(SPECULATION + name, 0.0) for row in rows) for name in names}
@@ -70,6 +74,7 @@ def drafting_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         figures["accepted_length"] = sums["accepted"] / sums["drafted_sample_steps"]
     if sums["accepted"]:
         figures["verified_per_accepted"] = sums["verified"] / sums["accepted"]
+        figures["share_recalled"] = sums["recalled"] / sums["accepted"]
     if sums["paired_seconds"]:
         figures["speedup_vs_plain"] = sums["paired_plain_seconds"] / sums["paired_seconds"]
     return figures | {"share_by_verified": {label: sums[verified_name(label)] / steps for label in BY_VERIFIED}}

@@ -103,6 +103,14 @@ METRICS = (
         "{:.1f}",
     ),
     Metric(
+        "speculation/share_recalled",
+        "",
+        "share of accepted draft tokens that history gave and the draft model did not",
+        "ratio of sums over engines",
+        "from history",
+        "{:.0%}",
+    ),
+    Metric(
         "speculation/speedup_vs_plain",
         "",
         "pace of drafting steps over that of plain steps taken in between",
@@ -123,6 +131,7 @@ METRICS = (
     Metric("speculation/drafted_sample_steps", "", "those in which draft tokens of the sample were verified", _SUM),
     Metric("speculation/verified", "tokens", "verified draft tokens", _SUM),
     Metric("speculation/accepted", "tokens", "accepted draft tokens", _SUM),
+    Metric("speculation/recalled", "tokens", "those that history gave and the draft model did not", _SUM),
     Metric("speculation/paired_seconds", "s", "time of the drafting steps that are compared with plain ones", _SUM),
     Metric("speculation/paired_plain_seconds", "s", "time that plain steps would have taken for their tokens", _SUM),
     Metric("speculation/steps_verified_NUMBER", "", "sample steps in which so many draft tokens were verified", _SUM),

@@ -151,6 +151,8 @@ def _drafting_in_words(summary: Mapping[str, Any]) -> str:
         words += f" ({summary['accepted_length']:.2f} draft tokens accepted where any were verified"
         if "verified_per_accepted" in summary:
             words += f", {summary['verified_per_accepted']:.1f} verified for each"
+        if summary.get("share_recalled"):
+            words += f", {summary['share_recalled']:.0%} of them from history"
         words += ")"
     if "speedup_vs_plain" in summary:
         words += f", {summary['speedup_vs_plain']:.2f} times the pace of plain steps in between"

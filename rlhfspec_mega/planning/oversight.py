@@ -172,6 +172,7 @@ class MonitoredPolicy:
         tally.drafted_sample_steps += int(np.count_nonzero(verified))
         tally.verified += len(record.chosen)
         tally.accepted += int(record.accepted.sum())
+        tally.recalled += int(np.count_nonzero(record.tree.ranks[record.chosen[record.accepted]] < 0))
         classes = np.bincount(np.searchsorted(TALLY_EDGES, verified), minlength=len(TALLY_EDGES) + 1)
         for each, count in enumerate(classes.tolist()):
             tally.sample_steps_by_verified[each] += count

@@ -74,6 +74,7 @@ def make_manager(
             max_samples_per_engine(config.rollout.max_running_requests) if reallocates(config, "queue") else None
         ),
         reallocation=_reallocation(setup, lengths) if reallocates(config, "adaptive") else None,
+        history_tokens=config.speculation.history_tokens if recalls(config) else 0,
         timeline=timeline,
         freed_work=freed_work,
     )

@@ -16,7 +16,7 @@ from rlhfspec_mega.rollout.migration.messages import MigrationOrders
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.rollout.torch_engine.profile import profile, profile_plain
-from rlhfspec_mega.types import DraftingTally, EngineReport
+from rlhfspec_mega.types import DraftingTally, EngineReport, FinishedText
 from rlhfspec_mega.workers.drafting import DraftingController
 from rlhfspec_mega.workers.plain_pace import MeanSampleLength, PlainDecodingCost
 from rlhfspec_mega.workers.serving import EngineWorker
@@ -121,6 +121,10 @@ class TorchEngineWorker(EngineWorker):
         super().end_update(version)
         if self._drafting:
             self._drafting.policy.watch.weights_changed()
+
+    def remember(self, texts: Sequence[FinishedText]) -> None:
+        """Draft from these samples, too; see TorchEngine.remember."""
+        self.engine.remember(texts)
 
     def take_tally(self) -> DraftingTally | None:
         """What speculation did since the last call; None for plain decoding."""

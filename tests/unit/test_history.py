@@ -26,8 +26,13 @@ from rlhfspec_mega.history.store import (
     place_of,
     predecessor,
 )
-from rlhfspec_mega.planning.acceptance import GAPS, MATCH_CELLS
+from rlhfspec_mega.planning.acceptance import GAPS, MATCH_CELLS, AcceptanceModel
+from rlhfspec_mega.planning.cost import CostModel
+from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.sampling.noise import gumbel, seed_states
+from rlhfspec_mega.types import FinishedText, GenerationRequest
+from tests.any_policy import any_policy
+from tests.engine_samples import MAX_POSITIONS, SHAPE, send_weights
 
 texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=70), min_size=1, max_size=8)
 
@@ -173,3 +178,30 @@ def test_random_text_never_breaks_it() -> None:
         found = proposals(history, 8, sampled=np.ones(8, np.bool_))
         assert (np.bincount(found.rows, minlength=8) <= 16).all() and (found.ranks < WIDTH).all()
         assert set(found.tokens.tolist()) <= {0, 1, 2}
+
+
+def test_an_engine_remembers_what_others_decoded_but_nothing_twice() -> None:
+    policy = any_policy("adaptive", AcceptanceModel(), CostModel())
+    engine = TorchEngine(
+        SHAPE,
+        slots=2,
+        max_positions=MAX_POSITIONS,
+        prefill_chunk=8,
+        dtype=torch.float32,
+        device="cpu",
+        policy=policy,
+        history_tokens=4096,
+    )
+    send_weights(engine)
+    engine.submit([GenerationRequest("own", "own", (1, 2, 3), 5, 8, 0.0)])
+    while not engine.idle:
+        engine.poll(0)
+    history = engine.history
+    assert history is not None
+    before = history.tokens
+    engine.remember([FinishedText("own", (1, 2, 3), [4] * 8)])
+    assert history.tokens == before
+    engine.remember([FinishedText("other", (7, 8), [9, 10, 11])])
+    assert history.tokens == before + CHUNK
+    history.admit(0, [7, 8], [])
+    assert proposals(history, 1).tokens.tolist() == [9, 10, 11]

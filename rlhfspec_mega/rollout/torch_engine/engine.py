@@ -24,6 +24,7 @@ from rlhfspec_mega.rollout.torch_engine.scheduler import Scheduler
 from rlhfspec_mega.rollout.update import UpdatedEngine, WeightUpdate
 from rlhfspec_mega.types import (
     EngineLoad,
+    FinishedText,
     FinishReason,
     GenerationRequest,
     GenerationResult,
@@ -82,6 +83,7 @@ class TorchEngine(UpdatedEngine):
         self._prefill: Prefill | None = None
         self._finished: list[GenerationResult] = []
         self._held: dict[str, LiveSample] = {}  # unfinished samples by id
+        self._ended_here: set[str] = set()  # samples since the last `remember`, if there is history
         self._counts = dict.fromkeys(("decode_steps", "generated_tokens", "prefill_tokens", "finished_samples"), 0)
         self._seconds = {"decode_seconds": 0.0, "prefill_seconds": 0.0}
         self.last_decode = 0.0, 0.0  # see RolloutEngine
@@ -166,6 +168,14 @@ class TorchEngine(UpdatedEngine):
 
     def is_waiting(self, sample_id: str) -> bool:
         return sample_id in self._held and self._scheduler.find(sample_id) is None
+
+    def remember(self, texts: Sequence[FinishedText]) -> None:
+        """Add finished samples of other engines to history; those that ended here since the last call are in it."""
+        if self.history:
+            for text in texts:
+                if text.sample_id not in self._ended_here:
+                    self.history.add(text.prompt, text.response)
+            self._ended_here.clear()
 
     def request(self, sample_id: str) -> GenerationRequest:
         return self._held[sample_id].request
@@ -329,6 +339,8 @@ class TorchEngine(UpdatedEngine):
             if reason is not None:
                 ended.append(slot)
                 self._finished.append(sample.result(reason))
+                if self.history:
+                    self._ended_here.add(sample.request.sample_id)
                 del self._held[sample.request.sample_id]
         self._counts["decode_steps"] += 1
         self._counts["finished_samples"] += len(ended)
