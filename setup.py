@@ -21,7 +21,7 @@ setup(
         "tensorboard",
         "rich",
         "numpy",
-        "numba",  # compiles the search for pipeline schedules
+        "numba",  # compiles the index of earlier text, and searches of planning/
         "pyarrow",
         "matplotlib",
     ],

@@ -2,7 +2,8 @@
 
 Runs with different prompts follow each other. The costs (tools.calibrate) of the runs before and after one predict it,
 with the mean of both, since a machine's pace drifts by a tenth and more within a minute. Of the predicted run the
-median of ten steps counts. The refresh of the draft, which comes every fourth step, counts with its mean over twelve.
+median of ten steps counts. The refresh of the draft, which comes every fourth step or more seldom, and the log-prob
+pass, which steps without one may leave out, count with their means over twelve.
 The first step of a run is left out: engines measure their own costs in it.
 """
 
@@ -24,6 +25,7 @@ from rlhfspec_mega.simulate.step_calibrate import measured_costs
 STEPS = 10
 COUNTED = 0.05  # share of a step from which on a phase is reported
 SECONDS = "timing_s/"
+NOT_IN_ALL = ("draft", "logprobs")  # phases that some steps leave out
 
 
 def run(directory: Path, name: str, options: list[str]) -> Path:
@@ -41,8 +43,8 @@ def measured(directory: Path) -> dict[str, float]:
     found = {}
     for name in sorted(phases):
         values = [row.get(name, 0.0) for row in rows]
-        refreshes = name == f"{SECONDS}draft"
-        found[name.removeprefix(SECONDS)] = statistics.fmean(values) if refreshes else statistics.median(values[:STEPS])
+        phase = name.removeprefix(SECONDS)
+        found[phase] = statistics.fmean(values) if phase in NOT_IN_ALL else statistics.median(values[:STEPS])
     return found
 
 

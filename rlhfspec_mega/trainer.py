@@ -62,7 +62,9 @@ def train(run: Run, reporter: Reporter, first: int, signals: StopSignals, job_en
         with saved_without_rewards(run, step):
             metrics = evaluate(run, step) if is_due(step, trainer.eval_every) else {}
             samples, learnt = train_step(run, step)
-        reporter.step(step, samples, metrics | learnt)
+        seconds = reporter.step(step, samples, metrics | learnt)
+        for note in run.system.draft.schedule.observe(seconds, learnt):
+            run.console.note(note)
         run.system.step_done(step + 1)
         if step + 1 == trainer.steps:
             return
@@ -84,7 +86,7 @@ def train(run: Run, reporter: Reporter, first: int, signals: StopSignals, job_en
 def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
     """One step of RL: every sample generated is trained on exactly once."""
     system, algorithm, phases = run.system, run.algorithm, run.phases
-    refreshes = system.draft_learns and is_due(step + 1, run.config.speculation.refresh_every)
+    refreshes = system.draft.schedule.due(step)
     made = rollout(run, step, refreshes)
     samples, metrics = made.samples, dict(made.metrics)
     experience = algorithm.experience(samples)
@@ -94,7 +96,7 @@ def train_step(run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
     with beside_scoring(run, made.scoring):
         with phases.measure("logprobs"):
             system.rest_engines()  # the actor needs their memory from here on
-            if system.draft_learns or not algorithm.update_gives_logprobs(experience, step):
+            if system.draft.schedule.needs_states(step) or not algorithm.update_gives_logprobs(experience, step):
                 metrics |= algorithm.add_old_logprobs(experience, system.actor, refreshes)
         if system.critic is not None:
             with phases.measure("values"):

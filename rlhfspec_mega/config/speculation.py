@@ -9,14 +9,13 @@ from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.draft.shape import DraftShape, draft_shape
 from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.history.sizes import BYTES, kept_tokens
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.memory import DraftMemory, DraftPlan, draft_memory, verified_memory
 from rlhfspec_mega.planning.strategy import make_policy
 from rlhfspec_mega.planning.tree import most_drafted
-
-HISTORY_BYTES = 40  # in an engine for each token of speculation.history_tokens (`history.store`)
 
 
 def drafts(config: RunConfig) -> bool:
@@ -161,5 +160,6 @@ def memory_of_draft(config: RunConfig, shape: ModelShape, max_sequence: int) -> 
     )
     found = draft_memory(draft, plan) if draft else DraftMemory(0, verified_memory(shape, plan))
     # The index lies in host memory, which a run on GPUs does not plan.
-    index = HISTORY_BYTES * speculation.history_tokens if recalls(config) and device == "cpu" else 0
+    tokens = kept_tokens(speculation.history_tokens, rollout.max_running_requests)
+    index = BYTES * tokens if recalls(config) and device == "cpu" else 0
     return DraftMemory(found.actor, found.engine + index)

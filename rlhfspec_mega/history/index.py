@@ -9,10 +9,8 @@ import numpy as np
 
 from rlhfspec_mega.compiled import compiled
 from rlhfspec_mega.history.propose import Proposed, Wanted, propose
-from rlhfspec_mega.history.store import CHUNK, NOTHING, ORDERS, Ints, Store, append, empty_store
-
-# Of a prompt that another sample has just brought along, so many last tokens are stored again: they lead to its text.
-PROMPT_END = 16
+from rlhfspec_mega.history.sizes import CHUNK, PROMPT_END, kept_tokens
+from rlhfspec_mega.history.store import NOTHING, ORDERS, Ints, Store, append, empty_store
 
 
 class History:
@@ -23,11 +21,11 @@ class History:
 
     Args:
         slots: samples decoded at once.
-        capacity: tokens that are kept, about; older ones are forgotten.
+        capacity: tokens that are kept, about; older ones are forgotten. See kept_tokens.
     """
 
     def __init__(self, slots: int, capacity: int) -> None:
-        self._store = empty_store(capacity)
+        self._store = empty_store(kept_tokens(capacity, slots))
         self._last = np.full(slots, NOTHING)  # id of each slot's last token
         self._buckets = np.empty(len(ORDERS), np.int64)
         self._prompt: tuple[int, ...] = ()  # the newest one

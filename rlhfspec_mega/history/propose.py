@@ -33,6 +33,9 @@ class Wanted(NamedTuple):
         sampled: whether the temperature is above 0.
         classes: row of `accepted` that holds for the sample.
         accepted: [classes, MATCH_CELLS] probability that a node of this cell is accepted if its parent is.
+        stops: [B, vocabulary] tokens that end the sample, unless it is forced. They are not proposed: verifying the
+            node before one gives it, too.
+        forced: whether the sample has a forced length.
     """
 
     last: Ints
@@ -42,6 +45,8 @@ class Wanted(NamedTuple):
     sampled: Bools
     classes: Ints
     accepted: Doubles
+    stops: Bools
+    forced: Bools
 
 
 class Proposed(NamedTuple):
@@ -176,11 +181,11 @@ def _add_candidates(
     )
     longest = lengths.max()
     for rank in range(number):
-        cell = cell_of(rank, longest, gap)
+        cell, token = cell_of(rank, longest, gap), scratch.tokens[rank]
         chance = survival * wanted.accepted[wanted.classes[row], cell]
-        if chance >= least:
+        if chance >= least and (wanted.forced[row] or not wanted.stops[row, token]):
             scratch.waiting[count, 0], scratch.waiting[count, 1] = above, rank
-            scratch.waiting[count, 2], scratch.waiting[count, 3] = scratch.tokens[rank], cell
+            scratch.waiting[count, 2], scratch.waiting[count, 3] = token, cell
             scratch.chances[count] = chance
             count += 1
     return count

@@ -91,7 +91,7 @@ def collapse_notes(tallies: Sequence[DraftingTally]) -> list[str]:
     """One sentence for each engine whose draft no longer fits."""
     return [
         f"WARNING: the draft's first token is accepted in {tally.collapsed_rate:.0%} of the cases on an engine where "
-        f"{tally.usual_rate:.0%} was usual: the draft no longer fits. Decoding there is plain until the next "
+        f"{tally.usual_rate:.0%} was usual: the draft no longer fits. It is not used there until the next "
         "weight update (the torch engine goes on drafting under trainer.deterministic); no sample is affected."
         for tally in tallies
         if tally.collapsed_rate is not None and tally.usual_rate is not None

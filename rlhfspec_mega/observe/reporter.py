@@ -66,8 +66,8 @@ class Reporter:
         self._timeline.flush()
         self._log.close()
 
-    def step(self, step: int, samples: Sequence[Sample], metrics: Mapping[str, float]) -> None:
-        """Record a finished step, counted from 0, with the seconds of its phases."""
+    def step(self, step: int, samples: Sequence[Sample], metrics: Mapping[str, float]) -> dict[str, float]:
+        """Record a finished step, counted from 0; returns the seconds of its phases."""
         seconds = self._phases.take_step()
         tokens = float(sum(len(sample.response_tokens) for sample in samples))
         row = sample_metrics(samples, ROLLOUT) | {
@@ -86,6 +86,7 @@ class Reporter:
         self._timeline.flush()
         write_rollouts(self._directory / ROLLOUTS_FILE, samples, self._config.logger.rollouts_per_step)
         self._console.step(step + 1, row)
+        return seconds
 
     def finish(self, step: int, metrics: Mapping[str, float], started: float, start_model: str) -> None:
         """Record the last evaluation, write summary and plot, and say how the run went.

@@ -21,7 +21,7 @@ HOLD_STEPS = 8
 # out the policy's own time.
 MARGIN = 1.05
 BACKLOG_STEPS = 32  # steps over which the cost of reading a backlog is spread
-REALISED_WEIGHT = 0.02  # of a step in the moving average of promised over forecast rates
+PROMISED_WEIGHT = 0.02  # of a step in the moving average of promised over forecast rates
 PROBE_SHARE = 0.01  # share of the time that probes may cost
 PROBE_AT_LATEST = 1000  # plain steps after which a probe is made whatever it costs
 
@@ -167,7 +167,7 @@ class Payoff:
         self.probing = False
         self._rates: dict[tuple[int, int], float] = {}  # by batch size and usable depth, for the next few steps
         self._forecast_rate = 0.0  # of this step; 0 if nothing is drafted
-        self._realised = 1.0  # moving average of the rates that trees promised over the rates forecast
+        self._promised = 1.0  # moving average of the rates that trees promised over the rates forecast
 
     def stays_plain(self, batch: Batch) -> bool:
         """Whether an earlier decision not to draft still holds for this batch."""
@@ -184,7 +184,7 @@ class Payoff:
             expected = self._forecast.for_batch(step.batch)
             rate = drafting_rate(expected, self._cost, step.batch, usable, self._max_nodes, self._fixed_depth)
             self._rates[key] = rate
-        if self._rates[key] * max(self._realised, 1.0) > MARGIN * max(step.size / plain, recalled_rate(step)):
+        if self._rates[key] * max(self._promised, 1.0) > MARGIN * max(step.size / plain, recalled_rate(step)):
             self._forecast_rate = self._rates[key]
             return usable
         self.probing = self._probe_is_due(step, plain)
@@ -195,7 +195,7 @@ class Payoff:
     def found(self, rate: float) -> None:
         """The rate that the step's actual tree promises, earlier text included: forecasts leave that out."""
         if self._forecast_rate:
-            self._realised += REALISED_WEIGHT * (rate / self._forecast_rate - self._realised)
+            self._promised += PROMISED_WEIGHT * (rate / self._forecast_rate - self._promised)
 
     def observe(self, record: StepRecord) -> None:
         """Record a step; must be called after the acceptance and cost models have learnt from it."""
@@ -203,7 +203,7 @@ class Payoff:
         if self.probing or self._steps % FORECAST_EVERY == 0:  # the result of a probe counts at once
             self._forecast.clear()
             self._rates.clear()
-        self.probing = False
+        self.probing, self._forecast_rate = False, 0.0
         self._plain_steps = 0 if record.tree.depth else self._plain_steps + 1
 
     def _probe_is_due(self, step: StepView, plain: float) -> bool:

@@ -19,9 +19,10 @@ COSTS_AT_FIRST, COSTS_EVERY = 32, 4
 # longer (see `oversight.CONTROL_STEPS`); learning from them would make drafting look better than it is.
 SETTLING = 3
 
-# Earlier text is asked for nodes of at least this survival, and of more where tokens are dear: of RECALL_ALSO times the
-# share of a plain step that one more token of every sample takes, since what was asked for is chosen from.
+# Earlier text is asked for nodes of at least this survival, and where tokens are dear for those of RECALL_ALSO times
+# the mean survival with which they pay: others may make up for them.
 LEAST_RECALLED, RECALL_ALSO = 0.04, 0.7
+RECALL_GAIN_WEIGHT = 0.02  # of a learnt step in `recall_gain`
 
 NO_NODES = np.zeros(0, np.int64)
 NO_NODES.flags.writeable = False
@@ -40,6 +41,7 @@ class CalibratedPolicy:
     learns_acceptance = learns_cost = True
     payoff: Payoff | None = None
     recalls = False  # whether earlier text is asked for drafts
+    recall_gain = 1.0  # moving average: pace of steps without the draft model over that of plain steps
 
     def __init__(
         self, acceptance: AcceptanceModel, cost: CostModel, width: int, max_depth: int, max_nodes: int
@@ -52,12 +54,19 @@ class CalibratedPolicy:
         self._plain_steps = 0  # in a row, up to now
 
     def recall(self, batch: Batch) -> Recall | None:
-        """Ask for the nodes that may be worth their verification, by the share of a step that a token takes."""
+        """Ask for the nodes that may be worth their verification: k draft tokens pay if their mean survival exceeds
+
+            (seconds of a step with k of them / seconds of a plain step - 1) * samples / k
+
+        for the k for which that is least.
+        """
         if not self.recalls:
             return None
-        tokens = np.array([batch.size, 2.0 * batch.size])
-        plain, one_more = self.cost.verify_seconds(batch.size, batch.kv_tokens, tokens).tolist()
-        least = max(LEAST_RECALLED, RECALL_ALSO * (one_more / plain - 1.0))
+        least = LEAST_RECALLED
+        if self.learns_cost:
+            size, more = batch.size, np.unique(np.geomspace(1, batch.size * self.max_nodes, 12).astype(np.int64))
+            seconds = self.cost.verify_seconds(size, batch.kv_tokens, size + np.append(0.0, more))
+            least = max(least, RECALL_ALSO * float(((seconds[1:] / seconds[0] - 1.0) * size / more).min()))
         classes = TEMPERATURE_EDGES.searchsorted(batch.temperatures)
         return Recall(self.max_nodes, least, classes, self.acceptance.recalled_table())
 
@@ -77,13 +86,22 @@ class CalibratedPolicy:
             self.acceptance.observe(record)
         kind = int(record.tree.depth > 0)
         settled = kind == 1 or len(record.chosen) > 0 or self._plain_steps >= SETTLING
-        self._plain_steps = 0 if kind else self._plain_steps + 1
+        self._plain_steps = 0 if kind or len(record.chosen) else self._plain_steps + 1
         due = self._steps <= COSTS_AT_FIRST or self._steps - self._last_learnt[kind] >= COSTS_EVERY
         if self.learns_cost and settled and due:
             self._last_learnt[kind] = self._steps
             self.cost.observe(step_cost(record))
+            if self.recalls and not kind:
+                self._learn_recall_gain(record)
         if self.payoff:
             self.payoff.observe(record)
+
+    def _learn_recall_gain(self, record: StepRecord) -> None:
+        batch, seconds = record.batch, record.draft_seconds + record.verify_seconds
+        plain = float(self.cost.verify_seconds(batch.size, batch.kv_tokens, batch.size))
+        if seconds > 0:
+            gain = (1.0 + int(record.accepted.sum()) / batch.size) * plain / seconds
+            self.recall_gain += RECALL_GAIN_WEIGHT * (gain - self.recall_gain)
 
     def _usable_depth(self, batch: Batch, limit: int) -> int:
         """`limit`, or fewer layers if no sample of the batch can use so many."""
@@ -262,6 +280,7 @@ class Uniform(Fixed):
         seconds = self.cost.draft_seconds(size, kv, batch.backlog, tree.depth, drafted_nodes(tree))
         rates = (size + accepted) / (seconds + self.cost.verify_seconds(size, kv, size + nodes.astype(np.float64)))
         best = max(int(rates.argmax()), int(self.payoff.probing))
+        self.payoff.found(float(rates[best]))
         return np.sort(order[place < best])
 
 

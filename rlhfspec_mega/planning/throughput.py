@@ -212,6 +212,7 @@ def throughput_of(
     depth: int = 1,
     max_nodes: int = 1,
     fixed_depth: bool = False,
+    recall_gain: float = 1.0,
 ) -> Throughput:
     """Predicted throughput of an engine at batches 1, 2, 4, .. and `slots`, with drafting where it is forecast to pay.
 
@@ -220,13 +221,15 @@ def throughput_of(
         length: tokens of prompt and response of a typical sample.
         width, depth, max_nodes: of the drafting policy.
         fixed_depth: see `Payoff`.
+        recall_gain: how many times faster than plain steps are those with draft tokens from earlier text; taken to be
+            the same for all batch sizes.
     """
     forecast = Forecast(acceptance, width, depth) if acceptance else None
     batches = tuple(sorted({*(2**k for k in range(slots.bit_length())), slots}))
     seconds = []
     for size in batches:
         kv_tokens = size * length
-        rate = size / float(cost.verify_seconds(size, kv_tokens, size))
+        rate = max(recall_gain, 1.0) * size / float(cost.verify_seconds(size, kv_tokens, size))
         if forecast:
             ones = np.ones(size, np.int64)
             batch = Batch(ones * length, ones * length, ones, np.full(size, temperature), size, np.arange(size))

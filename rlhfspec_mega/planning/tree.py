@@ -107,14 +107,19 @@ class DraftTree:
         self.ends = np.concatenate((self.ends, ends))
         self.matches = np.concatenate((self.matches, np.full(len(rows), NO_MATCH)))
 
-    def add_recalled(self, rows: Ints, parents: Ints, depths: Ints, matches: Ints, ends: Bools, drafted: Bools) -> None:
-        """Append nodes that only earlier text gives; `drafted`: whether the draft model was run on their parents."""
+    def add_recalled(self, rows: Ints, parents: Ints, depths: Ints, matches: Ints, drafted: Bools) -> None:
+        """Append nodes that only earlier text gives, none of which ends its sample.
+
+        Args:
+            drafted: whether the draft model was run on their parents.
+        """
         self.rows, self.parents = np.concatenate((self.rows, rows)), np.concatenate((self.parents, parents))
         self.depths = np.concatenate((self.depths, depths))
         self.ranks = np.concatenate((self.ranks, np.where(drafted, NOT_NAMED, NOT_DRAFTED)))
         self.gaps = np.concatenate((self.gaps, np.zeros(len(rows))))
         self.survival = np.concatenate((self.survival, np.zeros(len(rows))))
-        self.ends, self.matches = np.concatenate((self.ends, ends)), np.concatenate((self.matches, matches))
+        self.ends = np.concatenate((self.ends, np.zeros(len(rows), np.bool_)))
+        self.matches = np.concatenate((self.matches, matches))
 
 
 @dataclass(frozen=True)
@@ -168,7 +173,7 @@ class DraftingPolicy(Protocol):
     max_nodes: int  # most nodes of one sample that `choose` returns
 
     def recall(self, batch: Batch) -> Recall | None:
-        """What earlier text is asked for in this step; None: nothing. Only engines that keep such text ask."""
+        """What earlier text is asked for in this step; None: nothing."""
 
     def depth(self, batch: Batch) -> int:
         """Most layers to draft in this step with the draft model; 0: none."""

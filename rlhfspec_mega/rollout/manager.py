@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rlhfspec_mega.history.sizes import stored_tokens
 from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.observe.timeline import Timeline
 from rlhfspec_mega.rollout.assignment import Assignment
@@ -187,7 +188,7 @@ class RolloutManager:
         """
         if not self._history_tokens or len(self._engines.serving()) < 2:
             return
-        sizes = np.cumsum([len(text.response) for text in reversed(texts)])
+        sizes = np.cumsum([stored_tokens(len(text.response)) for text in reversed(texts)])
         sent = texts[len(texts) - int(np.searchsorted(sizes, self._history_tokens // 2, "right")) :]
         calls = [self._engines.start(rank, "remember", sent) for rank in self._engines.serving()]
         self._wait(calls, phase, first=False, check=False)

@@ -79,7 +79,8 @@ def forecast_step(config: RunConfig, sizes: Sizes, costs: StepCosts) -> StepFore
         "generate": costs.rollout_start + costs.stretch * statistics.median(one.makespan for one in rollouts),
         "score": costs.reward * sizes.samples_per_step,
     }
-    seconds["logprobs"] = 0.0 if skips_logprob_pass(config, sizes) else costs.logprobs * of_replica
+    passes = 0.0 if skips_logprob_pass(config, sizes) else costs.logprob_passes
+    seconds["logprobs"] = passes * costs.logprobs * of_replica
     seconds["values"] = costs.values * of_replica
     seconds["reference"] = 0.0
     home = frozen_home(config)
@@ -91,7 +92,7 @@ def forecast_step(config: RunConfig, sizes: Sizes, costs: StepCosts) -> StepFore
         seconds["reference"] = costs.reference * of_replica
     seconds["update"] = costs.update * of_replica + costs.optimizer * sizes.updates_per_step
     if sizes.draft_memory.actor and config.speculation.refresh_every:
-        seconds["draft"] = config.speculation.refresh_seconds / config.speculation.refresh_every
+        seconds["draft"] = costs.refreshes * config.speculation.refresh_seconds / config.speculation.refresh_every
     seconds["reshard"] = costs.reshard
     seconds = {phase: value for phase, value in seconds.items() if value > 0}
     bound_by = {phase: costs.bounds[phase] for phase in seconds if phase in costs.bounds}

@@ -80,14 +80,15 @@ def measured_costs(run: Path) -> StepCosts:
     of_actor = _of_process(lanes, actor_lane(0))[:1]
     optimizer = sum(_median_seconds(of_actor, f"{model} optimizer step") for model in (ACTOR, CRITIC))
 
-    def per_token(phase: str, less: float = 0.0) -> float:
-        """Median over the steps, for each token of a replica."""
+    def per_token(phase: str, less: float = 0.0, of: Sequence[_Step] | None = None) -> float:
+        """Median over the steps, or some of them, for each token of a replica."""
         return statistics.median(
             max(step.seconds.get(phase, 0.0) - less, 0.0)
             / (step.mean_tokens * sizes.samples_per_step / sizes.data_parallel)
-            for step in steps.values()
+            for step in of or steps.values()
         )
 
+    with_pass = _with_logprob_pass(list(steps.values()))
     update = per_token("update", less=optimizer * sizes.updates_per_step)
     costs = StepCosts(
         engine=calibrate(_measurements(run, config, engines, scores)),
@@ -98,7 +99,9 @@ def measured_costs(run: Path) -> StepCosts:
         reward=statistics.median(step.seconds.get("score", 0.0) for step in steps.values()) / sizes.samples_per_step,
         reference=0.0 if scores else per_token("reference"),
         # Of a run without the pass: a forward pass, of which the backward one costs two.
-        logprobs=update / 3 if skips_logprob_pass(config, sizes) else per_token("logprobs"),
+        logprobs=update / 3 if skips_logprob_pass(config, sizes) else per_token("logprobs", of=with_pass),
+        logprob_passes=1.0 if skips_logprob_pass(config, sizes) else len(with_pass) / len(steps),
+        refreshes=_refreshes(config, list(steps.values())),
         values=per_token("values"),
         update=update,
         optimizer=optimizer,
@@ -108,6 +111,21 @@ def measured_costs(run: Path) -> StepCosts:
     )
     stretch, scoring_stretch = _stretches(config, sizes, costs, list(steps.values()), windows)
     return replace(costs, stretch=stretch, scoring_stretch=scoring_stretch)
+
+
+def _with_logprob_pass(steps: Sequence[_Step]) -> list[_Step]:
+    """The steps in which the actor's log-probabilities had a pass of their own; all if none had."""
+    longest = max(step.seconds.get("logprobs", 0.0) for step in steps)
+    return [step for step in steps if step.seconds.get("logprobs", 0.0) >= longest / 4]
+
+
+def _refreshes(config: RunConfig, steps: Sequence[_Step]) -> float:
+    """Share of the draft's due refreshes that took place."""
+    speculation = config.speculation
+    if not speculation.refresh_every:
+        return 1.0
+    took = statistics.fmean(step.seconds.get("draft", 0.0) for step in steps)
+    return min(took * speculation.refresh_every / speculation.refresh_seconds, 1.0)
 
 
 def _stretches(

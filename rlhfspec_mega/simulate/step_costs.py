@@ -135,7 +135,7 @@ class AssumedLengths:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Costs of a step's phases. All but `stretch` and `scoring_stretch` are seconds.
+    """Costs of a step's phases, in seconds but for the two stretches and the two shares at the end of the list.
 
     Attributes:
         engine: costs of an engine and, as `scoring_...`, of a device that computes the reference's log-probabilities.
@@ -152,6 +152,9 @@ class StepCosts:
         update: of forward and backward pass of the models that learn, for each token of a data-parallel replica.
         optimizer: of an optimizer step of each of them, with the exchange of gradients.
         reshard: of a weight update of all engines.
+        logprob_passes: share of the steps in which the actor's log-probabilities have a pass of their own, of a run in
+            which only the draft needs it; else 1.
+        refreshes: share of the draft's due refreshes that take place; see `planning.refresh_schedule`.
         bounds: by phase, what its time is bound by, e.g. "memory bandwidth"; empty if that was not found out.
         source: where the costs come from: `kind` ("measured" or "roofline") and what they were made from.
         settings: by name the options of SHARED in the measured run; empty for a roofline.
@@ -169,6 +172,8 @@ class StepCosts:
     update: float
     optimizer: float
     reshard: float
+    logprob_passes: float = 1.0
+    refreshes: float = 1.0
     bounds: Mapping[str, str] = field(default_factory=dict)
     source: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -271,6 +276,7 @@ def _check_lengths(lengths: MeasuredLengths) -> None:
 _SECONDS = (
     *("rollout_start", "stretch", "scoring_stretch", "reward", "reference"),
     *("logprobs", "values", "update", "optimizer", "reshard"),
+    *("logprob_passes", "refreshes"),
 )
 
 

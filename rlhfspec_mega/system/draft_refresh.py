@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhfspec_mega.cluster.interface import Cluster
+from rlhfspec_mega.config.logprob_pass import update_gives_logprobs
 from rlhfspec_mega.draft.refresh import RefreshReport
 from rlhfspec_mega.planning.placement import ACTOR, ENGINE
+from rlhfspec_mega.planning.refresh_schedule import RefreshSchedule
 from rlhfspec_mega.system.generation import reallocates
 from rlhfspec_mega.system.setup import Setup
 from rlhfspec_mega.workers.draft import DraftGroup, FreedRefresh
@@ -21,6 +23,7 @@ class DraftRefresh:
         changed: called when a refresh has changed the draft.
 
     Attributes:
+        schedule: in which steps it is refreshed; never without a draft.
         freed: refreshes during rollouts; None if no device ever becomes free for them.
     """
 
@@ -30,6 +33,12 @@ class DraftRefresh:
         self._wait, self._draft, self._changed = cluster.wait, draft, changed
         self.freed: FreedRefresh | None = None
         speculation, now = setup.config.speculation, draft()
+        config, sizes = setup.config, setup.sizes
+        self.schedule = RefreshSchedule(
+            speculation.refresh_every if now else 0,
+            backs_off=not config.trainer.deterministic,
+            needs_pass=update_gives_logprobs(config.algorithm, sizes.samples_per_step, sizes.samples_per_update),
+        )
         if now and speculation.refresh_every and reallocates(setup.config, "adaptive"):
             (device,) = setup.placement.devices(ACTOR)[now.rank]
             self.freed = FreedRefresh(self._begin, device, setup.placement.devices(ENGINE), speculation.refresh_seconds)

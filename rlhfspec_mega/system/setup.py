@@ -38,7 +38,7 @@ class Setup:
         run_dir: directory of the run; worker logs go to its `logs`.
         total_updates: optimizer steps of the whole run, for the learning-rate schedule.
         model: directory from which SGLang reads the actor's shape.
-        draft: directory of the initial draft; None: engines decode plainly.
+        draft: directory of the initial draft; None: there is none.
         reference: directory of the frozen reference; None: there is none.
         with_engines: False for a replay of saved rollouts, which needs no engines.
     """

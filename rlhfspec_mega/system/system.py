@@ -122,11 +122,6 @@ class System:
         return self.training.fused
 
     @property
-    def draft_learns(self) -> bool:
-        """Whether there is a draft that learns from the actor's log-prob passes."""
-        return self.training.draft is not None and self._setup.config.speculation.refresh_every > 0
-
-    @property
     def learners(self) -> dict[str, ModelGroup]:
         """The models that learn, by name."""
         return {name: one for name, one in self.training.models.items() if one.description.learning is not None}

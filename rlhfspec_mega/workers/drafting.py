@@ -68,8 +68,9 @@ class DraftingController:
 
     def _decide(self) -> DraftingPolicy:
         policy = make_policy(self._config, self._acceptance, self._cost)
-        assert isinstance(policy, CalibratedPolicy), "an engine that speculates has a drafting policy"
-        policy.recalls = self._recalls
+        assert policy is not None, "an engine that speculates has a drafting policy"
+        if isinstance(policy, CalibratedPolicy):
+            policy.recalls = self._recalls
         return policy
 
     def prepare(self, measure: Callable[[], Sequence[StepCost]]) -> None:
@@ -100,6 +101,7 @@ class DraftingController:
             depth=policy.max_depth,
             max_nodes=policy.max_nodes,
             fixed_depth=isinstance(policy, Uniform),
+            recall_gain=policy.recall_gain if isinstance(policy, CalibratedPolicy) else 1.0,
         )
 
     def take_tally(self) -> DraftingTally:

@@ -124,7 +124,7 @@ def test_history_drafts_without_a_draft(out: str, tmp_path: Path) -> None:
     config, more = load(out, model), load(out, model, "speculation.history_tokens=1262144")
     assert "this run drafts from its own samples alone" in (speculation_note(config) or "")
     few, many = (check_config(one).draft_memory for one in (config, more))
-    assert few.actor == 0 < few.engine and many.engine - few.engine == 40 * 1_000_000
+    assert few.actor == 0 < few.engine and many.engine - few.engine == 41 * 1_000_000
     assert speculation_note(load(out, model, "speculation.sources=[history]")) is None
     for unread in ("speculation.sources=[draft]", "trainer.deterministic=true"):
         assert "has no effect here: add" in refusal(out, model, unread, "speculation.history_tokens=2048")

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfspec_mega.history.index import PROMPT_END, History
+from rlhfspec_mega.history.index import History
 from rlhfspec_mega.history.noise import gumbel_of_token
 from rlhfspec_mega.history.propose import LENGTHS, WIDTH, Proposed
+from rlhfspec_mega.history.sizes import BYTES, CHUNK, PROMPT_END, kept_tokens
 from rlhfspec_mega.history.store import (
-    CHUNK,
     LONGEST_MATCH,
     NOTHING,
     ORDERS,
@@ -59,6 +59,8 @@ def proposals(history: History, batch: int, **more: object) -> Proposed:
         "sampled": np.zeros(batch, np.bool_),
         "classes": np.zeros(batch, np.int64),
         "accepted": np.full((1, MATCH_CELLS), 0.9),
+        "stops": np.zeros((batch, 300), np.bool_),
+        "forced": np.zeros(batch, np.bool_),
     }
     return history.propose(batch, 16, 0.01, **(wanted | more))
 
@@ -144,6 +146,22 @@ def test_trees_follow_earlier_text_and_its_branches() -> None:
     assert proposals(history, 1, depths=np.array([2])).depths.max() == 2
 
 
+def test_a_token_that_ends_the_sample_is_not_proposed_nor_what_follows_it() -> None:
+    history, stops = History(4, 4096), np.zeros((1, 300), np.bool_)
+    history.admit(0, [1, 2, 3, 4, 50, 6, 7, 1, 2, 3, 4], [])
+    stops[0, 50] = True
+    assert len(proposals(history, 1, stops=stops).rows) == 0
+    forced = proposals(history, 1, stops=stops, forced=np.ones(1, np.bool_))
+    assert forced.tokens[:3].tolist() == [50, 6, 7]
+
+
+@pytest.mark.parametrize("capacity", [1000, 1024, 65536, 100_000, 262_144])
+def test_a_history_takes_as_many_bytes_as_are_planned(capacity: int) -> None:
+    taken = sum(array.nbytes for array in empty_store(capacity))
+    assert 30 * capacity < taken <= BYTES * (capacity + CHUNK)
+    assert kept_tokens(capacity, 100) == max(capacity, 100 * 4 * CHUNK)
+
+
 def test_samples_in_slots_read_each_other_and_move() -> None:
     history = History(3, 4096)
     history.admit(0, [4, 5, 6], [])
@@ -205,3 +223,15 @@ def test_an_engine_remembers_what_others_decoded_but_nothing_twice() -> None:
     assert history.tokens == before + CHUNK
     history.admit(0, [7, 8], [])
     assert proposals(history, 1).tokens.tolist() == [9, 10, 11]
+
+
+def test_memory_stays_bounded_over_ten_million_tokens() -> None:
+    history, draw = History(1, 65536), np.random.default_rng(0)
+    size = sum(array.nbytes for array in history._store)
+    history.admit(0, [1], [])
+    for _ in range(10):
+        history.extend(draw.integers(0, 50, 1_000_000).tolist(), np.array([1_000_000]))
+    assert history.tokens > 10_000_000 and sum(array.nbytes for array in history._store) == size <= BYTES * 65536 + 8
+    history.extend([7, 8, 9, 10, 11, 60, 61, 62, 7, 8, 9, 10, 11], np.array([13]))
+    found = proposals(history, 1).tokens.tolist()
+    assert found[0] == 60 and {61, 62} <= set(found)

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from rlhfspec_mega.planning.tree import DraftingPolicy
 from rlhfspec_mega.rollout.torch_engine import decoder, drafter
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.sampling.noise import sample_seed
-from rlhfspec_mega.types import GenerationRequest, GenerationResult
+from rlhfspec_mega.types import FinishReason, GenerationRequest, GenerationResult
 from tests.any_policy import any_policy
 from tests.near_tie import Logits, assert_same
 from tests.random_trees import RandomTrees
@@ -110,6 +111,40 @@ def test_every_policy_gives_the_tokens_of_plain_decoding(plain, name, sources):
     assert sum(len(result.tokens) for result in found.values()) >= 20_000 and len(found) >= 200
     assert_same(plain, found, REQUESTS, make_judge(SHAPE, WEIGHTS))
     assert steps < 0.97 * SEQUENCES * TOKENS, "next to nothing was accepted: the comparison shows nothing"
+
+
+@pytest.mark.parametrize("sources", ["draft", "history", "both"])
+@pytest.mark.parametrize("name", ["adaptive", "uniform", "fixed"])
+def test_stop_tokens_inside_prompts_and_responses(name, sources):
+    """Chat templates have them in their prompts: what follows one there is no draft behind it."""
+    stops = (5, 11)
+    asked = [dataclasses.replace(one, stop_tokens=stops, ignore_stop=one.temperature == 0) for one in REQUESTS[:36]]
+    asked = [dataclasses.replace(one, prompt_tokens=(3, 4, 5, 7, 2, *one.prompt_tokens, 3, 4)) for one in asked]
+    alone = make_engine(9, None)
+    alone.submit(asked)
+    expected = finish(alone)
+    engine = make_engine(9, make(name, sources != "draft"), sources=sources)
+    engine.submit(asked)
+    assert_same(expected, finish(engine), asked, make_judge(SHAPE, WEIGHTS))
+    assert {result.finish_reason for result in expected.values()} == {FinishReason.STOP, FinishReason.LENGTH}
+
+
+def test_a_corrupted_index_changes_no_token(plain):
+    """Whatever is proposed, and however often the index is spoilt, the target decides."""
+    engine, draw, steps = make_engine(9, make("adaptive", recalls=True), sources="both"), np.random.default_rng(0), 0
+    engine.submit(REQUESTS[:36])
+    store, found = engine.history._store, []
+    while not engine.idle:
+        found += engine.poll(0)
+        steps += 1
+        if steps % 5 == 0:
+            store.tokens[:] = draw.integers(0, SHAPE.vocab_size, len(store.tokens))
+            store.chains[:] = draw.permutation(store.chains.ravel()).reshape(store.chains.shape)
+            store.heads[:] = draw.permutation(store.heads.ravel()).reshape(store.heads.shape)
+            store.chunks[:, 2:] = draw.permutation(store.chunks[:, 2:])
+    results = {result.sample_id: result for result in found}
+    assert_same({name: plain[name] for name in results}, results, REQUESTS[:36], make_judge(SHAPE, WEIGHTS))
+    assert len(results) == 36 and steps > 100
 
 
 def test_scores_made_in_pieces_choose_the_same_tokens(plain, monkeypatch):

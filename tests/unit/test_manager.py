@@ -214,7 +214,7 @@ def test_a_rollout_does_not_wait_for_what_is_being_scored(
     assert (manager.take_tail().fused_tasks > 0) != dies
 
 
-@pytest.mark.parametrize(("history_tokens", "sent"), [(0, 0), (1000, 4), (16, 2)])
+@pytest.mark.parametrize(("history_tokens", "sent"), [(0, 0), (1000, 4), (128, 2)])
 def test_engines_get_each_others_samples_as_far_as_their_history_reaches(history_tokens: int, sent: int) -> None:
     class Engines(Pool):
         sent: list[tuple[str, Any]]

@@ -56,8 +56,11 @@ def send_draft(engine: TorchEngine, weights: dict[str, torch.Tensor], version: i
     engine.end_update(version)
 
 
-def make_engine(policy: RandomTrees, slots: int = 16, prefill_chunk: int = 64, draft: bool = True) -> TorchEngine:
+def make_engine(
+    policy: RandomTrees, slots: int = 16, prefill_chunk: int = 64, draft: bool = True, history_tokens: int = 0
+) -> TorchEngine:
     sizes = {"slots": slots, "max_positions": MAX_POSITIONS, "prefill_chunk": prefill_chunk}
+    sizes |= {"history_tokens": history_tokens}
     engine = TorchEngine(SHAPE, dtype=torch.float32, device="cpu", draft=DRAFT, policy=policy, **sizes)
     send_weights(engine, WEIGHTS)
     if draft:
@@ -101,8 +104,10 @@ def test_a_broken_tree_mask_is_noticed(alone, monkeypatch, fault):
         assert_same(alone, generate(make_engine(RandomTrees(seed=0)), REQUESTS), REQUESTS, JUDGE)
 
 
-def test_samples_move_between_engines_while_they_speculate(alone):
-    first, second = make_engine(RandomTrees(1), slots=6), make_engine(RandomTrees(2), slots=5)
+@pytest.mark.parametrize("history_tokens", [0, 2048])
+def test_samples_move_between_engines_while_they_speculate(alone, history_tokens):
+    first = make_engine(RandomTrees(1), slots=6, history_tokens=history_tokens)
+    second = make_engine(RandomTrees(2), slots=5, history_tokens=history_tokens)
     first.submit(REQUESTS)
     results = []
     for turn in range(200):

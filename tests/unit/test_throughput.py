@@ -206,3 +206,10 @@ def test_a_drafting_engine_s_curve_is_the_better_of_drafting_and_not(
                     best = max(best, size * (1 + accepted) / step)
         assert (best > MARGIN * plain) == pays
         assert seconds == pytest.approx(size / (best if pays else plain))
+
+
+def test_history_makes_every_batch_faster_by_what_was_seen() -> None:
+    cost = CostModel.nominal(10**7, 10**6)
+    plain, faster = (throughput_of(cost, None, slots=8, length=100, recall_gain=gain) for gain in (0.7, 1.5))
+    assert plain.seconds == throughput_of(cost, None, slots=8, length=100).seconds
+    assert faster.seconds == pytest.approx([seconds / 1.5 for seconds in plain.seconds])

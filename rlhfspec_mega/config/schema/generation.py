@@ -112,7 +112,7 @@ class SpeculationConfig:
     )
     history_tokens: int = option(
         262144,
-        "newest tokens that each engine keeps to draft from, about 40 bytes each",
+        "newest tokens that each engine keeps to draft from, at most 41 bytes each",
         unit="tokens",
         least=1024,
         only_with="draft tokens from history",
@@ -161,7 +161,8 @@ class SpeculationConfig:
     )
     refresh_every: int = option(
         4,
-        "steps of task=rl between refreshes of the draft; 0: never, and no memory is kept for them",
+        "steps of task=rl between refreshes of the draft, eight times as many while engines do not use it; 0: never, "
+        "and no memory is kept for them",
         unit="steps",
         least=0,
         common=True,

@@ -28,7 +28,7 @@ class Decoded(NamedTuple):
     """New tokens of the active samples, sample by sample; sample i has counts[i] of them.
 
     Attributes:
-        record: the draft tree of the step and the time it took; None without a draft.
+        record: the draft tree of the step and the time it took; None without a policy, or anything to draft from.
     """
 
     tokens: list[int]
@@ -189,7 +189,7 @@ class Decoder:
         elif drafter:
             drafter.make_room(state.size)
         if recalled is not None and len(recalled.rows):
-            join(grown, recalled, slots, state.size)
+            join(grown, recalled, state.size)
         return state, grown, noise
 
     def _select(self, verification: Verification, noise: StepNoise, features: Features | None) -> Selection:

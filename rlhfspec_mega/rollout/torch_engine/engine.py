@@ -38,7 +38,7 @@ class TorchEngine(UpdatedEngine):
     """Implements `rollout.protocol.RolloutEngine` on one device.
 
     A step gives free slots to samples whose prefill is complete; if there are none, it advances one prefill by up to
-    `prefill_chunk` tokens. Then it decodes at least one token of each active sample: exactly one without a draft.
+    `prefill_chunk` tokens. Then it decodes at least one token of each active sample: exactly one without draft tokens.
     Weights may change during a rollout: the KV of running samples is kept, as in PipelineRL (Piché et al. 2025,
     arXiv 2509.19128), and each token records its policy version.
 
@@ -83,7 +83,7 @@ class TorchEngine(UpdatedEngine):
         self._prefill: Prefill | None = None
         self._finished: list[GenerationResult] = []
         self._held: dict[str, LiveSample] = {}  # unfinished samples by id
-        self._ended_here: set[str] = set()  # samples since the last `remember`, if there is history
+        self._ended_here: set[str] = set()  # samples that ended since the last `remember`, if there is history
         self._counts = dict.fromkeys(("decode_steps", "generated_tokens", "prefill_tokens", "finished_samples"), 0)
         self._seconds = {"decode_seconds": 0.0, "prefill_seconds": 0.0}
         self.last_decode = 0.0, 0.0  # see RolloutEngine
@@ -109,9 +109,9 @@ class TorchEngine(UpdatedEngine):
 
     @property
     def speculates(self) -> bool:
-        """Whether steps may verify draft tokens: there is a policy, and a draft with weights or earlier text.
+        """Whether all that gives draft tokens is there: the draft has its weights, or there is only history.
 
-        With both a draft and earlier text, false until the draft has weights.
+        While a draft is without weights, steps may still verify tokens from history.
         """
         decoder = self._decoder
         return decoder.policy is not None and (decoder.drafting if decoder.drafter else decoder.history is not None)
@@ -273,6 +273,7 @@ class TorchEngine(UpdatedEngine):
     def _make_live(self, target: WeightTarget) -> None:
         if target is WeightTarget.ACTOR:
             self._model.weights_changed()
+            self._ended_here.clear()  # nobody tells of samples of earlier weights any more
         else:
             self._decoder.draft_changed(idle=not self._scheduler.active)
         self._prefill = None

@@ -102,7 +102,8 @@ class ScriptedHistory(History):
         above = places % np.maximum(room[rows], 1)
         zeros = np.zeros(len(rows), np.int64)
         parents = np.where(above > 0, np.arange(len(rows)) - 1, ROOT)
-        return Proposed(rows, parents, above + 1, zeros, zeros, zeros, np.ones(len(rows)))
+        tokens = places // np.maximum(room[rows], 1)  # siblings differ
+        return Proposed(rows, parents, above + 1, tokens, zeros, zeros, np.ones(len(rows)))
 
 
 def profile(engine: TorchEngine, seconds: float = SECONDS) -> list[StepCost]:
@@ -134,8 +135,9 @@ def profile(engine: TorchEngine, seconds: float = SECONDS) -> list[StepCost]:
 
 
 def profile_plain(engine: TorchEngine, seconds: float = PLAIN_SECONDS) -> list[StepCost]:
-    """As `profile`, for plain steps of an engine without a draft."""
+    """As `profile`, for plain steps of an engine without a draft, or whose draft has no weights."""
     deadline, measured = time.monotonic() + seconds, list[StepCost]()
+    history, engine.history = engine.history, None
     try:
         for length in PROMPT_TOKENS:
             for size in _outside_in(engine.load().slots):
@@ -152,6 +154,7 @@ def profile_plain(engine: TorchEngine, seconds: float = PLAIN_SECONDS) -> list[S
                     measured.append(sorted(found, key=lambda cost: cost.verify_seconds)[len(found) // 4])
     finally:
         _forget(engine)
+        engine.history = history
     return measured
 
 

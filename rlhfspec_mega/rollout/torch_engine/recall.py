@@ -44,10 +44,12 @@ def recall(history: History, ask: Recall, batch: Batch, slots: SlotState, depth:
         sampled=batch.temperatures > 0,
         classes=ask.classes,
         accepted=ask.accepted,
+        stops=slots.host_stops[:size],
+        forced=slots.host_forced[:size],
     )
 
 
-def join(grown: GrownTree, proposed: Proposed, slots: SlotState, samples: int) -> None:
+def join(grown: GrownTree, proposed: Proposed, samples: int) -> None:
     """Add proposed nodes to the draft tree of so many samples; a token that both give under a parent is one node."""
     tree, device = grown.tree, grown.tokens.device
     joined = _join(tree.rows, tree.parents, grown.tokens.cpu().numpy(), proposed, samples)
@@ -60,7 +62,6 @@ def join(grown: GrownTree, proposed: Proposed, slots: SlotState, samples: int) -
         joined.parents[new],
         proposed.depths[new],
         MATCHED + proposed.cells[new],
-        slots.host_ends(rows, tokens),
         joined.drafted[new],
     )
     grown.tokens = torch.cat((grown.tokens, torch.from_numpy(tokens).to(device)))

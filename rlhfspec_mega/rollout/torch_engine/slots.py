@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rlhfspec_mega.planning.tree import Bools, Ints
 from rlhfspec_mega.rollout.protocol import LiveSample
 from rlhfspec_mega.sampling.noise import gumbel_from_states, seed_states
 from rlhfspec_mega.sampling.select import perturbed_scores, scaled_logits
@@ -87,11 +86,6 @@ class SlotState:
     def ends(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Whether these tokens end the samples of these rows: bool [n]."""
         return self.stops[rows, tokens] & ~self.forced[rows]
-
-    def host_ends(self, rows: Ints, tokens: Ints) -> Bools:
-        """The same on the host."""
-        found: Bools = self.host_stops[rows, tokens] & ~self.host_forced[rows]
-        return found
 
 
 class StepNoise:
