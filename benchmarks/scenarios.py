@@ -154,13 +154,14 @@ class Bench:
             device=self._device,
             **given,
         )
-        _send(engine, self._target.model.hf_tensors(), WeightTarget.ACTOR)
+        send(engine, self._target.model.hf_tensors(), WeightTarget.ACTOR)
         if draft is not None:
-            _send(engine, weights, WeightTarget.DRAFT)
+            send(engine, weights, WeightTarget.DRAFT)
         return engine
 
 
-def _send(engine: TorchEngine, weights: dict[str, torch.Tensor], target: WeightTarget) -> None:
+def send(engine: TorchEngine, weights: dict[str, torch.Tensor], target: WeightTarget) -> None:
+    """Give an engine its first weights."""
     engine.begin_update(0, [TensorInfo(name, tuple(t.shape), "float32") for name, t in weights.items()], target)
     engine.update_weights([(name, 0, tensor.flatten()) for name, tensor in weights.items()])
     engine.end_update(0)
