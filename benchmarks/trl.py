@@ -3,8 +3,8 @@
 For GRPO and RLOO and each seed both train from the same start model on the same prompts, with the same reward, number
 of samples, optimizer and KL weight, in turns: what runs first changes from seed to seed. Both have two processes with a
 thread each. TRL generates with transformers, as it does without vLLM. Ours runs as the demo does (TP 2, a draft that
-learns) and like TRL (DP 2, no draft). Then task=evaluate decodes the same 256 held-out prompts with all models. RLOO
-differs in one thing: TRL's ratio is of whole sequences, ours of tokens.
+learns) and like TRL (DP 2, without a draft model: it drafts from history). Then task=evaluate decodes the same 256
+held-out prompts with all models. RLOO differs in one thing: TRL's ratio is of whole sequences, ours of tokens.
 
 Prints a table; the figures are saved as JSON. Needs TRL: pip install -e '.[trl]'.
 """
@@ -31,7 +31,7 @@ from benchmarks.trl_run import TIMES_FILE, TRAINERS
 from rlhfspec_mega.errors import UserError
 
 TRL = "TRL"
-OURS = {"ours, as the demo": (), "ours, DP 2, no draft": ("actor.tensor_parallel=1", "speculation=off")}
+OURS = {"ours, as the demo": (), "ours, DP 2": ("actor.tensor_parallel=1", "speculation.sources=[history]")}
 PROCESSES = 2
 TOO_EARLY = 3  # steps in which both still warm up; their times do not count
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
