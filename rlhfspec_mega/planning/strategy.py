@@ -22,6 +22,7 @@ SETTLING = 3
 # Earlier text is asked for nodes of at least this survival, and where tokens are dear for those of RECALL_ALSO times
 # the mean survival with which they pay: others may make up for them.
 LEAST_RECALLED, RECALL_ALSO = 0.04, 0.7
+LEAST_KEPT = 16  # steps
 RECALL_GAIN_WEIGHT = 0.02  # of a learnt step in `recall_gain`
 
 NO_NODES = np.zeros(0, np.int64)
@@ -50,25 +51,35 @@ class CalibratedPolicy:
         self.width, self.max_depth, self.max_nodes = width, max_depth, max_nodes
         self._view: StepView | None = None
         self._steps = 0
+        self._least: dict[int, tuple[int, float]] = {}  # by batch size: the step of `_least_survival`, and its answer
         self._last_learnt = [-COSTS_EVERY, -COSTS_EVERY]  # steps at which a plain step and a drafted step were learnt
         self._plain_steps = 0  # in a row, up to now
 
     def recall(self, batch: Batch) -> Recall | None:
-        """Ask for the nodes that may be worth their verification: k draft tokens pay if their mean survival exceeds
+        """Ask for the nodes that may be worth their verification."""
+        if not self.recalls:
+            return None
+        least = self._least_survival(batch) if self.learns_cost else LEAST_RECALLED
+        classes = TEMPERATURE_EDGES.searchsorted(batch.temperatures)
+        return Recall(self.max_nodes, least, classes, self.acceptance.recalled_table())
+
+    def _least_survival(self, batch: Batch) -> float:
+        """Survival from which a node is asked for: k draft tokens pay if their mean survival exceeds
 
             (seconds of a step with k of them / seconds of a plain step - 1) * samples / k
 
-        for the k for which that is least.
+        for the k for which that is least. Costs change slowly, and to look at them takes time: an answer is kept for
+        some steps.
         """
-        if not self.recalls:
-            return None
-        least = LEAST_RECALLED
-        if self.learns_cost:
-            size, more = batch.size, np.unique(np.geomspace(1, batch.size * self.max_nodes, 12).astype(np.int64))
+        size = batch.size
+        known, least = self._least.get(size, (-LEAST_KEPT, 0.0))
+        if self._steps - known >= LEAST_KEPT:
+            more = np.unique(np.geomspace(1, size * self.max_nodes, 12).astype(np.int64))
             seconds = self.cost.verify_seconds(size, batch.kv_tokens, size + np.append(0.0, more))
-            least = max(least, RECALL_ALSO * float(((seconds[1:] / seconds[0] - 1.0) * size / more).min()))
-        classes = TEMPERATURE_EDGES.searchsorted(batch.temperatures)
-        return Recall(self.max_nodes, least, classes, self.acceptance.recalled_table())
+            pays = float(((seconds[1:] / seconds[0] - 1.0) * size / more).min())
+            least = max(LEAST_RECALLED, RECALL_ALSO * pays)
+            self._least[size] = self._steps, least
+        return least
 
     def depth(self, batch: Batch) -> int:
         """Layers to draft at most: all usable ones if drafting pays, else 0, or 1 for a probe."""

@@ -180,7 +180,7 @@ class Decoder:
         slots, ask, recalled = self.slots, policy.recall(state), None
         if ask is not None and self.history is not None:
             recalled = recall(self.history, ask, state, slots, policy.max_depth)
-            state = replace(state, recalled=recalled.survival)
+            state = replace(state, recalled=recalled.survival) if len(recalled.rows) else state
         depth = policy.depth(state) if drafter else 0
         grown, noise = GrownTree(slots.tokens.device), None
         if drafter and depth > 0:
