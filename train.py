@@ -134,6 +134,7 @@ def errors_in_one_sentence() -> Iterator[None]:
     except RunError as error:
         sys.exit(_say(error, 1))
     except Stopped as stopped:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is saved: another Ctrl-C must not end in a trace
         sys.exit(_say(stopped, RESUME_STATUS))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

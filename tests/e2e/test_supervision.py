@@ -160,8 +160,9 @@ def test_sigterm_finishes_the_step_and_the_run_can_be_resumed(
 
 
 def test_the_same_signal_twice_stops_at_once(disturb: Any) -> None:
-    # Steps of many samples: the first signal's step is not over when the second comes.
-    run = disturb("trainer.steps=1000", "trainer.prompts_per_step=64", "logger.rollouts_per_step=1")
+    # Slow steps of many samples: the first signal's step is not over when the second comes.
+    slow = "reward.function=tests.e2e.rewards.slow_evenness"
+    run = disturb("trainer.steps=1000", "trainer.prompts_per_step=64", "logger.rollouts_per_step=1", slow)
     run.process.send_signal(signal.SIGINT)
     time.sleep(0.2)
     run.process.send_signal(signal.SIGINT)
