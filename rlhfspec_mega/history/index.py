@@ -9,7 +9,7 @@ import numpy as np
 
 from rlhfspec_mega.compiled import compiled
 from rlhfspec_mega.history.propose import Proposed, Wanted, propose
-from rlhfspec_mega.history.sizes import CHUNK, PROMPT_END, kept_tokens
+from rlhfspec_mega.history.sizes import PROMPT_END, kept_tokens
 from rlhfspec_mega.history.store import NOTHING, ORDERS, Ints, Store, append, empty_store
 
 
@@ -29,11 +29,6 @@ class History:
         self._last = np.full(slots, NOTHING)  # id of each slot's last token
         self._buckets = np.empty(len(ORDERS), np.int64)
         self._prompt: tuple[int, ...] = ()  # the newest one
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that were stored so far, forgotten ones included, to the next chunk."""
-        return int(self._store.clock[0]) * CHUNK
 
     def admit(self, slot: int, prompt: Sequence[int], response: Sequence[int]) -> None:
         """Begin a sample in a slot."""

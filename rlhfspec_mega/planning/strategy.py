@@ -22,7 +22,7 @@ SETTLING = 3
 # Earlier text is asked for nodes of at least this survival, and where tokens are dear for those of RECALL_ALSO times
 # the mean survival with which they pay: others may make up for them.
 LEAST_RECALLED, RECALL_ALSO = 0.04, 0.7
-LEAST_KEPT = 16  # steps
+LEAST_FOR = 16  # steps for which that bound is kept
 RECALL_GAIN_WEIGHT = 0.02  # of a learnt step in `recall_gain`
 
 NO_NODES = np.zeros(0, np.int64)
@@ -72,8 +72,8 @@ class CalibratedPolicy:
         some steps.
         """
         size = batch.size
-        known, least = self._least.get(size, (-LEAST_KEPT, 0.0))
-        if self._steps - known >= LEAST_KEPT:
+        known, least = self._least.get(size, (-LEAST_FOR, 0.0))
+        if self._steps - known >= LEAST_FOR:
             more = np.unique(np.geomspace(1, size * self.max_nodes, 12).astype(np.int64))
             seconds = self.cost.verify_seconds(size, batch.kv_tokens, size + np.append(0.0, more))
             pays = float(((seconds[1:] / seconds[0] - 1.0) * size / more).min())

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import torch
+
 from rlhfspec_mega.planning.cost import CostModel
+from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.rollout.torch_engine.profile import CATCHING_UP, SHAPES, profile
 from tests.near_tie import assert_same
 from tests.random_trees import RandomTrees
 from tests.unit.test_speculation import make_engine
-from tests.unit.test_torch_engine import JUDGE, REQUESTS, alone, generate, one_thread
+from tests.unit.test_torch_engine import (
+    JUDGE,
+    MAX_POSITIONS,
+    REQUESTS,
+    SHAPE,
+    WEIGHTS,
+    alone,
+    generate,
+    one_thread,
+    send_weights,
+)
 
 __all__ = ["alone", "one_thread"]
 
@@ -26,6 +39,28 @@ def test_a_profile_covers_plain_steps_and_trees_of_all_batches(alone) -> None:
     assert engine.idle and engine.policy is policy and engine.stats()["decode_steps"] == 0
     cost = CostModel()
     cost.fit(found)
+    assert_same(alone, generate(engine, REQUESTS), REQUESTS, JUDGE)
+
+
+def test_an_engine_without_a_draft_model_is_profiled_with_made_up_proposals(alone) -> None:
+    policy = RandomTrees(0, width=4, max_depth=6, max_nodes=24)
+    engine = TorchEngine(
+        SHAPE,
+        slots=6,
+        max_positions=MAX_POSITIONS,
+        prefill_chunk=64,
+        dtype=torch.float32,
+        device="cpu",
+        policy=policy,
+        history_tokens=4096,
+    )
+    send_weights(engine, WEIGHTS)
+    history = engine.history
+    found = profile(engine, seconds=20.0)
+    assert {(cost.batch, cost.tokens // cost.batch - 1) for cost in found} >= {(1, 0), (1, 1), (1, 6), (6, 0), (6, 6)}
+    assert all(cost.depth == 0 and cost.verify_seconds > 0 for cost in found)
+    assert engine.history is history and engine.policy is policy and history is not None
+    assert not (history._store.chunks[:, 0] >= 0).any(), "nothing that was made up is remembered"
     assert_same(alone, generate(engine, REQUESTS), REQUESTS, JUDGE)
 
 
