@@ -143,7 +143,7 @@ def _stretches(
         max(end - start - costs.rollout_start, 0.0) / rollout.makespan
         for (start, end), rollout in zip(windows, simulated, strict=True)
     )
-    rest, measured = scoring_rest(simulated), statistics.median(step.seconds.get("reference", 0.0) for step in steps)
+    rest, measured = scoring_rest(simulated), statistics.fmean(step.seconds.get("reference", 0.0) for step in steps)
     return stretch, measured / rest if rest > 0 else 1.0
 
 
