@@ -12,6 +12,8 @@ from ortools.sat.python import cp_model
 
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.planning.pipeline import dispatch as kernel
+from rlhfspec_mega.planning.pipeline import due_dates, justification, solver
+from rlhfspec_mega.planning.pipeline import greedy as greedy_module
 from rlhfspec_mega.planning.pipeline.baselines import in_turn, one_after_the_other, rising_then_falling, serial
 from rlhfspec_mega.planning.pipeline.bounds import lower_bound
 from rlhfspec_mega.planning.pipeline.channels import find_deadlock, pair_model_direction
@@ -19,7 +21,6 @@ from rlhfspec_mega.planning.pipeline.greedy import greedy
 from rlhfspec_mega.planning.pipeline.notation import labels
 from rlhfspec_mega.planning.pipeline.problem import Problem
 from rlhfspec_mega.planning.pipeline.schedule import timed
-from rlhfspec_mega.planning.pipeline.settings import Variation
 from rlhfspec_mega.planning.pipeline.solver import solve
 from tests.pipeline_problems import checked_makespan, equal_problem, needs, random_orders, unequal_problem
 
@@ -125,18 +126,33 @@ def proved_makespan(problem: Problem) -> int:
     return int(solver.objective_value)
 
 
-def test_the_same_schedule_with_and_without_the_compiler() -> None:
+@pytest.mark.skipif(not hasattr(kernel.dispatch, "py_func"), reason="numba is not installed")
+def test_the_same_schedule_with_and_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = unequal_problem((4, 2), (4, 2), (1.0, 0.6), 0.5, 3)
-    arrays = kernel.as_arrays(problem)
-    variation = Variation(problem, arrays, 0)
-    for _ in range(5):
-        drawn = variation.neighbour(variation.drawn())
-        results = []
-        for function in (kernel.dispatch, getattr(kernel.dispatch, "py_func", kernel.dispatch)):
-            starts = np.zeros(arrays.durations.shape)
-            given = (drawn.dates, drawn.most_live, drawn.memory, drawn.patience, np.inf, starts)
-            results.append((function(arrays, *given), starts))
-        assert results[0][0] == results[1][0] and (results[0][1] == results[1][1]).all()
+    compiled = solve(problem, tasks=10_000).schedule
+    for module in (kernel, justification, due_dates, greedy_module, solver):
+        for name, value in list(vars(module).items()):
+            if hasattr(value, "py_func"):
+                monkeypatch.setattr(module, name, value.py_func)
+    assert solve(problem, tasks=10_000).schedule == compiled
+
+
+@pytest.mark.parametrize("shape", [((4, 2), (8, 4)), ((4, 4), (8, 8)), ((8, 8), (16, 16))], ids=str)
+def test_justification_makes_schedules_shorter(shape: tuple) -> None:
+    ratios = []
+    for seed in range(20):
+        problem = unequal_problem(*shape, (1.0, 0.6), 0.77, seed)
+        arrays = kernel.as_arrays(problem)
+        dates = due_dates.Lots(problem, arrays, seed).draw()
+        seconds, size = kernel.placed(arrays, dates.orders)
+        starts, found, still = np.zeros((3, *seconds.shape))
+        due, limits = due_dates.due_dates(arrays, dates), (problem.capacities, 0.0, np.inf)
+        before, _, _ = kernel.dispatch(arrays, seconds, size, due, arrays.around[1], *limits, starts)
+        makespan, peak, _ = justification.justified(arrays, dates.orders, starts, still, *limits, found)
+        schedule = kernel.schedule_of(problem, dates.orders, found)
+        assert checked_makespan(problem, labels(problem, schedule)) == pytest.approx((makespan, peak))
+        ratios.append(makespan / before)
+    assert np.mean(ratios) < 0.98
 
 
 def test_the_same_effort_gives_the_same_schedule() -> None:

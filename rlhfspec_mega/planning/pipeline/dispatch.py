@@ -1,12 +1,12 @@
-"""Makes a schedule from due dates: a device that is free computes, of its tasks that are ready, the most urgent one.
+"""Makes a schedule from due dates: a device that is free computes, of its tasks that are ready first, the most urgent.
 
 Each stage takes micro-batches in one order, forward and backward alike, so that a device has at most two candidates of
-a pipeline: its next forward and its next backward. This is list scheduling (Graham 1966) with limits of live
-micro-batches and of activation memory.
+a pipeline: its next forward and its next backward. This is list scheduling (Graham 1966) with a limit of activation
+memory.
 
 Here a node is a stage of a pipeline; V counts the nodes of all pipelines, L pipelines, D devices, and M the
 micro-batches of the pipeline that has most of them. Rows 2v and 2v + 1 of an array [2V, M] are the forwards and the
-backwards of node v.
+backwards of node v. A place is an index into the order in which a pipeline takes its micro-batches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Arrays(NamedTuple):
         tails: [V, M] seconds of the backwards that must follow that of a node.
         chains: [V, M] least seconds from the start of a node's forward to the start of its backward.
         work: [D] seconds of all tasks of a device.
-        followed: [D] least seconds that must follow the last task of a device.
+        around: [2, D] least seconds that must pass before the first task of a device, and after its last.
     """
 
     first: Ints
@@ -48,7 +48,7 @@ class Arrays(NamedTuple):
     tails: Doubles
     chains: Doubles
     work: Doubles
-    followed: Doubles
+    around: Doubles
 
 
 def as_arrays(problem: Problem) -> Arrays:
@@ -57,12 +57,13 @@ def as_arrays(problem: Problem) -> Arrays:
     first = np.concatenate([[0], np.cumsum([one.stages for one in pipelines])])
     nodes, most = int(first[-1]), max(one.micro_batches for one in pipelines)
     durations, activation = np.zeros((2 * nodes, most)), np.zeros((nodes, most))
-    tails, chains = np.zeros((nodes, most)), np.zeros((nodes, most))
+    heads, tails, chains = np.zeros((3, nodes, most))
     for begin, end, one in zip(first[:-1], first[1:], pipelines, strict=True):
         here = (slice(begin, end), slice(one.micro_batches))
         durations[2 * begin : 2 * end : 2, : one.micro_batches] = one.forward
         durations[2 * begin + 1 : 2 * end : 2, : one.micro_batches] = one.backward
         activation[here] = one.activation
+        heads[here] = np.cumsum(one.forward, axis=0) - one.forward
         tails[here] = np.cumsum(one.backward, axis=0) - one.backward
         chains[here] = (one.forward + one.backward)[::-1].cumsum(axis=0)[::-1] - one.backward
     counts = np.repeat([one.micro_batches for one in pipelines], [one.stages for one in pipelines])
@@ -80,48 +81,22 @@ def as_arrays(problem: Problem) -> Arrays:
         tails,
         chains,
         np.array([sum(durations[2 * v : 2 * v + 2].sum() for v in found) for found in on_device]),
-        np.array([min(tails[v, : counts[v]].min() for v in found) for found in on_device]),
+        np.array([[min(x[v, : counts[v]].min() for v in found) for found in on_device] for x in (heads, tails)]),
     )
 
 
-class DueDates(NamedTuple):
-    """What the urgency of tasks is made from.
-
-    Due dates are counted backwards from the end. A backward is due before the backwards of the same micro-batch on
-    earlier stages, and before the later micro-batches of its node; a forward is due before its backward.
-
-    Attributes:
-        orders: [L, M] micro-batches in the order in which a pipeline takes them; a place is an index into it.
-        pace: [L] seconds that a second of later micro-batches' work is expected to take.
-        stretch, lead: [L] a forward is due `stretch` times its chain, and `lead` seconds, before its backward.
-        by_node: [2V] seconds added for each kind of task of a node.
-        by_place: [2L, M] seconds added for each kind of task and place of a pipeline.
-    """
-
-    orders: Ints
-    pace: Doubles
-    stretch: Doubles
-    lead: Doubles
-    by_node: Doubles
-    by_place: Doubles
-
-
 @compiled
-def _by_place(arrays: Arrays, wanted: DueDates, due: Doubles, seconds: Doubles, size: Doubles) -> None:
-    """Due dates, durations and activation of all tasks, by place instead of by micro-batch."""
+def placed(arrays: Arrays, orders: Ints) -> tuple[Doubles, Doubles]:
+    """Durations [2V, M] and activation bytes [V, M] by place, of micro-batches in these orders [L, M]."""
+    seconds, size = np.zeros(arrays.durations.shape), np.zeros(arrays.activation.shape)
     for line in range(len(arrays.first) - 1):
         for node in range(arrays.first[line], arrays.first[line + 1]):
-            rest = 0.0
-            for place in range(arrays.counts[node] - 1, -1, -1):
-                batch = wanted.orders[line, place]
-                forward, backward = arrays.durations[2 * node, batch], arrays.durations[2 * node + 1, batch]
-                end = -wanted.pace[line] * rest - arrays.tails[node, batch]
-                begin = end - wanted.stretch[line] * arrays.chains[node, batch] - wanted.lead[line]
-                due[2 * node, place] = begin + wanted.by_node[2 * node] + wanted.by_place[2 * line, place]
-                due[2 * node + 1, place] = end + wanted.by_node[2 * node + 1] + wanted.by_place[2 * line + 1, place]
-                seconds[2 * node, place], seconds[2 * node + 1, place] = forward, backward
+            for place in range(arrays.counts[node]):
+                batch = orders[line, place]
+                seconds[2 * node, place] = arrays.durations[2 * node, batch]
+                seconds[2 * node + 1, place] = arrays.durations[2 * node + 1, batch]
                 size[node, place] = arrays.activation[node, batch]
-                rest += forward + backward
+    return seconds, size
 
 
 @compiled
@@ -139,7 +114,6 @@ def _choose(
     counts: Ints,
     before: Ints,
     behind: Ints,
-    most_live: Ints,
     room: float,
     free: float,
     patience: float,
@@ -163,7 +137,7 @@ def _choose(
         if node < 0:
             continue
         forwards, backwards = done[2 * node], done[2 * node + 1]
-        if forwards < counts[node] and forwards - backwards < most_live[node] and size[node, forwards] <= room:
+        if forwards < counts[node] and size[node, forwards] <= room:
             if before[node] < 0:
                 ready[2 * slot] = free
             elif done[2 * before[node]] > forwards:
@@ -186,26 +160,34 @@ def _choose(
 
 @compiled
 def dispatch(
-    arrays: Arrays, wanted: DueDates, most_live: Ints, memory: Doubles, patience: float, limit: float, starts: Doubles
+    arrays: Arrays,
+    seconds: Doubles,
+    size: Doubles,
+    due: Doubles,
+    followed: Doubles,
+    memory: Doubles,
+    patience: float,
+    limit: float,
+    starts: Doubles,
 ) -> tuple[float, float, int]:
     """(makespan, peak of activation bytes on any device, tasks simulated) of the schedule with these due dates.
 
     Args:
-        most_live: [V] most micro-batches between their forward and their backward.
+        seconds, size: see `placed`.
+        due: [2V, M] by place: of tasks that are ready at once, the one with the least comes first.
+        followed: [D] least seconds that must pass after the last task of a device.
         memory: [D] most bytes of activations on each device.
         patience: seconds that a device may wait for a more urgent task whose start is known.
         limit: a schedule that cannot stay below it is given up: (infinity, 0, tasks), as one in which memory runs out.
         starts: [2V, M] the result, by place.
     """
     counts, device_of, hosted = arrays.counts, arrays.device_of, arrays.hosted
-    devices, shape = len(hosted), arrays.durations.shape
-    due, seconds, size = np.empty(shape), np.empty(shape), np.empty(arrays.activation.shape)
-    _by_place(arrays, wanted, due, seconds, size)
+    devices = len(hosted)
     before, behind = _neighbours(arrays.first, len(counts))
-    ends, done, tails = np.zeros(shape), np.zeros(shape[0], np.int64), arrays.followed
+    ends, done = np.zeros(seconds.shape), np.zeros(len(seconds), np.int64)
     free, live, at = np.zeros(devices), np.zeros(devices), np.full(devices, np.inf)
     chosen, ready = np.zeros(devices, np.int64), np.empty(2 * hosted.shape[1])
-    left = arrays.work + tails  # seconds that each device needs at least from now on
+    left = arrays.work + followed  # seconds that each device needs at least from now on
     stale, stale_count = np.arange(devices), devices  # devices that may choose another task now
     makespan, peak, total = 0.0, 0.0, 2 * counts.sum()
     for simulated in range(total):
@@ -213,7 +195,7 @@ def dispatch(
             one = stale[number]
             room = memory[one] - live[one]
             at[one], chosen[one] = _choose(
-                hosted[one], counts, before, behind, most_live, room, free[one], patience, done, ends, size, due, ready
+                hosted[one], counts, before, behind, room, free[one], patience, done, ends, size, due, ready
             )
         device = np.argmin(at)
         now, row = at[device], chosen[device]

@@ -41,6 +41,11 @@ class Pipeline:
         """Number of micro-batches of one update."""
         return self.forward.shape[1]
 
+    @cached_property
+    def lengths(self) -> Doubles:
+        """[micro-batches] seconds of all tasks of a micro-batch."""
+        return (self.forward + self.backward).sum(axis=0)
+
 
 @dataclass(frozen=True, eq=False)
 class Problem:
@@ -71,6 +76,11 @@ class Problem:
     def tasks(self) -> int:
         """Number of tasks: a forward and a backward of each micro-batch on each stage."""
         return sum(2 * one.stages * one.micro_batches for one in self.pipelines)
+
+    @cached_property
+    def mean_task(self) -> float:
+        """Mean seconds of a task."""
+        return float(sum(one.lengths.sum() for one in self.pipelines)) / self.tasks
 
     @cached_property
     def hosted(self) -> list[list[tuple[int, int]]]:

@@ -1,8 +1,8 @@
 """Finds a fused schedule of short makespan and, among equals, of little activation memory.
 
-Due dates are counted backwards from the end, as a periodic schedule would have them; a few numbers determine them
-(settings.py). Many settings are drawn at random, and the best are improved step by step. RLHFuse (arXiv 2409.13221)
-anneals the orders of tasks themselves, on hundreds of cores.
+Due dates are drawn at random (due_dates.py), and the schedule that each of them gives is made shorter by justification
+(justification.py). The best are improved step by step: disturbed a little, and justified again. RLHFuse (arXiv
+2409.13221) anneals the orders of tasks themselves, on hundreds of cores.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import numpy as np
 
 from rlhfspec_mega.planning.pipeline.baselines import in_turn
 from rlhfspec_mega.planning.pipeline.bounds import lower_bound
-from rlhfspec_mega.planning.pipeline.dispatch import as_arrays, dispatch, schedule_of
+from rlhfspec_mega.planning.pipeline.dispatch import Ints, as_arrays, dispatch, placed, schedule_of
+from rlhfspec_mega.planning.pipeline.due_dates import DueDates, Lots, due_dates
 from rlhfspec_mega.planning.pipeline.greedy import greedy
-from rlhfspec_mega.planning.pipeline.problem import Problem
+from rlhfspec_mega.planning.pipeline.justification import justified
+from rlhfspec_mega.planning.pipeline.problem import Doubles, Problem
 from rlhfspec_mega.planning.pipeline.schedule import Schedule
-from rlhfspec_mega.planning.pipeline.settings import Settings, Variation
 
 QUICK_TASKS = 500_000  # tasks simulated for a plan of one update: 60 to 120 ms of one core
-_ELITE = 4  # settings that are improved side by side
-_DRAWN, _FOR_MEMORY = 0.4, 0.2  # shares of the effort for settings at random, and for less memory
+_ELITE = 3  # schedules that are improved side by side
+_DRAWN, _FOR_MEMORY = 0.5, 0.1  # shares of the effort for due dates at random, and for less memory
+_PATIENT = 0.15  # share of schedules in which devices may wait: the shortest of all may need that
+_WORTH = 1.2  # a schedule that is so much longer than the best ones is not justified
 _OVERHEAD = 200  # what preparing a simulation costs, in tasks
 _EQUAL = 1 + 1e-9
-
-Score = tuple[float, float]  # makespan, peak of activation bytes
 
 
 @dataclass(frozen=True)
@@ -78,74 +79,128 @@ def solve(problem: Problem, *, tasks: int = QUICK_TASKS, seconds: float | None =
     return Solution(known if worse or found is None else found, bound, time.perf_counter() - began)
 
 
-class _Search:
-    """Settings that were tried.
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    """A schedule.
 
     Attributes:
-        pool: the best (score, settings), the best one first.
+        peak: of activation bytes on any device.
+        orders: [L, M] of micro-batches.
+        starts: [2V, M] seconds by place.
+    """
+
+    makespan: float
+    peak: float
+    orders: Ints
+    starts: Doubles
+
+
+class _Search:
+    """Schedules that were found.
+
+    Attributes:
+        pool: the best ones, the shortest first.
         simulated: tasks of all schedules that were made.
     """
 
     def __init__(self, problem: Problem, known: Schedule, seed: int) -> None:
-        self._arrays, self._known = as_arrays(problem), known.makespan
-        self._starts = np.zeros(self._arrays.durations.shape)
+        self._arrays, self._known, self._memory = as_arrays(problem), known.makespan, problem.capacities
         self._random = np.random.default_rng(seed)
-        self._variation = Variation(problem, self._arrays, seed)
-        self.pool: list[tuple[Score, Settings]] = []
+        self._lots = Lots(problem, self._arrays, seed)
+        self._task = problem.mean_task
+        self._uneven = [line for line, one in enumerate(problem.pipelines) if np.ptp(one.lengths) > 0]
+        self._counts = [one.micro_batches for one in problem.pipelines]
+        self._still = np.zeros(self._arrays.durations.shape)
+        self.pool: list[_Candidate] = []
         self.simulated = 0
 
     @property
     def best(self) -> float:
         """Makespan of the best schedule."""
-        return min(self.pool[0][0][0], self._known) if self.pool else self._known
+        return min(self.pool[0].makespan, self._known) if self.pool else self._known
 
     def draw(self) -> None:
-        """Try settings at random."""
-        settings = self._variation.drawn()
-        limit = self.pool[-1][0][0] if len(self.pool) == _ELITE else np.inf
-        score = self._score(settings, limit)
-        if score[0] < limit:
-            self.pool = sorted([*self.pool, (score, settings)], key=lambda one: one[0])[:_ELITE]
+        """Try due dates at random."""
+        dates = self._lots.draw()
+        limit = self.pool[-1].makespan if len(self.pool) == _ELITE else np.inf
+        found = self._dispatched(dates, limit * _WORTH)
+        if found is None:
+            return
+        shorter = self._justified(found, self._still, self._memory, min(limit, found.makespan))
+        found = found if shorter is None else shorter
+        if found.makespan < limit:
+            self.pool = sorted([*self.pool, found], key=lambda one: one.makespan)[:_ELITE]
 
     def improve(self) -> None:
-        """Try a neighbour of one of the best settings, and keep it if it is no worse."""
+        """Disturb one of the best schedules, and keep the result if it is no worse."""
         if not self.pool:
             self.draw()
             return
         # The first ones more often than the last, which are there in case that those are dead ends.
         chosen = int(self._random.integers(len(self.pool) + 2)) % len(self.pool)
-        before, settings = self.pool[chosen]
-        self._take(chosen, before, self._variation.neighbour(settings))
+        before = self.pool[chosen]
+        if self._uneven and self._random.random() < 0.2:
+            before = replace(before, orders=self._reordered(before.orders))
+            self._take(chosen, self._justified(before, self._still, self._memory, before.makespan * _EQUAL))
+        else:
+            self._take(chosen, self._justified(before, self._noise(), self._memory, before.makespan * _EQUAL))
 
     def save_memory(self) -> None:
-        """Try a neighbour of the best settings with less memory than their schedule needs."""
-        before, settings = self.pool[0]
-        less = np.minimum(settings.memory, before[1] / _EQUAL**1000)
-        self._take(0, before, replace(self._variation.neighbour(settings), memory=less))
-
-    def _take(self, chosen: int, before: Score, settings: Settings) -> None:
-        score = self._score(settings, before[0] * _EQUAL)
-        if score[0] < np.inf and (score[0] * _EQUAL < before[0] or score[1] <= before[1]):
-            self.pool[chosen] = score, settings
-            self.pool.sort(key=lambda one: one[0])
-
-    def _score(self, settings: Settings, limit: float) -> Score:
-        makespan, peak, simulated = dispatch(
-            self._arrays,
-            settings.dates,
-            settings.most_live,
-            settings.memory,
-            settings.patience,
-            limit,
-            self._starts,
-        )
-        self.simulated += simulated + _OVERHEAD
-        return makespan, peak
+        """Try to make the best schedule anew with less memory than it needs."""
+        before = self.pool[0]
+        memory = np.minimum(self._memory, before.peak / _EQUAL**1000)
+        self._take(0, self._justified(before, self._noise(), memory, before.makespan * _EQUAL))
 
     def schedule(self, problem: Problem) -> Schedule | None:
-        """The best schedule; None if no settings had one."""
-        if not self.pool:
-            return None
-        settings = self.pool[0][1]
-        self._score(settings, np.inf)
-        return schedule_of(problem, settings.dates.orders, self._starts)
+        """The best schedule; None if there was none within the memory."""
+        return schedule_of(problem, self.pool[0].orders, self.pool[0].starts) if self.pool else None
+
+    def _take(self, chosen: int, found: _Candidate | None) -> None:
+        before = self.pool[chosen]
+        if found is not None and (found.makespan * _EQUAL < before.makespan or found.peak <= before.peak):
+            self.pool[chosen] = found
+            self.pool.sort(key=lambda one: one.makespan)
+
+    def _dispatched(self, dates: DueDates, limit: float) -> _Candidate | None:
+        arrays, starts = self._arrays, np.zeros(self._still.shape)
+        seconds, size = placed(arrays, dates.orders)
+        due, after = due_dates(arrays, dates), arrays.around[1]
+        return self._found(
+            dates.orders,
+            starts,
+            dispatch(arrays, seconds, size, due, after, self._memory, self._patience(), limit, starts),
+        )
+
+    def _justified(self, of: _Candidate, noise: Doubles, memory: Doubles, limit: float) -> _Candidate | None:
+        starts = np.zeros(self._still.shape)
+        return self._found(
+            of.orders,
+            starts,
+            justified(self._arrays, of.orders, of.starts, noise, memory, self._patience(), limit, starts),
+        )
+
+    def _found(self, orders: Ints, starts: Doubles, result: tuple[float, float, int]) -> _Candidate | None:
+        makespan, peak, simulated = result
+        self.simulated += simulated + _OVERHEAD
+        return _Candidate(makespan, peak, orders, starts) if makespan < np.inf else None
+
+    def _noise(self) -> Doubles:
+        """Seconds to disturb due dates by."""
+        return self._random.normal(0, self._task * self._random.choice((0.5, 2.0, 8.0)), self._still.shape)
+
+    def _patience(self) -> float:
+        """Seconds that devices may wait; mostly none."""
+        return 2 * self._task * self._random.random() if self._random.random() < _PATIENT else 0.0
+
+    def _reordered(self, of: Ints) -> Ints:
+        """Two micro-batches swapped, or one moved."""
+        line = self._random.choice(self._uneven)
+        left, right = self._random.integers(self._counts[line], size=2)
+        order = of[line, : self._counts[line]].tolist()
+        if self._random.random() < 0.5:
+            order[left], order[right] = order[right], order[left]
+        else:
+            order.insert(right, order.pop(left))
+        orders = of.copy()
+        orders[line, : len(order)] = order
+        return orders
