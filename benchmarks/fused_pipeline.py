@@ -1,4 +1,4 @@
-"""Executed fused schedules against one model after the other: python -m benchmarks.fused_pipeline [--seeds 7].
+"""Executed fused schedules against one model after the other: python -m benchmarks.fused_pipeline [--seeds 21].
 
 Actor and critic on four pipeline stages each, in four processes, by the project's executor over gloo. Two cores cannot
 show four devices that compute at the same time, so the times of tasks are imposed: a rank that has computed a task
@@ -188,7 +188,7 @@ def measured(group: WorkerGroup, case: tuple[int, float, bool], seeds: int) -> d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=7)
+    parser.add_argument("--seeds", type=int, default=21)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/fused_pipeline_cpu.json"))
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []

@@ -183,7 +183,7 @@ class Fleet:
             self.cluster.wait,
             revive=_no_revival,
             poll_seconds=POLL_SECONDS,
-            max_per_engine=max_samples_per_engine(SLOTS) if mechanism == "queue" else None,
+            max_per_engine=None if mechanism == "static" else max_samples_per_engine(SLOTS),
             reallocation=self._reallocation(lengths, fuses) if moves else None,
             timeline=recorder,
         )
