@@ -81,6 +81,7 @@ def between(ended: Sequence[float]) -> list[float]:
 def ours(algorithm: str, seed: int, steps: int, model: Path, out: Path, more: Sequence[str]) -> Trained:
     name = f"{algorithm}-{seed}-{len(more)}"
     options = (f"algorithm={algorithm}", f"seed={seed}", f"trainer.steps={steps}", "trainer.eval_every=0", *more)
+    options = ("actor.optimizer.schedule=constant", *options)  # as TRL's run has it
     command(train(*options, f"output_dir={out}", f"name={name}"), out / f"{name}.log")
     started = json.loads((out / name / "summary.json").read_text(encoding="utf-8"))["start_model"]
     assert Path(started) == model, "a model of one's own has no draft"

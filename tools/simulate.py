@@ -4,9 +4,9 @@
 
 Writes DIR/simulated.json (all results, and the cost curves with their origin) and DIR/simulated.png. Cost curves are a
 preset computed from a roofline, or a JSON file that rlhfspec_mega.simulate.calibrate has made from a real run. Ratios
-are relative to the mechanism `static`. The mechanism `queue` ignores --starts: it hands out samples as slots become
-free. If all samples get a slot at once, it only deals them out one by one; choose --slots below --samples-per-engine to
-make samples wait.
+are relative to the mechanism `static`, and to a lower bound that no rollout can stay below. --starts says where samples
+begin. With `static`, all are with their engines from the beginning; otherwise those for which their engine has no slot
+wait in one queue until any engine has one: choose --slots below --samples-per-engine to make samples wait.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.simulate import report
 from rlhfspec_mega.simulate.curves import CostCurves, read_curves
+from rlhfspec_mega.simulate.lower_bound import lower_bound
 from rlhfspec_mega.simulate.mechanisms import MECHANISMS, simulate
 from rlhfspec_mega.simulate.report import Case
 from rlhfspec_mega.simulate.roofline import CURVES, roofline
@@ -93,18 +94,21 @@ def _simulate_case(
     def draw(seed: int) -> Workload:
         return draw_workload(distribution, case.engines * arguments.samples_per_engine, arguments.members, seed)
 
+    mechanism = MECHANISMS[case.mechanism]
+    curve = curves.drafting if mechanism.drafts and curves.drafting else curves.plain
     for seed in range(arguments.seeds):
+        workload = draw(seed)
         earlier = [draw(EARLIER_SEED + seed + past) for past in range(arguments.earlier)]
         result = simulate(
-            MECHANISMS[case.mechanism],
-            draw(seed),
+            mechanism,
+            workload,
             case.engines,
             curves,
             start=case.start,
             plan_seconds=arguments.plan_seconds,
             earlier=None if arguments.oracle else earlier,
         )
-        found.append(report.figures(result))
+        found.append(report.figures(result, lower_bound(workload, case.engines, curves, curve)))
         if seed == 0:
             live = report.live_record(result)
     return found, live

@@ -41,6 +41,7 @@ LISTS = {
     },
     "placement": {"placement.reference": "reference"},
     "critic": {"critic.optimizer.lr": "lr"},
+    "schedule": {"actor.optimizer.schedule": "actor"},
     "launcher": {"launcher.kind": "kind"},
     "sft_warmup": {"sft_warmup.lr": "lr"},
 }

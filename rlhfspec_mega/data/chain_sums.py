@@ -11,12 +11,15 @@ import random
 import re
 import zlib
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from rlhfspec_mega.config.schema.generation import DataConfig
 from rlhfspec_mega.errors import UserError
 
 TERM = re.compile(r"[+-]?\d+")
 EVAL_SHARE = 10  # one prompt text in this many is held out
+GOLDEN = (math.sqrt(5) - 1) / 2
+TRIES = 200  # texts drawn with one number of terms, and numbers of terms, before a split is taken to have none
 # Demonstrations are of mixed quality, like pretraining data: long chains are often answered without the
 # working. So the warmed-up model can do it but seldom does, and RL finds that longer answers are right more often.
 LAZY_FROM_TERMS = 4  # chains of so many terms or more ...
@@ -26,6 +29,10 @@ LAZY_SHARE = 0.7  # ... skip the working in this share of the demonstrations
 @dataclass(frozen=True)
 class ChainSums:
     """Prompts by number. Lengths are lognormal; signs are chosen so that partial sums stay in 0..max_sum.
+
+    Prompts with neighbouring numbers have lengths from all parts of the distribution, so that each training step is
+    about as hard as the others: prompt n has the quantile of n times the golden ratio, modulo 1 (an additive
+    recurrence, e.g. Niederreiter 1992, section 3.1). Both splits have the same distribution of lengths.
 
     Attributes:
         median_terms, sigma_terms: of the lognormal number of terms, clipped to 2..max_terms.
@@ -53,22 +60,36 @@ class ChainSums:
         return cls(seed, config.max_terms, config.median_terms, config.sigma_terms, config.max_operand, config.max_sum)
 
     def prompt_text(self, split: str, index: int) -> str:
-        """Prompt number `index` of "train" or "eval"; no text is in both. The same text can have several numbers."""
+        """Prompt number `index` of "train" or "eval"; no text is in both. The same text can have several numbers.
+
+        Raises UserError if the settings allow so few chains that the split has none.
+        """
         rng = random.Random(f"{self.seed}/{split}/{index}")
-        while True:
-            text = self._draw(rng)
-            if (zlib.crc32(text.encode()) % EVAL_SHARE == 0) == (split == "eval"):
-                return text
+        shift = random.Random(f"{self.seed}/{split}").random()
+        quantile = (shift + index * GOLDEN) % 1.0
+        for _ in range(TRIES):
+            terms = self._terms(quantile)
+            for _ in range(TRIES):
+                text = self._draw(rng, terms)
+                if (zlib.crc32(text.encode()) % EVAL_SHARE == 0) == (split == "eval"):
+                    return text
+            quantile = rng.random()
+        raise UserError("Of so few chains of sums none is held out: set data.max_operand or data.max_terms higher.")
 
     def longest_prompt(self) -> str:
         """A prompt of the greatest length the settings allow."""
         return "+".join([str(self.max_operand)] * self.max_terms) + "="
 
-    def _draw(self, rng: random.Random) -> str:
-        drawn = round(math.exp(rng.gauss(math.log(self.median_terms), self.sigma_terms)))
+    def _terms(self, quantile: float) -> int:
+        """The number of terms that this share of chains does not exceed."""
+        normal = NormalDist().inv_cdf(max(quantile, 1e-12))
+        drawn = round(math.exp(math.log(self.median_terms) + self.sigma_terms * normal))
+        return max(2, min(self.max_terms, drawn))
+
+    def _draw(self, rng: random.Random, terms: int) -> str:
         total = rng.randint(1, self.max_operand)
         text = str(total)
-        for _ in range(max(2, min(self.max_terms, drawn)) - 1):
+        for _ in range(terms - 1):
             term = rng.randint(1, self.max_operand)
             signs = [sign for sign in (1, -1) if 0 <= total + sign * term <= self.max_sum]
             sign = rng.choice(signs)

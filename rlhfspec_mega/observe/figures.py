@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -62,7 +63,7 @@ def drafting_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Returns:
         tokens_per_step (accepted + 1, per sample), accepted_length (per step of a sample with draft tokens),
         verified_per_accepted (draft tokens), share_recalled (of the accepted ones), speedup_vs_plain (against the
-        control steps), share_by_verified.
+        control steps), speedup_error (its standard error, from how it varies between steps), share_by_verified.
     """
     names = (*_SUMS, *map(verified_name, BY_VERIFIED))
     sums = {name: sum(row.get(SPECULATION + name, 0.0) for row in rows) for name in names}
@@ -77,7 +78,20 @@ def drafting_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         figures["share_recalled"] = sums["recalled"] / sums["accepted"]
     if sums["paired_seconds"]:
         figures["speedup_vs_plain"] = sums["paired_plain_seconds"] / sums["paired_seconds"]
+        error = _ratio_error(rows, "paired_plain_seconds", "paired_seconds")
+        figures |= {} if error is None else {"speedup_error": error}
     return figures | {"share_by_verified": {label: sums[verified_name(label)] / steps for label in BY_VERIFIED}}
+
+
+def _ratio_error(rows: Sequence[Mapping[str, Any]], above: str, below: str) -> float | None:
+    """Standard error of a ratio of sums over rows, by the jackknife (Efron 1982); None where fewer than two have it."""
+    pairs = [(row[SPECULATION + above], row[SPECULATION + below]) for row in rows if row.get(SPECULATION + below)]
+    if len(pairs) < 2:
+        return None
+    top, bottom = (sum(values) for values in zip(*pairs, strict=True))
+    without = [(top - a) / (bottom - b) for a, b in pairs]
+    mean = sum(without) / len(pairs)
+    return math.sqrt((len(pairs) - 1) / len(pairs) * sum((one - mean) ** 2 for one in without))
 
 
 def shares_in_words(metrics: Mapping[str, float]) -> str:

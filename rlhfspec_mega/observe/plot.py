@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +14,7 @@ from rlhfspec_mega.observe.metrics import TIMING
 
 PLOT_FILE = "curves.png"
 LIVE_FILE = "live_samples.png"
+_WINDOW = 10  # steps
 _NAMED = 32  # with more engines the names would overlap
 _STRIP_INCHES, _MOST_INCHES = 0.25, 8.0
 
@@ -52,10 +55,25 @@ def plot_curves(directory: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
             for name in names:
                 points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
                 axis.plot(*zip(*points, strict=True), marker=".", label=name.removeprefix(TIMING))
+                if name == "rollout/reward_mean":
+                    _plot_moving_mean(axis, points)
             axis.set_title(title)
             axis.set_xlabel("step")
             axis.legend(fontsize="small")
     return path
+
+
+def _plot_moving_mean(axis: Any, points: Sequence[tuple[int, float]]) -> None:
+    """The mean of ten steps at a time, with its standard error as a band."""
+    windows = [points[at : at + _WINDOW] for at in range(len(points) - _WINDOW + 1)]
+    if not windows:
+        return
+    steps = [statistics.fmean(step for step, _ in window) for window in windows]
+    means = [statistics.fmean(value for _, value in window) for window in windows]
+    errors = [statistics.stdev(value for _, value in window) / math.sqrt(_WINDOW) for window in windows]
+    low, high = ([mean + sign * one for mean, one in zip(means, errors, strict=True)] for sign in (-1, 1))
+    axis.plot(steps, means, color="black", label=f"mean of {_WINDOW} steps and its standard error")
+    axis.fill_between(steps, low, high, color="black", alpha=0.2)
 
 
 @dataclass

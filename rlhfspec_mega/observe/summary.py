@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from rlhfspec_mega.observe.figures import drafting_figures, tail_figures, tail_i
 from rlhfspec_mega.observe.metrics import TIMING
 
 SUMMARY_FILE = "summary.json"
-ENDS = 5  # steps averaged at either end of a run
+ENDS = 10  # steps averaged at either end of a run, or half of them
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -25,23 +27,27 @@ def summarize(rows: Rows, wall_seconds: float) -> dict[str, Any]:
         wall_seconds: of the whole run, as measured by the caller.
 
     Returns:
-        steps; reward_first and reward_last, exact_first and exact_last (means over the first and last five steps);
+        steps; reward_first and reward_last, exact_first and exact_last (means over the first and last ten steps, or
+        over each half of fewer); reward_rise_error (standard error of the difference of the rewards);
         eval_exact_first and eval_exact_last (first and last evaluation); generation_tokens_per_second (all tokens over
         all seconds of phase generate); logprob_difference_mean and response_length_mean (means over steps);
         phase_seconds (totals); wall_seconds; those of `tail_figures`; with a critic explained_variance_last and
-        value_loss_last (means over the last five steps); with drafts those of `drafting_figures` and the last
+        value_loss_last (means over the last steps); with drafts those of `drafting_figures` and the last
         calibration_error.
     """
     steps = [row for row in rows if row.get("rollout/reward_mean") is not None]
     phases = _phase_seconds(rows)
     evaluations = _values(rows, "val/exact_mean")
     tokens, generating = sum(_values(steps, "rollout/generated_tokens")), phases.get("generate", 0.0)
+    ends = _ends(len(steps))
+    rewards = _values(steps, "rollout/reward_mean")
     figures = {
         "steps": len(steps),
-        "reward_first": _mean(_values(steps[:ENDS], "rollout/reward_mean")),
-        "reward_last": _mean(_values(steps[-ENDS:], "rollout/reward_mean")),
-        "exact_first": _mean(_values(steps[:ENDS], "rollout/exact_mean")),
-        "exact_last": _mean(_values(steps[-ENDS:], "rollout/exact_mean")),
+        "reward_first": _mean(rewards[:ends]),
+        "reward_last": _mean(rewards[-ends:]),
+        "reward_rise_error": _error_of_difference(rewards[:ends], rewards[-ends:]),
+        "exact_first": _mean(_values(steps[:ends], "rollout/exact_mean")),
+        "exact_last": _mean(_values(steps[-ends:], "rollout/exact_mean")),
         "eval_exact_first": evaluations[0] if evaluations else None,
         "eval_exact_last": evaluations[-1] if evaluations else None,
         "generation_tokens_per_second": tokens / generating if generating > 0 else None,
@@ -51,7 +57,7 @@ def summarize(rows: Rows, wall_seconds: float) -> dict[str, Any]:
         "wall_seconds": wall_seconds,
     }
     critic = {
-        name: _mean(values[-ENDS:])
+        name: _mean(values[-ends:])
         for name, metric in (
             ("explained_variance_last", "critic/explained_variance"),
             ("value_loss_last", "critic/loss"),
@@ -69,14 +75,15 @@ def supervised_summary(rows: Rows, wall_seconds: float) -> dict[str, Any]:
     """The figures of a supervised task, from the lines of metrics.jsonl; a figure that was not measured is None.
 
     Returns:
-        steps; loss_first and loss_last (means over the first and last five steps); val_loss_first and _last, and for
+        steps; loss_first and loss_last (means as in `summarize`); val_loss_first and _last, and for
         reward models val_accuracy_first and _last; phase_seconds (totals); wall_seconds.
     """
     losses = [*_values(rows, "sft/loss"), *_values(rows, "reward_model/loss")]
+    ends = _ends(len(losses))
     figures: dict[str, Any] = {
         "steps": len(losses),
-        "loss_first": _mean(losses[:ENDS]),
-        "loss_last": _mean(losses[-ENDS:]),
+        "loss_first": _mean(losses[:ends]),
+        "loss_last": _mean(losses[-ends:]),
     }
     for name in ("loss", "accuracy"):
         if found := _values(rows, f"val/{name}"):
@@ -120,8 +127,10 @@ def summary_in_words(summary: Mapping[str, Any]) -> str:
     steps = summary["steps"]
     sentences = [f"{steps} step{'' if steps == 1 else 's'} in {_duration(summary['wall_seconds'])}."]
     if summary["reward_first"] is not None:
-        first, last = summary["reward_first"], summary["reward_last"]
-        sentences.append(f"Mean reward {_course(first, last)} (means of the first and last {min(ENDS, steps)} steps).")
+        first, last, error = (summary[f"reward_{name}"] for name in ("first", "last", "rise_error"))
+        words = "" if error is None else f", by {last - first:+.3f} with a standard error of {error:.3f}"
+        ends = _ends(steps)
+        sentences.append(f"Mean reward {_course(first, last)}{words} (first and last {ends} step{'s'[: ends > 1]}).")
     if summary["eval_exact_first"] is not None:
         first, last = summary["eval_exact_first"], summary["eval_exact_last"]
         sentences.append(f"Exact answers to held-out prompts {_course(first, last)}.")
@@ -156,6 +165,8 @@ def _drafting_in_words(summary: Mapping[str, Any]) -> str:
         words += ")"
     if "speedup_vs_plain" in summary:
         words += f", {summary['speedup_vs_plain']:.2f} times the pace of plain steps in between"
+        if "speedup_error" in summary:
+            words += f" (standard error {summary['speedup_error']:.2f})"
     if summary.get("calibration_error") is not None:
         words += f"; predicted acceptance was off by {summary['calibration_error']:.3f} on average"
     return words + "."
@@ -163,6 +174,18 @@ def _drafting_in_words(summary: Mapping[str, Any]) -> str:
 
 def _values(rows: Rows, name: str) -> list[float]:
     return [row[name] for row in rows if row.get(name) is not None]
+
+
+def _ends(steps: int) -> int:
+    """Steps that are averaged at either end."""
+    return max(1, min(ENDS, steps // 2))
+
+
+def _error_of_difference(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """Standard error of the difference of two means; None for less than two values."""
+    if min(len(one), len(other)) < 2:
+        return None
+    return math.sqrt(statistics.variance(one) / len(one) + statistics.variance(other) / len(other))
 
 
 def _mean(values: Sequence[float]) -> float | None:

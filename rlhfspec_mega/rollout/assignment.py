@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
+from rlhfspec_mega.rollout.shared_queue import SharedQueue
 from rlhfspec_mega.types import EngineReport, GenerationRequest, GenerationResult
 
 
 def max_samples_per_engine(slots: int) -> int:
-    """Samples that an engine gets at most under queue dispatch: a few more than its slots, to fill those that become
-    free between two of its reports."""
+    """Samples that an engine has at most while others wait in the shared queue: a few more than its slots, to fill
+    those that become free between two of its reports."""
     return slots + max(1, slots // 4)
 
 
@@ -23,13 +24,17 @@ def assign(requests: Sequence[GenerationRequest], engines: int) -> list[list[Gen
     Returns:
         one list of requests per engine; the same for the same arguments.
     """
+    shares: list[list[GenerationRequest]] = [[] for _ in range(engines)]
+    for group in _groups(requests):
+        min(shares, key=len).extend(group)
+    return shares
+
+
+def _groups(requests: Sequence[GenerationRequest]) -> list[list[GenerationRequest]]:
     groups: dict[str, list[GenerationRequest]] = {}
     for request in requests:
         groups.setdefault(request.group_id, []).append(request)
-    shares: list[list[GenerationRequest]] = [[] for _ in range(engines)]
-    for group in groups.values():
-        min(shares, key=len).extend(group)
-    return shares
+    return list(groups.values())
 
 
 class Assignment:
@@ -44,8 +49,8 @@ class Assignment:
             however many engines serve.
         serving: ranks that take work now.
         deterministic: see above; samples of a dead engine are then decoded again from the prompt.
-        max_per_engine: most samples that an engine has at a time; the others wait in one shared queue. None: all
-            samples are assigned at the beginning.
+        max_per_engine: most samples that an engine is given; the others wait in one shared queue, from which each
+            engine takes as its samples end. None: all samples are assigned at the beginning.
 
     Attributes:
         results: finished samples by id.
@@ -67,7 +72,7 @@ class Assignment:
         self.known: dict[str, SampleSnapshot] = {}
         self.custody = ledger.custody
         self._engines, self._deterministic, self._max_per_engine = engines, deterministic, max_per_engine
-        self._shared_queue: deque[str] = deque()  # with `max_per_engine`: ids of samples for the next engine with room
+        self._shared_queue = SharedQueue[str]()  # with `max_per_engine`: ids of samples for the next engine with room
         self._queues: dict[int, deque[list[str]]] = {}  # shares not yet given to their engine, by rank
         self._share: dict[int, list[str]] = {}  # with `deterministic`: all samples of the share an engine works on
         self.add(requests, serving)
@@ -79,15 +84,32 @@ class Assignment:
                 raise RunError(f"Sample {request.sample_id} was added to the rollout twice.")
             self.known[request.sample_id] = SampleSnapshot(request, [], [], [])
         if self._max_per_engine is not None:
-            self._shared_queue.extend(request.sample_id for request in requests)
+            self._deal(requests, serving, self._max_per_engine)
             return
         homes = list(range(self._engines)) if self._deterministic or not serving else list(serving)
         for rank, share in zip(homes, assign(requests, len(homes)), strict=True):
             self._enqueue(rank, [request.sample_id for request in share])
 
+    def _deal(self, requests: Sequence[GenerationRequest], serving: Sequence[int], most: int) -> None:
+        """Give each engine groups up to the `most` samples that it may have, evenly; the others wait."""
+        loads = {rank: self._load(rank) for rank in serving}
+        for group in _groups(requests):
+            ids = [request.sample_id for request in group]
+            rank = min(loads, key=lambda one: loads[one], default=None)
+            if rank is None or self._shared_queue or loads[rank] + len(ids) > most:
+                self._shared_queue.extend(group[0].group_id, ids)
+            else:
+                self._enqueue(rank, ids)
+                loads[rank] += len(ids)
+
     @property
     def done(self) -> bool:
         return len(self.results) == len(self.known)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether samples wait that no engine has room for."""
+        return bool(self._shared_queue)
 
     def holders(self) -> list[int]:
         """Ranks of engines that have samples, have a queue, or are the destination of a migration."""
@@ -110,7 +132,7 @@ class Assignment:
             self._share[rank] = queue.popleft()
             ids += self._share[rank]
         while self._shared_queue and held + len(ids) < (self._max_per_engine or 0):
-            ids.append(self._shared_queue.popleft())
+            ids.append(self._shared_queue.take(rank))
         self.custody.give(rank, ids, repeat=self._deterministic)
         return [self.known[sample_id] for sample_id in ids]
 

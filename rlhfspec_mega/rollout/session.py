@@ -163,9 +163,10 @@ class Session:
         self._plan()  # while all engines decode
 
     def _plan(self) -> None:
-        """Make a reallocation plan if one is due."""
-        reallocation = self._reallocation
-        if reallocation is None or self._work.done or not reallocation.due(urgent=self._idle):
+        """Make a reallocation plan if one is due: not while samples wait, of which each engine takes what it has room
+        for."""
+        reallocation, work = self._reallocation, self._work
+        if reallocation is None or work.done or work.waiting or not reallocation.due(urgent=self._idle):
             return
         self._idle = False
         unscored = self._scoring.unscored_tokens if self._scoring else None

@@ -18,7 +18,7 @@ class Mechanism:
     """The mechanisms that a rollout uses.
 
     Attributes:
-        queued: samples are in one queue and handed out as slots become free; the start is then ignored.
+        queued: an engine begins with as many samples as it has slots, and takes others as they end.
         moves: samples are reallocated.
         fuses: the long tail is consolidated, and freed engines score finished samples (inter-stage fusion).
         drafts: engines draft adaptively.
@@ -33,8 +33,8 @@ class Mechanism:
 _UNDRAFTED = {
     "static": Mechanism(),
     "queue": Mechanism(queued=True),
-    "reallocation": Mechanism(moves=True),
-    "reallocation+fusion": Mechanism(moves=True, fuses=True),
+    "reallocation": Mechanism(queued=True, moves=True),
+    "reallocation+fusion": Mechanism(queued=True, moves=True, fuses=True),
 }
 MECHANISMS = _UNDRAFTED | {
     f"{name}+drafting": Mechanism(mechanism.queued, mechanism.moves, mechanism.fuses, drafts=True)
@@ -67,7 +67,7 @@ def simulate(
     curve = curves.drafting if mechanism.drafts else curves.plain
     if curve is None:
         raise ValueError(f"{curves.name} has no curve with drafting")
-    places = None if mechanism.queued else start_places(workload, engines, start)
+    places = start_places(workload, engines, start)
     predictions: Predictions = Oracle(workload) if earlier is None else Learned(workload, earlier)
     scoring = Scoring(engines, workload.totals, curves.scoring_seconds, curves.scoring_start, mechanism.fuses)
     policy = None
@@ -76,4 +76,6 @@ def simulate(
         reallocator = Reallocator(cost, least_gain=least_gain, cool_down=cool_down)
         consolidator = Consolidator(cost) if mechanism.fuses else None
         policy = TailPolicy(reallocator, consolidator, scoring.work_seconds)
-    return Rollout(workload, engines, curves, curve, places, policy, predictions, scoring, plan_seconds).run()
+    return Rollout(
+        workload, engines, curves, curve, places, mechanism.queued, policy, predictions, scoring, plan_seconds
+    ).run()

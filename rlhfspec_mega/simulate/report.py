@@ -36,6 +36,7 @@ class Case:
 COLUMNS = (
     ("rollout s", "makespan", 1),
     ("/ static", "makespan_over_static", 3),
+    ("/ bound", "makespan_over_bound", 3),
     ("+ scoring s", "makespan_with_scoring", 1),
     ("/ static", "makespan_with_scoring_over_static", 3),
     ("freed dev-s", "freed_device_seconds", 0),
@@ -46,8 +47,8 @@ _WIDTHS = (8, 10, 8, 30)  # of the columns that describe the case
 _WIDTH = 12  # of the columns with values
 
 
-def figures(result: SimulatedRollout) -> dict[str, float]:
-    """The scalar results of one simulation."""
+def figures(result: SimulatedRollout, bound: float) -> dict[str, float]:
+    """The scalar results of one simulation; `bound`: a lower bound of its makespan."""
     names = (
         "makespan",
         "makespan_with_scoring",
@@ -60,7 +61,8 @@ def figures(result: SimulatedRollout) -> dict[str, float]:
         "refused",
         "kv_peak",
     )
-    return {name: getattr(result, name) for name in names}
+    found = {name: float(getattr(result, name)) for name in names}
+    return found | {"lower_bound": bound, "makespan_over_bound": result.makespan / bound}
 
 
 def medians_over_seeds(runs: Sequence[dict[str, float]], base: Sequence[dict[str, float]] | None) -> dict[str, float]:

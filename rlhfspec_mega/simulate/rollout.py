@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rlhfspec_mega.planning.rollout_state import EngineState, Floats, Ints, RolloutPolicy, RolloutState
+from rlhfspec_mega.rollout.shared_queue import SharedQueue
 from rlhfspec_mega.simulate.curves import CostCurves, DecodeCurve
 from rlhfspec_mega.simulate.scoring import Scoring
 from rlhfspec_mega.simulate.simulated_engine import SAME_TOKEN, FluidEngine, Migration, Migrations, QueuedSample
@@ -89,14 +89,13 @@ class Rollout:
     Args:
         curves: costs, apart from decoding.
         curve: the decode curve of the engines, one of those in `curves`.
-        places: [samples] engine on which each sample begins; None: samples are in one queue and handed out in order as
-            slots become free, and there is no policy.
+        places: [samples] engine that each sample is meant for.
+        on_demand: an engine begins with as many of its samples as it has slots. The others are in one queue, and handed
+            out in order as slots become free; meanwhile nothing is planned.
         policy: asked every `plan_seconds`; None: samples stay on their engines.
         predictions: of the remaining tokens, for `policy`.
         scoring: of this rollout's samples, with none scored yet.
         plan_seconds: simulated seconds between plans.
-
-    Raises ValueError for a policy without `places`.
     """
 
     def __init__(
@@ -105,14 +104,13 @@ class Rollout:
         engines: int,
         curves: CostCurves,
         curve: DecodeCurve,
-        places: Ints | None,
+        places: Ints,
+        on_demand: bool,
         policy: RolloutPolicy | None,
         predictions: Predictions,
         scoring: Scoring,
         plan_seconds: float,
     ) -> None:
-        if places is None and policy is not None:
-            raise ValueError("a policy needs samples that begin on engines: give places, or no policy")
         self.now = 0.0
         self._workload, self._curves, self._curve = workload, curves, curve
         self._policy, self._predictions, self._plan_seconds = policy, predictions, plan_seconds
@@ -123,12 +121,12 @@ class Rollout:
         ]
         count = len(workload.lengths)
         self._ids = tuple(str(sample) for sample in range(count))
-        self._at = np.zeros(count, np.int64) if places is None else places.copy()
+        self._at = places.copy()
         self._left = workload.lengths.astype(np.float64)  # for samples without a slot; engines know those of the others
         self._totals = workload.totals
         self._finished_at = np.full(count, np.nan)
         self._unfinished = count
-        self._queue: deque[int] = deque()
+        self._queue = SharedQueue[int]()
         self._migrations, self._freed = Migrations(engines), set[int]()
         self._idle = set[int]()  # freed engines for which no sample was ready to score
         self._handed_over = self._refused = 0
@@ -136,7 +134,7 @@ class Rollout:
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._scheduled = 0
         self._stamps = [0] * engines  # a scheduled end is ignored if its engine's stamp has changed since
-        self._assign_start(places)
+        self._assign_start(on_demand)
 
     def run(self) -> SimulatedRollout:
         """Simulate until the last sample has ended, and then the remaining scoring."""
@@ -166,13 +164,13 @@ class Rollout:
 
     # Samples and engines
 
-    def _assign_start(self, places: Ints | None) -> None:
-        if places is None:
-            first = min(len(self._at), len(self._engines) * self._curves.slots)
-            self._queue.extend(range(first, len(self._at)))
-            places = np.arange(first) % len(self._engines)
-        for sample, place in enumerate(places.tolist()):
-            self._enqueue(self._engines[place], sample)
+    def _assign_start(self, on_demand: bool) -> None:
+        for sample, place in enumerate(self._at.tolist()):
+            engine = self._engines[place]
+            if on_demand and _held(engine) >= engine.slots:
+                self._queue.extend(int(self._workload.groups[sample]), [sample])
+            else:
+                self._enqueue(engine, sample)
         for engine in self._engines:
             self._update(engine)
 
@@ -190,7 +188,7 @@ class Rollout:
         The engine must have been advanced to the current time.
         """
         while self._queue and _held(engine) < engine.slots:
-            self._enqueue(engine, self._queue.popleft())
+            self._enqueue(engine, self._queue.take(engine.rank))
         engine.admit()
         self._live.note(self.now, engine.rank, len(engine.live))
         self._stamps[engine.rank] += 1
@@ -221,6 +219,9 @@ class Rollout:
 
     def _plan(self) -> None:
         assert self._policy is not None
+        self._schedule(self.now + self._plan_seconds, self._plan)
+        if self._queue:
+            return
         state = self._state()
         self._scoring.expect(float((state.lengths + state.remaining).sum()))
         unfinished = np.flatnonzero(np.isnan(self._finished_at)).tolist()
@@ -228,7 +229,6 @@ class Rollout:
         self._freed = set(plan.freed)
         for move in plan.moves:
             self._move(unfinished[move.sample], self._engines[move.destination])
-        self._schedule(self.now + self._plan_seconds, self._plan)
 
     def _state(self) -> RolloutState:
         """The state as a policy may know it, without the true lengths."""

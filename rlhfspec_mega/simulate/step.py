@@ -114,7 +114,7 @@ def simulated_rollouts(
     free = not config.trainer.deterministic
     moves = free and config.reallocation.policy == "adaptive"
     mechanism = Mechanism(
-        queued=free and config.reallocation.policy == "queue",
+        queued=free and config.reallocation.policy in ("queue", "adaptive"),
         moves=moves,
         fuses=moves and frozen_home(config) == GENERATION,
         drafts=costs.engine.drafting is not None and config.speculation.policy != "off",

@@ -71,7 +71,9 @@ def make_manager(
         poll_seconds=config.rollout.poll_interval,
         deterministic=config.trainer.deterministic,
         max_per_engine=(
-            max_samples_per_engine(config.rollout.max_running_requests) if reallocates(config, "queue") else None
+            max_samples_per_engine(config.rollout.max_running_requests)
+            if reallocates(config, "queue") or reallocates(config, "adaptive")
+            else None
         ),
         reallocation=_reallocation(setup, lengths) if reallocates(config, "adaptive") else None,
         history_tokens=config.speculation.history_tokens if recalls(config) else 0,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+import zlib
 from dataclasses import replace
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfspec_mega.config.schema.generation import DataConfig
-from rlhfspec_mega.data.chain_sums import ChainSums, answer_text
+from rlhfspec_mega.data.chain_sums import TERM, ChainSums, answer_text
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.reward.chain_sums import reward
 
@@ -47,6 +49,34 @@ def test_lengths_have_a_long_tail():
     median, p99 = statistics.median(lengths), lengths[len(lengths) * 99 // 100]
     assert p99 > 6 * median
     assert lengths[0] <= 9 and 200 < lengths[-1] <= 300
+
+
+def _terms_of(split, start, count):
+    return [len(TERM.findall(TASK.prompt_text(split, index))) for index in range(start, start + count)]
+
+
+def test_each_step_has_chains_of_all_lengths():
+    """The mean of 16 consecutive log lengths varies less than half as much as that of independent draws."""
+    steps = [statistics.fmean(map(math.log, _terms_of("train", 16 * step, 16))) for step in range(100)]
+    spread = statistics.stdev(map(math.log, _terms_of("train", 0, 1600)))
+    assert statistics.stdev(steps) < spread / 4 / 2
+
+
+def test_held_out_chains_are_as_long_as_those_trained_on():
+    """The same share of each length, within 1%: what is held out is chosen after the length."""
+    train, held_out = _terms_of("train", 0, 2000), _terms_of("eval", 0, 2000)
+    for terms in range(2, 20):
+        assert abs(train.count(terms) - held_out.count(terms)) <= 20
+
+
+def test_a_length_of_which_a_split_has_no_text_is_left_out():
+    """Of ones, there are so few short chains that none may be held out."""
+    ones = ChainSums.from_config(DataConfig(max_operand=1, max_sum=1), seed=0)
+    for split in ("train", "eval"):
+        texts = [ones.prompt_text(split, index) for index in range(20)]
+        assert all((zlib.crc32(text.encode()) % 10 == 0) == (split == "eval") for text in texts)
+    with pytest.raises(UserError, match="none is held out"):
+        ChainSums.from_config(DataConfig(max_operand=1, max_sum=1, max_terms=3), seed=0).prompt_text("eval", 0)
 
 
 def test_prompts_depend_on_seed_split_and_index_alone():

@@ -218,14 +218,16 @@ def rows(steps: int) -> list[dict[str, float | None]]:
 
 def test_summary_of_a_run(tmp_path: Path) -> None:
     summary = summarize(rows(20), wall_seconds=83.0)
-    assert summary["reward_first"] == pytest.approx(0.3) and summary["reward_last"] == pytest.approx(1.8)
+    assert summary["reward_first"] == pytest.approx(0.55) and summary["reward_last"] == pytest.approx(1.55)
+    # Ten values a tenth apart vary by 0.0917; two means of ten are compared.
+    assert summary["reward_rise_error"] == pytest.approx((2 * 0.09166667 / 10) ** 0.5)
     assert (summary["eval_exact_first"], summary["eval_exact_last"], summary["steps"]) == (0.3, 0.5, 20)
     assert summary["generation_tokens_per_second"] == pytest.approx(50.0)
     assert summary["logprob_difference_mean"] == pytest.approx(1e-5)
     assert summary["phase_seconds"] == {"evaluate": 1.0, "generate": 40.0}
     assert json.loads(write_summary(tmp_path, summary).read_text()) == summary
     words = summary_in_words(summary)
-    assert "20 steps in 1 min 23 s." in words and "rose from 0.300 to 1.800" in words
+    assert "20 steps in 1 min 23 s." in words and "rose from 0.550 to 1.550, by +1.000 with" in words
     assert "held-out prompts rose from 0.300 to 0.500" in words and "generate 98%" in words
 
 

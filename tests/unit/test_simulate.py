@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rlhfspec_mega.planning.rollout_state import Ints, Move, Plan, RolloutPolicy, RolloutState
 from rlhfspec_mega.simulate.curves import CostCurves, DecodeCurve, MigrationTimes
+from rlhfspec_mega.simulate.lower_bound import lower_bound
 from rlhfspec_mega.simulate.mechanisms import MECHANISMS
 from rlhfspec_mega.simulate.mechanisms import simulate as run_mechanism
 from rlhfspec_mega.simulate.rollout import Rollout, SimulatedRollout
@@ -75,28 +76,30 @@ class Scripted:
 def rollout(
     workload: Workload,
     costs: CostCurves,
-    places: list[int] | None,
+    places: list[int],
     engines: int = 1,
     policy: RolloutPolicy | None = None,
     plan_seconds: float = 1.0,
     fused: bool = True,
+    on_demand: bool = False,
 ) -> SimulatedRollout:
-    at = None if places is None else np.array(places)
-    return make(workload, engines, costs, at, policy, Oracle(workload), plan_seconds, fused).run()
+    at = np.array(places)
+    return make(workload, engines, costs, at, policy, Oracle(workload), plan_seconds, fused, on_demand).run()
 
 
 def make(
     workload: Workload,
     engines: int,
     costs: CostCurves,
-    places: Ints | None,
+    places: Ints,
     policy: RolloutPolicy | None,
     predictions: Predictions,
     plan_seconds: float,
     fused: bool = True,
+    on_demand: bool = False,
 ) -> Rollout:
     scoring = Scoring(engines, workload.totals, costs.scoring_seconds, costs.scoring_start, fused)
-    return Rollout(workload, engines, costs, costs.plain, places, policy, predictions, scoring, plan_seconds)
+    return Rollout(workload, engines, costs, costs.plain, places, on_demand, policy, predictions, scoring, plan_seconds)
 
 
 def stepwise(workload: Workload, costs: CostCurves) -> list[float]:
@@ -153,13 +156,47 @@ def test_one_engine_agrees_with_decoding_token_by_token(
 @settings(max_examples=40, deadline=None)
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=20), engines=st.integers(1, 4))
 def test_a_queue_hands_samples_to_the_engine_that_is_free_first(lengths: list[int], engines: int) -> None:
-    result = rollout(work(lengths), curves(slots=1), None, engines)
+    places = [sample % engines for sample in range(len(lengths))]
+    result = rollout(work(lengths), curves(slots=1), places, engines, on_demand=True)
     free = [0.0] * engines
     expected = []
     for length in lengths:
         expected.append(heapq.heappop(free) + length)
         heapq.heappush(free, expected[-1])
     assert result.finished_at.tolist() == pytest.approx(expected)
+
+
+def test_nothing_is_planned_while_samples_wait() -> None:
+    policy = Scripted([])
+    rollout(work([10, 10, 10]), curves(slots=1), [0, 0, 0], 1, policy, plan_seconds=7.0, on_demand=True)
+    assert policy.seen[0].now == 21.0 and len(policy.seen[0].ids) == 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=20),
+    engines=st.integers(1, 4),
+    slots=st.integers(1, 4),
+    prefill=st.sampled_from([0.0, 0.5]),
+    on_demand=st.booleans(),
+)
+def test_no_rollout_is_shorter_than_the_lower_bound(
+    lengths: list[int], engines: int, slots: int, prefill: float, on_demand: bool
+) -> None:
+    curve = DecodeCurve((1, 2, 4), (1.0, 1.3, 2.5), (0.001, 0.002, 0.004))
+    workload, costs = work(lengths, prompt=3), curves(curve, slots, prefill_seconds=prefill)
+    places = [sample % engines for sample in range(len(lengths))]
+    found = rollout(workload, costs, places, engines, on_demand=on_demand)
+    assert found.makespan >= lower_bound(workload, engines, costs, curve) * (1 - 1e-9)
+
+
+def test_the_lower_bound_is_reached_where_nothing_varies() -> None:
+    costs = curves(DecodeCurve((1, 4), (0.1, 0.25), (0.0, 0.0)), slots=4, prefill_seconds=0.01)
+    for lengths, engines in (([50] * 16, 2), ([50], 2)):
+        workload = work(lengths, members=len(lengths) // engines or 1, prompt=7)
+        places = [sample * engines // len(lengths) for sample in range(len(lengths))]
+        bound = lower_bound(workload, engines, costs, costs.plain)
+        assert rollout(workload, costs, places, engines).makespan == pytest.approx(bound)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2])

@@ -118,7 +118,7 @@ def test_the_command_writes_figures_that_say_they_are_simulated(
 ) -> None:
     assert simulate.main([*TINY.split(), "--lengths", "chat", "--out", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["simulated"] * 7 and len(lines) == 3 + 8 + 1
+    assert lines[1].split() == ["simulated"] * 8 and len(lines) == 3 + 8 + 1
     found = json.loads((tmp_path / "simulated.json").read_text())
     assert found["simulated"] is True and found["curves"]["source"]["kind"] == "roofline"
     assert len(found["runs"]) == 16 and found["medians"][0]["makespan_over_static"] == 1.0

@@ -1,0 +1,74 @@
+"""Which engine gets which samples: what is dealt at the start, and what waits in the shared queue."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfspec_mega.ledger.entry import Purpose
+from rlhfspec_mega.ledger.ledger import Ledger
+from rlhfspec_mega.rollout.assignment import Assignment
+from rlhfspec_mega.types import EngineReport, GenerationRequest, GenerationResult, Prompt, Sample
+
+
+def requests_of(groups: list[int]) -> list[GenerationRequest]:
+    """Requests of groups of these sizes."""
+    return [
+        GenerationRequest(f"{group}-{member}", str(group), (1, 2), 0, 8)
+        for group, size in enumerate(groups)
+        for member in range(size)
+    ]
+
+
+def opened(requests: list[GenerationRequest]) -> Ledger:
+    ledger, prompt = Ledger(), Prompt(0, "", "", (1, 2))
+    ledger.open([Sample(request.sample_id, 0, prompt, 0) for request in requests], Purpose.TRAIN)
+    return ledger
+
+
+def ended(request: GenerationRequest) -> GenerationResult:
+    return GenerationResult(request.sample_id, [3], [-0.5], [0], "stop")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups=st.lists(st.integers(1, 5), min_size=1, max_size=12),
+    engines=st.integers(1, 4),
+    most=st.integers(1, 8),
+    data=st.data(),
+)
+def test_each_engine_takes_what_it_has_room_for(
+    groups: list[int], engines: int, most: int, data: st.DataObject
+) -> None:
+    requests = requests_of(groups)
+    by_id = {request.sample_id: request for request in requests}
+    ranks = list(range(engines))
+    work = Assignment(requests, engines, ranks, opened(requests), deterministic=False, max_per_engine=most)
+    held: dict[int, list[str]] = {rank: [] for rank in ranks}
+    given_out: list[str] = []
+    while not work.done:
+        rank = data.draw(st.sampled_from(ranks))
+        taken = [snapshot.request.sample_id for snapshot in work.take(rank)]
+        held[rank] += taken
+        given_out += taken
+        assert len(held[rank]) <= most
+        assert len(held[rank]) == most or not work.waiting
+        finished, held[rank] = held[rank][:1], held[rank][1:]
+        report = EngineReport([ended(by_id[one]) for one in finished], [], len(held[rank]))
+        work.report(rank, report, ranks)
+    assert sorted(given_out) == sorted(by_id)
+
+
+def test_what_fits_is_dealt_evenly_by_groups() -> None:
+    requests = requests_of([4] * 6)
+    work = Assignment(requests, 2, [0, 1], opened(requests), deterministic=False, max_per_engine=20)
+    shares = [{snapshot.request.group_id for snapshot in work.take(rank)} for rank in (0, 1)]
+    assert shares == [{"0", "2", "4"}, {"1", "3", "5"}] and not work.waiting
+
+
+def test_samples_added_later_go_where_there_is_room() -> None:
+    first, later = requests_of([4, 4])[:4], requests_of([4, 4])[4:]
+    work = Assignment(first, 2, [0, 1], opened([*first, *later]), deterministic=False, max_per_engine=4)
+    assert len(work.take(0)) == 4 and not work.take(1)
+    work.add(later, [0, 1])
+    assert not work.take(0) and len(work.take(1)) == 4
