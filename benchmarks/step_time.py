@@ -2,8 +2,9 @@
 
 Runs with different prompts follow each other. The costs (tools.calibrate) of the runs before and after one predict it,
 with the mean of both, since a machine's pace drifts by a tenth and more within a minute. Of the predicted run the
-median of ten steps counts. The refresh of the draft, which comes every fourth step or more seldom, and the log-prob
-pass, which steps without one may leave out, count with their means over twelve.
+median of ten steps counts; of the reference's work after a rollout the mean, which is what is predicted. The refresh of
+the draft, which comes every fourth step or more seldom, and the log-prob pass, which steps without one may leave out,
+count with their means over twelve.
 The first step of a run is left out: engines measure their own costs in it.
 
 A median of ten steps is itself uncertain where a phase varies from step to step; its interval is printed (the sign
@@ -31,6 +32,7 @@ STEPS = 10
 COUNTED = 0.05  # share of a step from which on a phase is reported
 SECONDS = "timing_s/"
 NOT_IN_ALL = ("draft", "logprobs")  # phases that some steps leave out
+BY_MEAN = (*NOT_IN_ALL, "reference")
 
 
 def run(directory: Path, name: str, options: list[str]) -> Path:
@@ -51,7 +53,7 @@ def measured(directory: Path) -> dict[str, list[float]]:
 
 def typical(phase: str, values: Sequence[float]) -> float:
     """What counts of a phase's seconds."""
-    return statistics.fmean(values) if phase in NOT_IN_ALL else statistics.median(values)
+    return statistics.fmean(values) if phase in BY_MEAN else statistics.median(values)
 
 
 def mean_of(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
@@ -65,7 +67,7 @@ def report(repeat: str, predicted: dict[str, float], real: dict[str, list[float]
     for phase in seconds:
         if seconds[phase] > COUNTED * total:
             guess, interval = predicted.get(phase, 0.0), median_interval(real[phase])
-            known = "" if phase in NOT_IN_ALL else f"  [{interval.low:.3f}, {interval.high:.3f}]"
+            known = "" if phase in BY_MEAN else f"  [{interval.low:.3f}, {interval.high:.3f}]"
             ratio = guess / seconds[phase]
             print(f"{repeat:<3} {phase:<10} {seconds[phase]:6.3f} s, predicted {guess:6.3f} s: {ratio:.2f}{known}")
     print(f"{repeat:<3} {'step':<10} {total:6.3f} s, predicted {sum(predicted.values()):6.3f} s", flush=True)
@@ -75,7 +77,8 @@ def report_all(results: Sequence[tuple[dict[str, float], dict[str, list[float]]]
     """Print the means of all predictions against the steps of all repeats."""
     predictions = [predicted for predicted, _ in results]
     phases = sorted({phase for predicted in predictions for phase in predicted})
-    pooled = {phase: [value for _, real in results for value in real.get(phase, [])] for phase in results[0][1]}
+    measured_ones = sorted({phase for _, real in results for phase in real})
+    pooled = {phase: [value for _, real in results for value in real.get(phase, [])] for phase in measured_ones}
     mean = {phase: statistics.fmean(one.get(phase, 0.0) for one in predictions) for phase in phases}
     report("all", mean, pooled)
 

@@ -18,6 +18,7 @@ from rlhfspec_mega.errors import UserError
 
 TERM = re.compile(r"[+-]?\d+")
 EVAL_SHARE = 10  # one prompt text in this many is held out
+TASK_VERSION = 2  # to be raised when the same settings give other prompts
 GOLDEN = (math.sqrt(5) - 1) / 2
 TRIES = 200  # texts drawn with one number of terms, and numbers of terms, before a split is taken to have none
 # Demonstrations are of mixed quality, like pretraining data: long chains are often answered without the
@@ -31,8 +32,8 @@ class ChainSums:
     """Prompts by number. Lengths are lognormal; signs are chosen so that partial sums stay in 0..max_sum.
 
     Prompts with neighbouring numbers have lengths from all parts of the distribution, so that each training step is
-    about as hard as the others: prompt n has the quantile of n times the golden ratio, modulo 1 (an additive
-    recurrence, e.g. Niederreiter 1992, section 3.1). Both splits have the same distribution of lengths.
+    about as hard as the others: prompt n has the quantile of n times the golden ratio, shifted at random, modulo 1 (an
+    additive recurrence, e.g. Niederreiter 1992, section 3.1). Both splits have the same distribution of lengths.
 
     Attributes:
         median_terms, sigma_terms: of the lognormal number of terms, clipped to 2..max_terms.

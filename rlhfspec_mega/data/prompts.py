@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from rlhfspec_mega.config.schema.generation import DataConfig
-from rlhfspec_mega.data.chain_sums import ChainSums, answer_text
+from rlhfspec_mega.data.chain_sums import TASK_VERSION, ChainSums, answer_text
 from rlhfspec_mega.data.files import read_files
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.types import Prompt
@@ -57,7 +57,7 @@ class ChainSumsSource:
 
     def __init__(self, task: ChainSums, split: str, tokenizer: Any, chat_template: bool) -> None:
         self._task, self._split, self._tokenizer, self._chat_template = task, split, tokenizer, chat_template
-        self.fingerprint = f"{task} {split}"
+        self.fingerprint = f"{task}, version {TASK_VERSION}, {split}"
 
     def row(self, number: int) -> tuple[str, str, tuple[int, ...]]:
         text = self._task.prompt_text(self._split, number)

@@ -182,7 +182,8 @@ def _ends(steps: int) -> int:
 
 
 def _error_of_difference(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """Standard error of the difference of two means; None for less than two values."""
+    """Standard error of the difference of two means of independent values, which steps are nearly; None for fewer than
+    two of either. Where they rise within the ten steps it comes out too large."""
     if min(len(one), len(other)) < 2:
         return None
     return math.sqrt(statistics.variance(one) / len(one) + statistics.variance(other) / len(other))

@@ -50,7 +50,8 @@ class Assignment:
         serving: ranks that take work now.
         deterministic: see above; samples of a dead engine are then decoded again from the prompt.
         max_per_engine: most samples that an engine is given; the others wait in one shared queue, from which each
-            engine takes as its samples end. None: all samples are assigned at the beginning.
+            engine takes as its samples end. Those of a dead engine are handed out at once, whatever the others have.
+            None: all samples are assigned at the beginning.
 
     Attributes:
         results: finished samples by id.

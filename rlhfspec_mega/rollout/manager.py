@@ -41,7 +41,7 @@ class RolloutManager:
         wait: waits for calls; see Wait.
         revive: called when no engine serves; returns when one does, or raises.
         poll_seconds: longest time an engine decodes before it reports.
-        max_per_engine: most samples that an engine has at a time, see Assignment.
+        max_per_engine: most samples that an engine has while others wait, see Assignment.
         reallocation: migrates samples while they are decoded; not with `deterministic`.
         history_tokens: tokens of earlier samples that each engine keeps to draft from; 0: none.
         timeline: records what the engines do.

@@ -21,9 +21,6 @@ class SharedQueue(Generic[Item]):
         self._fresh: dict[Hashable, None] = {}  # groups of which no engine has taken any
         self._begun: dict[int, dict[Hashable, None]] = {}  # groups with waiting samples that an engine has begun
 
-    def __len__(self) -> int:
-        return sum(map(len, self._waiting.values()))
-
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
@@ -46,13 +43,13 @@ class SharedQueue(Generic[Item]):
             del begun[group]
         if self._fresh:
             group = next(iter(self._fresh))
-            del self._fresh[group]
             begun[group] = None
         else:
             group = max(self._waiting, key=lambda one: len(self._waiting[one]))
         return self._pop(group)
 
     def _pop(self, group: Hashable) -> Item:
+        self._fresh.pop(group, None)
         found = self._waiting[group].popleft()
         if not self._waiting[group]:
             del self._waiting[group]

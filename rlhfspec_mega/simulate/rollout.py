@@ -281,7 +281,8 @@ class Rollout:
             return
         self._copying(migration, +1)
         tokens = float(self._totals[migration.sample]) - self._engines[source].left(migration.sample)
-        self._schedule(self.now + tokens * self._curves.migration.copy_seconds, self._copied, migration)
+        begin = max(self.now, self._engines[source].reading_until)  # of a prompt that is being read there is no KV yet
+        self._schedule(begin + tokens * self._curves.migration.copy_seconds, self._copied, migration)
 
     def _overtake(self, sample: int, source: FluidEngine) -> None:
         """Cancel the migration of a sample that ended at its source before the copy was done."""

@@ -48,6 +48,7 @@ class FluidEngine:
         kv, kv_peak: tokens in the KV cache, current and maximum.
         last_held: last time at which the engine held a sample.
         copies: stage-one copies that the engine takes part in, as source or destination.
+        reading_until: time until which it reads prompts and does not decode.
     """
 
     def __init__(self, rank: int, slots: int, curve: DecodeCurve, prefill_seconds: float, copy_share: float) -> None:
@@ -61,7 +62,7 @@ class FluidEngine:
         self._token_seconds, self._kv_seconds = curve.tables(slots)
         self._prefill_seconds, self._read = prefill_seconds, set[int]()
         self._copy_load = copy_share / (1.0 - copy_share)  # seconds lost to a copy per second of decoding
-        self._stalled_until = 0.0
+        self.reading_until = 0.0
 
     @property
     def empty(self) -> bool:
@@ -69,7 +70,7 @@ class FluidEngine:
 
     def advance(self, now: float) -> None:
         """Decode until `now`; no sample may end before."""
-        seconds = now - max(self.time, min(self._stalled_until, now))
+        seconds = now - max(self.time, min(self.reading_until, now))
         if not self.empty:
             self.last_held = now
         self.time = now
@@ -82,7 +83,7 @@ class FluidEngine:
             heapq.heappop(self._ends)
         if not self._ends:
             return None
-        return max(self.time, self._stalled_until) + self._seconds_for(self._ends[0][0] - self.level)
+        return max(self.time, self.reading_until) + self._seconds_for(self._ends[0][0] - self.level)
 
     def end(self, now: float) -> list[int]:
         """Remove and return the samples that end at `now`, a time that came from `next_end`."""
@@ -110,7 +111,7 @@ class FluidEngine:
             queued = self.waiting.pop(next(iter(self.waiting)))
             if queued.prefill and queued.group not in self._read:
                 self._read.add(queued.group)
-                self._stalled_until = max(self._stalled_until, self.time) + queued.prefill * self._prefill_seconds
+                self.reading_until = max(self.reading_until, self.time) + queued.prefill * self._prefill_seconds
             end = self.level + queued.left
             self.live[queued.sample], self._totals[queued.sample] = end, queued.total
             heapq.heappush(self._ends, (end, queued.sample))

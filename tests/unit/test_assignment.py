@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfspec_mega.ledger.entry import Purpose
 from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.rollout.assignment import Assignment
+from rlhfspec_mega.rollout.shared_queue import SharedQueue
 from rlhfspec_mega.types import EngineReport, GenerationRequest, GenerationResult, Prompt, Sample
 
 
@@ -57,6 +59,27 @@ def test_each_engine_takes_what_it_has_room_for(
         report = EngineReport([ended(by_id[one]) for one in finished], [], len(held[rank]))
         work.report(rank, report, ranks)
     assert sorted(given_out) == sorted(by_id)
+
+
+def test_samples_of_dead_engines_go_to_the_others_at_once() -> None:
+    requests = requests_of([2, 2, 2])
+    work = Assignment(requests, 2, [0, 1], opened(requests), deterministic=False, max_per_engine=2)
+    assert len(work.take(0)) == len(work.take(1)) == 2 and work.waiting
+    work.lose(0, [1])
+    assert len(work.take(1)) == 2 and work.waiting  # the dead engine's, beyond the limit; the third group still waits
+
+
+def test_members_of_a_group_stay_together_in_the_queue() -> None:
+    queue = SharedQueue[int]()
+    queue.extend("a", [1, 2, 3, 4]), queue.extend("b", [5, 6])
+    assert [queue.take(0), queue.take(1), queue.take(0), queue.take(1)] == [1, 5, 2, 6]
+    assert queue.take(1) == 3  # nothing is left of its own group, nor of a fresh one
+    queue.extend("a", [7])
+    assert [queue.take(0), queue.take(0)] == [4, 7] and not queue
+    queue.extend("a", [8]), queue.extend("c", [9])
+    assert [queue.take(1), queue.take(0)] == [9, 8] or not queue
+    with pytest.raises(IndexError):
+        queue.take(0)
 
 
 def test_what_fits_is_dealt_evenly_by_groups() -> None:

@@ -57,14 +57,19 @@ class SessionMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.clock.stop()
 
-    @initialize(moves=st.booleans(), seed=st.integers(0, 99))
-    def begin(self, moves: bool, seed: int) -> None:
+    @initialize(moves=st.booleans(), seed=st.integers(0, 99), most=st.sampled_from([None, 1, 2, 4]))
+    def begin(self, moves: bool, seed: int, most: int | None) -> None:
         for engine in ENGINES:
             engine.clear()
         self.pool = Pool(ENGINES)
         moving = Reallocation(RandomMoves(seed, 0.5), LengthPredictor(limit=16), plan_seconds=0.0) if moves else None
         self.manager = RolloutManager(
-            self.pool, self.pool.wait, revive=self.pool.revive, poll_seconds=0.0, reallocation=moving
+            self.pool,
+            self.pool.wait,
+            revive=self.pool.revive,
+            poll_seconds=0.0,
+            max_per_engine=most,
+            reallocation=moving,
         )
         self.ledger, self.groups = Ledger(), 0
         self.session = None

@@ -6,12 +6,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.simulate.calibrate import DecodeSample, Measurements, calibrate, decode_samples
 from rlhfspec_mega.simulate.curves import DecodeCurve, MigrationTimes, read_curves
 from rlhfspec_mega.simulate.roofline import CURVES, roofline
+from rlhfspec_mega.simulate.workload import LENGTH_DISTRIBUTIONS, LengthDistribution, draw_workload
 from rlhfspec_mega.types import Span
 from tools import simulate
 
@@ -144,3 +146,21 @@ def test_a_wrong_argument_ends_in_one_sentence(words: str, tmp_path: Path, capsy
     assert simulate.main(["--out", str(tmp_path), *words.split()]) == 2
     printed = capsys.readouterr()
     assert printed.err.count("\n") == 1 and printed.err.endswith(".\n")
+
+
+@pytest.mark.parametrize("name", ["chat", "reasoning", "short"])
+def test_lengths_follow_their_law(name: str) -> None:
+    law = LENGTH_DISTRIBUTIONS[name]
+    logs = np.log(law.draw(4000, 8, np.random.default_rng(0)).reshape(4000, 8))
+    assert np.exp(np.median(logs)) == pytest.approx(law.median, rel=0.05)
+    assert logs.std() == pytest.approx(law.sigma, rel=0.03, abs=1e-9)
+    assert np.exp(logs.max()) <= law.limit + 0.5
+    if law.sigma:
+        pairs = np.corrcoef(logs[:, 0], logs[:, 1])[0, 1]
+        assert pairs == pytest.approx(law.correlation, abs=0.05)
+
+
+def test_lengths_are_cut_at_the_limit_and_repeat_by_seed() -> None:
+    law = LengthDistribution(median=50, sigma=2.0, correlation=0.3, limit=100, prompt=8)
+    once, again, other = (draw_workload(law, 96, 8, seed).lengths for seed in (3, 3, 4))
+    assert once.max() == 100 and once.min() >= 1 and (once == again).all() and (once != other).any()

@@ -1,8 +1,8 @@
 """Makes a schedule from due dates: a device that is free computes, of its tasks that are ready first, the most urgent.
 
 Each stage takes micro-batches in one order, forward and backward alike, so that a device has at most two candidates of
-a pipeline: its next forward and its next backward. This is list scheduling (Graham 1966) with a limit of activation
-memory.
+a pipeline: its next forward and its next backward. This is list scheduling (Graham 1966) with limits of live
+micro-batches and of activation memory.
 
 Here a node is a stage of a pipeline; V counts the nodes of all pipelines, L pipelines, D devices, and M the
 micro-batches of the pipeline that has most of them. Rows 2v and 2v + 1 of an array [2V, M] are the forwards and the
@@ -100,20 +100,21 @@ def placed(arrays: Arrays, orders: Ints) -> tuple[Doubles, Doubles]:
 
 
 @compiled
-def _neighbours(first: Ints, nodes: int) -> tuple[Ints, Ints]:
-    """The node before and the node behind each node of a pipeline; -1 at its ends."""
-    before, behind = np.arange(nodes) - 1, np.arange(nodes) + 1
+def _neighbours(first: Ints, nodes: int) -> Ints:
+    """[2, V] the node before and the node behind each node of a pipeline; -1 at its ends."""
+    beside = np.empty((2, nodes), np.int64)
+    beside[0], beside[1] = np.arange(nodes) - 1, np.arange(nodes) + 1
     for line in range(len(first) - 1):
-        before[first[line]], behind[first[line + 1] - 1] = -1, -1
-    return before, behind
+        beside[0, first[line]], beside[1, first[line + 1] - 1] = -1, -1
+    return beside
 
 
 @compiled
 def _choose(
     nodes: Ints,
     counts: Ints,
-    before: Ints,
-    behind: Ints,
+    beside: Ints,
+    most_live: Ints,
     room: float,
     free: float,
     patience: float,
@@ -131,13 +132,13 @@ def _choose(
         done: [2V] tasks that have been given a time.
         ready: [2H] a buffer.
     """
-    soonest = np.inf
+    before, behind, soonest = beside[0], beside[1], np.inf
     for slot, node in enumerate(nodes):
         ready[2 * slot], ready[2 * slot + 1] = np.inf, np.inf
         if node < 0:
             continue
         forwards, backwards = done[2 * node], done[2 * node + 1]
-        if forwards < counts[node] and size[node, forwards] <= room:
+        if forwards < counts[node] and forwards - backwards < most_live[node] and size[node, forwards] <= room:
             if before[node] < 0:
                 ready[2 * slot] = free
             elif done[2 * before[node]] > forwards:
@@ -165,6 +166,7 @@ def dispatch(
     size: Doubles,
     due: Doubles,
     followed: Doubles,
+    most_live: Ints,
     memory: Doubles,
     patience: float,
     limit: float,
@@ -176,6 +178,7 @@ def dispatch(
         seconds, size: see `placed`.
         due: [2V, M] by place: of tasks that are ready at once, the one with the least comes first.
         followed: [D] least seconds that must pass after the last task of a device.
+        most_live: [V] most micro-batches between their forward and their backward.
         memory: [D] most bytes of activations on each device.
         patience: seconds that a device may wait for a more urgent task whose start is known.
         limit: a schedule that cannot stay below it is given up: (infinity, 0, tasks), as one in which memory runs out.
@@ -183,7 +186,7 @@ def dispatch(
     """
     counts, device_of, hosted = arrays.counts, arrays.device_of, arrays.hosted
     devices = len(hosted)
-    before, behind = _neighbours(arrays.first, len(counts))
+    beside = _neighbours(arrays.first, len(counts))
     ends, done = np.zeros(seconds.shape), np.zeros(len(seconds), np.int64)
     free, live, at = np.zeros(devices), np.zeros(devices), np.full(devices, np.inf)
     chosen, ready = np.zeros(devices, np.int64), np.empty(2 * hosted.shape[1])
@@ -195,7 +198,7 @@ def dispatch(
             one = stale[number]
             room = memory[one] - live[one]
             at[one], chosen[one] = _choose(
-                hosted[one], counts, before, behind, room, free[one], patience, done, ends, size, due, ready
+                hosted[one], counts, beside, most_live, room, free[one], patience, done, ends, size, due, ready
             )
         device = np.argmin(at)
         now, row = at[device], chosen[device]
@@ -211,7 +214,7 @@ def dispatch(
         forward = row % 2 == 0
         live[device] += size[node, place] if forward else -size[node, place]
         peak = max(peak, live[device])
-        reached = behind[node] if forward else before[node]
+        reached = beside[1 if forward else 0, node]
         stale[0], stale_count = device, 1
         if reached >= 0:
             stale[1], stale_count = device_of[reached], 2

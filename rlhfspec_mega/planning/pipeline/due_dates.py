@@ -12,6 +12,8 @@ from rlhfspec_mega.compiled import compiled
 from rlhfspec_mega.planning.pipeline.dispatch import Arrays, Ints
 from rlhfspec_mega.planning.pipeline.problem import Doubles, Problem
 
+LIMITED = 0.4  # share of draws that limit live micro-batches
+
 
 class DueDates(NamedTuple):
     """What due dates are made from.
@@ -50,15 +52,25 @@ def due_dates(arrays: Arrays, wanted: DueDates) -> Doubles:
 
 
 class Lots:
-    """Draws due dates at random, alike for the pipelines of a model. The same seed gives the same ones."""
+    """Draws due dates at random, but for orders alike for a model's pipelines. The same seed gives the same ones."""
 
     def __init__(self, problem: Problem, arrays: Arrays, seed: int) -> None:
         pipelines = problem.pipelines
         self._random = random.Random(seed)  # several times faster than numpy's, a number at a time
         self._models = np.array([one.model for one in pipelines])
         self._lengths = [one.lengths for one in pipelines]
+        self._line_of = np.repeat(np.arange(len(pipelines)), [one.stages for one in pipelines])
+        self._stages_left = np.concatenate([np.arange(one.stages, 0, -1) for one in pipelines])
         self._most = arrays.activation.shape[1]
         self._span = problem.mean_task * max(one.stages for one in pipelines)
+
+    def draw_most_live(self) -> Ints:
+        """[V] limits of live micro-batches: none, or at random, at least as many as 1F1B has."""
+        draw = self._random
+        if draw.random() >= LIMITED:
+            return np.full(len(self._stages_left), self._most)
+        extra = np.array([draw.uniform(0, self._stages_left.max() + 1) for _ in range(2)]).astype(np.int64)
+        return self._stages_left + extra[self._models[self._line_of]]
 
     def draw(self) -> DueDates:
         """Due dates at random."""

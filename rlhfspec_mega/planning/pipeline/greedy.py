@@ -20,6 +20,6 @@ def greedy(problem: Problem) -> Schedule | None:
     orders, starts = np.tile(np.arange(most), (lines, 1)), np.zeros(arrays.durations.shape)
     due = np.tile(np.stack([2.0 + later, later], axis=1).reshape(-1, 1), most)
     seconds, size = placed(arrays, orders)
-    followed, memory = arrays.around[1], problem.capacities
-    makespan, _, _ = dispatch(arrays, seconds, size, due, followed, memory, 0.0, np.inf, starts)
+    limits = (np.full(len(arrays.counts), most), problem.capacities)
+    makespan, _, _ = dispatch(arrays, seconds, size, due, arrays.around[1], *limits, 0.0, np.inf, starts)
     return schedule_of(problem, orders, starts) if makespan < np.inf else None

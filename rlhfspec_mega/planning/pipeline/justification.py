@@ -47,6 +47,7 @@ def justified(
     orders: Ints,
     starts: Doubles,
     noise: Doubles,
+    most_live: Ints,
     memory: Doubles,
     patience: float,
     limit: float,
@@ -65,10 +66,12 @@ def justified(
     due, right = _reversed(arrays.counts, noise - starts - seconds), np.zeros(starts.shape)
     sizes = _sizes_reversed(arrays.counts, size)
     makespan, _, simulated = dispatch(
-        arrays, backwards, sizes, due, arrays.around[0], memory, patience, limit * HALFWAY, right
+        arrays, backwards, sizes, due, arrays.around[0], most_live, memory, patience, limit * HALFWAY, right
     )
     if makespan == np.inf:
         return np.inf, 0.0, simulated
     due = _reversed(arrays.counts, -right - backwards)
-    makespan, peak, more = dispatch(arrays, seconds, size, due, arrays.around[1], memory, patience, limit, found)
+    makespan, peak, more = dispatch(
+        arrays, seconds, size, due, arrays.around[1], most_live, memory, patience, limit, found
+    )
     return makespan, peak, simulated + more

@@ -21,7 +21,7 @@ from rlhfspec_mega.planning.pipeline.justification import justified
 from rlhfspec_mega.planning.pipeline.problem import Doubles, Problem
 from rlhfspec_mega.planning.pipeline.schedule import Schedule
 
-QUICK_TASKS = 500_000  # tasks simulated for a plan of one update: 60 to 120 ms of one core
+QUICK_TASKS = 500_000  # tasks simulated for a plan of one update: 60 to 110 ms of one core
 _ELITE = 3  # schedules that are improved side by side
 _DRAWN, _FOR_MEMORY = 0.5, 0.1  # shares of the effort for due dates at random, and for less memory
 _PATIENT = 0.15  # share of schedules in which devices may wait: the shortest of all may need that
@@ -87,12 +87,14 @@ class _Candidate:
         peak: of activation bytes on any device.
         orders: [L, M] of micro-batches.
         starts: [2V, M] seconds by place.
+        most_live: [V] its limits of live micro-batches.
     """
 
     makespan: float
     peak: float
     orders: Ints
     starts: Doubles
+    most_live: Ints
 
 
 class _Search:
@@ -121,9 +123,9 @@ class _Search:
 
     def draw(self) -> None:
         """Try due dates at random."""
-        dates = self._lots.draw()
+        dates, most_live = self._lots.draw(), self._lots.draw_most_live()
         limit = self.pool[-1].makespan if len(self.pool) == _ELITE else np.inf
-        found = self._dispatched(dates, limit * _WORTH)
+        found = self._dispatched(dates, most_live, limit * _WORTH)
         if found is None:
             return
         shorter = self._justified(found, self._still, self._memory, min(limit, found.makespan))
@@ -136,7 +138,7 @@ class _Search:
         if not self.pool:
             self.draw()
             return
-        # The first ones more often than the last, which are there in case that those are dead ends.
+        # The first ones more often than the last of a full pool, which is there in case that they are dead ends.
         chosen = int(self._random.integers(len(self.pool) + 2)) % len(self.pool)
         before = self.pool[chosen]
         if self._uneven and self._random.random() < 0.2:
@@ -161,28 +163,24 @@ class _Search:
             self.pool[chosen] = found
             self.pool.sort(key=lambda one: one.makespan)
 
-    def _dispatched(self, dates: DueDates, limit: float) -> _Candidate | None:
+    def _dispatched(self, dates: DueDates, most_live: Ints, limit: float) -> _Candidate | None:
         arrays, starts = self._arrays, np.zeros(self._still.shape)
         seconds, size = placed(arrays, dates.orders)
-        due, after = due_dates(arrays, dates), arrays.around[1]
-        return self._found(
-            dates.orders,
-            starts,
-            dispatch(arrays, seconds, size, due, after, self._memory, self._patience(), limit, starts),
-        )
+        due, limits = due_dates(arrays, dates), (most_live, self._memory, self._patience(), limit)
+        result = dispatch(arrays, seconds, size, due, arrays.around[1], *limits, starts)
+        return self._found(dates.orders, starts, most_live, result)
 
     def _justified(self, of: _Candidate, noise: Doubles, memory: Doubles, limit: float) -> _Candidate | None:
-        starts = np.zeros(self._still.shape)
-        return self._found(
-            of.orders,
-            starts,
-            justified(self._arrays, of.orders, of.starts, noise, memory, self._patience(), limit, starts),
-        )
+        starts, limits = np.zeros(self._still.shape), (of.most_live, memory, self._patience(), limit)
+        result = justified(self._arrays, of.orders, of.starts, noise, *limits, starts)
+        return self._found(of.orders, starts, of.most_live, result)
 
-    def _found(self, orders: Ints, starts: Doubles, result: tuple[float, float, int]) -> _Candidate | None:
+    def _found(
+        self, orders: Ints, starts: Doubles, most_live: Ints, result: tuple[float, float, int]
+    ) -> _Candidate | None:
         makespan, peak, simulated = result
         self.simulated += simulated + _OVERHEAD
-        return _Candidate(makespan, peak, orders, starts) if makespan < np.inf else None
+        return _Candidate(makespan, peak, orders, starts, most_live) if makespan < np.inf else None
 
     def _noise(self) -> Doubles:
         """Seconds to disturb due dates by."""
