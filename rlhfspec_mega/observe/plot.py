@@ -45,6 +45,9 @@ def plot_curves(directory: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
         "accuracy on pairs": ["reward_model/accuracy", "val/accuracy"],
         "seconds per phase": sorted(name for name in logged if name.startswith(TIMING)),
     }
+    exact, reward = "rollout/exact_mean", "rollout/reward_mean"
+    if all(row.get(exact) == row.get(reward) for row in rows):
+        logged.discard(exact)  # it would hide the other curve
     shown = {title: [name for name in names if name in logged] for title, names in panels.items()}
     shown = {title: names for title, names in shown.items() if names}
     path, lines = directory / PLOT_FILE, max(1, -(-len(shown) // 2))
