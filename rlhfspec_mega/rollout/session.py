@@ -189,10 +189,13 @@ class Session:
         """Start decoding on every idle engine with samples, and scoring on the devices of engines without."""
         if self._work.done:
             return
-        for rank in self._engines.serving():
+        waited, serving = self._work.waiting, self._engines.serving()
+        for rank in serving:
             if rank not in self._calls and self._work.has_work(rank):
                 self._launches[rank] = self._engines.launches(rank)
                 self._calls[rank] = self._decode(rank)
+        if waited and not self._work.waiting:  # some of them may have got nothing
+            self._idle |= any(rank not in self._calls for rank in serving)
         if self._scoring and not self._scoring_held:
             self._scoring.start(self._busy())
 

@@ -17,6 +17,7 @@ from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.ledger.entry import Purpose
 from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.planning.lengths import LengthPredictor
+from rlhfspec_mega.planning.rollout_state import Plan, RolloutState
 from rlhfspec_mega.rollout import reallocation
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.reallocation import Reallocation
@@ -175,6 +176,33 @@ def test_a_session_under_way_is_not_ended() -> None:
         session.end()
     with pytest.raises(RunError, match="while calls to its engines were in flight"):
         session.abandon()
+
+
+class Onlooker(RandomMoves):
+    """Records at each plan whether samples wait in the shared queue."""
+
+    session: Session | None = None
+
+    def __init__(self) -> None:
+        super().__init__(1, 0.5)
+        self.waiting: list[bool] = []
+
+    def plan(self, state: RolloutState) -> Plan:
+        self.waiting.append(self.session is not None and self.session._work.waiting)
+        return super().plan(state)
+
+
+def test_samples_move_only_when_none_waits() -> None:
+    pool, policy = Pool([make_engine(), make_engine()]), Onlooker()
+    moving = Reallocation(policy, LengthPredictor(limit=16), plan_seconds=0.0)
+    manager = RolloutManager(
+        pool, pool.wait, revive=pool.revive, poll_seconds=0.0, max_per_engine=3, reallocation=moving
+    )
+    requests = [request(group, member) for group in range(6) for member in range(2)]
+    policy.session = session = manager.begin(requests, opened(requests), "test")
+    assert session._work.waiting and not policy.waiting
+    assert right(manager.drain(session, "test"), requests)
+    assert policy.waiting and not any(policy.waiting)
 
 
 # What an update of the weights beside a session makes of it
