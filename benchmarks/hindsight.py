@@ -23,7 +23,7 @@ class Options:
     chosen: int
 
 
-class Hindsight:
+class Hindsight(DraftingPolicy):
     """A policy that drafts as another, verifies all it has drafted, and so learns what every n would have brought.
 
     Seconds are those of a cost model, the same for the policy and for hindsight: only the choice of n is judged.
@@ -106,7 +106,7 @@ class Predictions:
         return math.sqrt(self.squares) / self.realised
 
 
-class Predicted:
+class Predicted(DraftingPolicy):
     """Passes a policy's decisions on and compares its predictions with what happens.
 
     Args:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.deep_target import deep_target
 from rlhfspec_mega.bootstrap.start import warm_model
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.model_shape import model_shape
@@ -59,7 +60,9 @@ class Sampled:
 
 
 def words_target(name: str) -> Path:
-    """Directory of the built-in model `name` (tiny or small), from the cache or made now."""
+    """Directory of the built-in model `name` (tiny or small), or of "deep", from the cache or made now."""
+    if name == "deep":
+        return deep_target()
     config = load_config([f"model={name}"])
     shape = model_shape(config.model)
     with tempfile.TemporaryDirectory(prefix="benchmark.") as run_dir, Console(0) as console:

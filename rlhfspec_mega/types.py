@@ -184,6 +184,9 @@ class EngineReport:
     spans: list[Span] = field(default_factory=list)
 
 
+# Ways to make a decode step: without draft tokens; with those that history gives; with the draft model, too.
+DECODE_MODES = ("plain", "history", "draft")
+BATCH_BUCKETS = 10  # of batch sizes: 1, 2, 3-4, 5-8, ... above
 TALLY_EDGES = (0, 1, 2, 4, 8, 16)  # classes of draft tokens verified for a sample in a step: 0, 1, 2, 3-4, ... above
 
 
@@ -193,6 +196,11 @@ class FinishedText(NamedTuple):
     sample_id: str
     prompt: Sequence[int]
     response: Sequence[int]
+
+
+def batch_bucket(size: int) -> int:
+    """The bucket of a batch size."""
+    return min((size - 1).bit_length(), BATCH_BUCKETS - 1)
 
 
 @dataclass
@@ -207,6 +215,8 @@ class DraftingTally:
         sample_steps_by_verified: sample steps by class of draft tokens verified, see TALLY_EDGES.
         paired_seconds, paired_plain_seconds: seconds of drafted steps just before a control of plain steps, and the
             seconds that plain steps at the control's speed would have needed for the same tokens.
+        mode_tokens, mode_seconds: by bucket of batch sizes and mode, one after another: tokens over those that plain
+            steps would give, and seconds over what they would take, sums over steps.
         calibration_error: error of predicted acceptance probabilities so far; None before the first outcome.
         predicted_accepted, realised_accepted: recent means of draft tokens accepted per drafted step.
         collapsed_rate: acceptance rate of first draft tokens that made drafting stop; None while drafting goes on.
@@ -221,6 +231,8 @@ class DraftingTally:
     sample_steps_by_verified: list[int] = field(default_factory=lambda: [0] * (len(TALLY_EDGES) + 1))
     paired_seconds: float = 0.0
     paired_plain_seconds: float = 0.0
+    mode_tokens: list[float] = field(default_factory=lambda: [0.0] * (BATCH_BUCKETS * len(DECODE_MODES)))
+    mode_seconds: list[float] = field(default_factory=lambda: [0.0] * (BATCH_BUCKETS * len(DECODE_MODES)))
     calibration_error: float | None = None
     predicted_accepted: float = 0.0
     realised_accepted: float = 0.0

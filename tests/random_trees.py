@@ -5,16 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 from rlhfspec_mega.planning.acceptance import MATCH_CELLS
-from rlhfspec_mega.planning.tree import ROOT, Batch, DraftTree, Recall, StepRecord
+from rlhfspec_mega.planning.tree import ROOT, Batch, DraftingPolicy, DraftTree, Recall, StepRecord
 
 
-class RandomTrees:
+class RandomTrees(DraftingPolicy):
     """Whatever it chooses, the output must be that of plain decoding."""
 
     def __init__(self, seed: int, *, width: int = 8, max_depth: int = 5, max_nodes: int = 60) -> None:
         self.width, self.max_depth, self.max_nodes = width, max_depth, max_nodes
         self._random = np.random.default_rng(seed)
         self.records: list[StepRecord] = []
+
+    def rests(self, size: int) -> bool:
+        return bool(self._random.random() < 0.1)
 
     def recall(self, batch: Batch) -> Recall:
         accepted = np.full((1, MATCH_CELLS), 0.6)

@@ -122,6 +122,11 @@ class CostModel:
         seconds = seconds + (b * batch + c * kv_tokens) + drafting * np.greater(tokens, batch)
         return np.maximum(seconds, MIN_SECONDS)
 
+    def plain_seconds(self, batch: int, kv_tokens: int) -> float:
+        """Seconds of a plain step: `verify_seconds` of as many tokens as samples, in a fraction of the time."""
+        b, c, _ = self._verify_rest
+        return max(_interpolate(self._verify_xs, self._verify_line, batch) + b * batch + c * kv_tokens, MIN_SECONDS)
+
     def draft_seconds(
         self, batch: int, kv_tokens: int, backlog: int, depth: int | Floats, drafted: int | Floats
     ) -> Floats:
@@ -199,7 +204,7 @@ class CostModel:
         self._draft_knots = np.array(draft_knots, np.float64)
         self._verify_x = np.append(self._verify_knots, FAR_KNOT)
         self._draft_x = np.append(self._draft_knots, FAR_KNOT)
-        self._draft_xs = self._draft_x.tolist()
+        self._verify_xs, self._draft_xs = self._verify_x.tolist(), self._draft_x.tolist()
 
     def _set_curves(self, target_pass: float, target_token: float, draft_pass: float, draft_token: float) -> None:
         """Set all curves to straight lines, from seconds per pass and per token."""
@@ -229,6 +234,7 @@ class CostModel:
     def _read_verify(self) -> None:
         count = len(self._verify_knots)
         self._verify_y = _monotone(self._verify_knots, self._verify, 0)
+        self._verify_line = self._verify_y.tolist()
         self._verify_rest = self._verify.coefficients[count:].tolist()
 
     def _read_draft(self) -> None:

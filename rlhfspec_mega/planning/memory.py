@@ -8,7 +8,7 @@ from rlhfspec_mega.draft.shape import TAPS, DraftShape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.activations import Pass, peak_bytes
 from rlhfspec_mega.planning.megatron_tensors import ParallelLayout, buffers, parameters_per_rank
-from rlhfspec_mega.planning.tree import BACKLOG
+from rlhfspec_mega.planning.tree import BACKLOG, STEPS_KEPT
 
 GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -225,7 +225,7 @@ def draft_memory(draft: DraftShape, plan: DraftPlan) -> DraftMemory:
     size = DTYPE_BYTES[plan.engine_dtype]
     packed = _matrices(draft, 2 * hidden) + (TAPS * hidden + draft.vocab_size) * hidden if plan.device == "cpu" else 0
     kv = (plan.positions + plan.drafted) * _kv_bytes(draft, plan.engine_dtype)
-    unread = (BACKLOG + plan.depth + 1) * TAPS * hidden * size
+    unread = (BACKLOG + 2 * STEPS_KEPT + plan.depth + 1) * TAPS * hidden * size
     of_draft = (weights + packed) * size + plan.slots * (kv + unread)
     return DraftMemory(actor, of_draft + verified_memory(target, plan))
 

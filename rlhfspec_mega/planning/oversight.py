@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from rlhfspec_mega.planning.strategy import CalibratedPolicy
 from rlhfspec_mega.planning.tree import Batch, DraftingPolicy, DraftTree, Ints, Recall, StepRecord
 from rlhfspec_mega.types import TALLY_EDGES, DraftingTally
 
@@ -28,7 +31,7 @@ class PlainControl:
 
     def __init__(self) -> None:
         self._steps = 0
-        self._before: StepRecord | None = None
+        self._before: tuple[Ints, int, float] | None = None  # numbers of samples, new tokens and seconds of a step
         self._control_step = 0  # number of the current step within its control, from 1; 0 outside a control
 
     def begin_step(self) -> None:
@@ -42,17 +45,16 @@ class PlainControl:
         """Whether this step must decode without a draft."""
         return self._control_step > 0
 
-    def observe(self, record: StepRecord, tally: DraftingTally) -> None:
-        """Record a step; if it ends a control, add the pair to the tally."""
-        before, current = self._before, record.batch
+    def observe(self, samples: Ints, tokens: int, seconds: float, tally: DraftingTally) -> None:
+        """Record a step's samples, new tokens and seconds; if it ends a control, add the pair to the tally."""
         if self._control_step == 0:
-            self._before = record
-        elif self._control_step == CONTROL_STEPS and before is not None:
-            shared = len(np.intersect1d(before.batch.samples, current.samples))
-            if shared >= MIN_SHARED * max(before.batch.size, current.size):
-                tokens = before.batch.size + int(before.accepted.sum())
-                tally.paired_seconds += before.draft_seconds + before.verify_seconds
-                tally.paired_plain_seconds += tokens * (record.draft_seconds + record.verify_seconds) / current.size
+            self._before = samples, tokens, seconds
+        elif self._control_step == CONTROL_STEPS and self._before is not None:
+            samples_before, tokens_before, seconds_before = self._before
+            shared = len(np.intersect1d(samples_before, samples))
+            if shared >= MIN_SHARED * max(len(samples_before), len(samples)):
+                tally.paired_seconds += seconds_before
+                tally.paired_plain_seconds += tokens_before * seconds / len(samples)
 
 
 class CollapseWatch:
@@ -120,7 +122,7 @@ class CollapseWatch:
         self._on_trial = False
 
 
-class MonitoredPolicy:
+class MonitoredPolicy(DraftingPolicy):
     """A `DraftingPolicy` around another one: adds plain control steps, the collapse watch and counters.
 
     Args:
@@ -143,12 +145,25 @@ class MonitoredPolicy:
         self.policy = policy
         self._control = PlainControl()
 
-    def recall(self, batch: Batch) -> Recall | None:
+    def follows(self, size: int) -> bool:
+        return self.policy.follows(size)
+
+    def rests(self, size: int) -> bool:
         self._control.begin_step()
-        return None if self._control.running else self.policy.recall(batch)
+        return self._control.running or self.policy.rests(size)
+
+    def rested(self, samples: Ints, kv_tokens: int, seconds: float) -> None:
+        size = len(samples)
+        self._control.observe(samples, size, seconds, self._tally)
+        self._tally.sample_steps += size
+        self._tally.sample_steps_by_verified[0] += size
+        self.policy.rested(samples, kv_tokens, seconds)
+
+    def recall(self, batch: Batch) -> Recall | None:
+        return self.policy.recall(batch if self.watch.may_draft else replace(batch, draftable=False))
 
     def depth(self, batch: Batch) -> int:
-        return self.policy.depth(batch) if self.watch.may_draft and not self._control.running else 0
+        return self.policy.depth(batch) if self.watch.may_draft else 0
 
     def expand(self, batch: Batch, tree: DraftTree) -> Ints:
         return self.policy.expand(batch, tree)
@@ -158,7 +173,8 @@ class MonitoredPolicy:
 
     def observe(self, record: StepRecord) -> None:
         self.policy.observe(record)
-        self._control.observe(record, self._tally)
+        size, seconds = record.batch.size, record.draft_seconds + record.verify_seconds
+        self._control.observe(record.batch.samples, size + int(record.accepted.sum()), seconds, self._tally)
         hits = record.root_hits
         if self._temperature is not None and len(hits):
             drafted_for = record.tree.rows[(record.tree.depths == 1) & (record.tree.ranks == 0)]
@@ -183,4 +199,6 @@ class MonitoredPolicy:
         taken, self._tally = self._tally, DraftingTally()
         taken.collapsed_rate = self.watch.rate if self.watch.awaits_weight_update else None
         taken.usual_rate = self.watch.usual
+        if isinstance(self.policy, CalibratedPolicy) and self.policy.modes:
+            taken.mode_tokens, taken.mode_seconds = self.policy.modes.take_tally()
         return taken

@@ -1,4 +1,4 @@
-"""Whether drafting pays at all: forecast before anything is drafted, and probed while the answer is no."""
+"""What drafting is forecast to give, before anything is drafted."""
 
 from __future__ import annotations
 
@@ -9,21 +9,15 @@ import numpy as np
 
 from rlhfspec_mega.planning.acceptance import DEPTHS, TEMPERATURE_EDGES, AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
-from rlhfspec_mega.planning.tree import Batch, Floats, StepRecord
+from rlhfspec_mega.planning.tree import Batch, Floats
 
 BINS = 32
 WIDTH = 0.2  # of a bin, in -log survival: the last bin ends at a survival of 0.17%
 
-FORECAST_EVERY = 16  # steps between two forecasts
-# Plain steps that follow a decision not to draft while the batch keeps its size: deciding itself takes time.
-HOLD_STEPS = 8
 # The forecast rate of drafting must exceed the plain rate by this factor: it is the best of many estimates, and leaves
 # out the policy's own time.
 MARGIN = 1.05
 BACKLOG_STEPS = 32  # steps over which the cost of reading a backlog is spread
-PROMISED_WEIGHT = 0.02  # of a step in the moving average of promised over forecast rates
-PROBE_SHARE = 0.01  # share of the time that probes may cost
-PROBE_AT_LATEST = 1000  # plain steps after which a probe is made whatever it costs
 
 
 class StepView:
@@ -122,7 +116,7 @@ def drafting_rate(
     Args:
         expected: the trees that a sample has on average.
         max_nodes: most draft tokens of a sample.
-        fixed_depth: see `Payoff`.
+        fixed_depth: see `ModeChoice`.
     """
     size, kv = batch.size, batch.kv_tokens
     layers = slice(usable - 1 if fixed_depth else 0, usable)
@@ -142,76 +136,3 @@ def recalled_rate(step: StepView) -> float:
         return 0.0
     tokens = step.size + np.concatenate(([0.0], np.sort(step.batch.recalled)[::-1].cumsum()))
     return float((tokens / step.verify_seconds(len(tokens))).max())
-
-
-class Payoff:
-    """Compares the forecast rate of drafting with the rate of a plain step.
-
-    While drafting does not pay, probes of one drafted layer keep the acceptance model up to date.
-
-    Args:
-        fixed_depth: whether all usable layers are always drafted; otherwise drafting may end after any layer.
-
-    Attributes:
-        probing: whether the current step is a probe.
-    """
-
-    def __init__(
-        self, acceptance: AcceptanceModel, cost: CostModel, width: int, depth: int, max_nodes: int, fixed_depth: bool
-    ) -> None:
-        self._acceptance, self._cost = acceptance, cost
-        self._max_nodes, self._fixed_depth = max_nodes, fixed_depth
-        self._forecast = Forecast(acceptance, width, depth)
-        self._steps = self._plain_steps = 0
-        self._held_size = self._held_until = 0
-        self.probing = False
-        self._rates: dict[tuple[int, int], float] = {}  # by batch size and usable depth, for the next few steps
-        self._forecast_rate = 0.0  # of this step; 0 if nothing is drafted
-        self._promised = 1.0  # moving average of the rates that trees promised over the rates forecast
-
-    def stays_plain(self, batch: Batch) -> bool:
-        """Whether an earlier decision not to draft still holds for this batch."""
-        return batch.size == self._held_size and self._steps < self._held_until
-
-    def depth(self, step: StepView, usable: int) -> int:
-        """Layers to draft: all `usable` ones if drafting is forecast to pay, else 0, or 1 for a probe."""
-        self.probing, self._forecast_rate = False, 0.0
-        if usable == 0:
-            return 0
-        plain = float(step.verify_seconds(1)[0])
-        key = step.size, usable
-        if key not in self._rates:
-            expected = self._forecast.for_batch(step.batch)
-            rate = drafting_rate(expected, self._cost, step.batch, usable, self._max_nodes, self._fixed_depth)
-            self._rates[key] = rate
-        if self._rates[key] * max(self._promised, 1.0) > MARGIN * max(step.size / plain, recalled_rate(step)):
-            self._forecast_rate = self._rates[key]
-            return usable
-        self.probing = self._probe_is_due(step, plain)
-        if not self.probing:
-            self._held_size, self._held_until = step.size, self._steps + HOLD_STEPS
-        return int(self.probing)
-
-    def found(self, rate: float) -> None:
-        """The rate that the step's actual tree promises, earlier text included: forecasts leave that out."""
-        if self._forecast_rate:
-            self._promised += PROMISED_WEIGHT * (rate / self._forecast_rate - self._promised)
-
-    def observe(self, record: StepRecord) -> None:
-        """Record a step; must be called after the acceptance and cost models have learnt from it."""
-        self._steps += 1
-        if self.probing or self._steps % FORECAST_EVERY == 0:  # the result of a probe counts at once
-            self._forecast.clear()
-            self._rates.clear()
-        self.probing, self._forecast_rate = False, 0.0
-        self._plain_steps = 0 if record.tree.depth else self._plain_steps + 1
-
-    def _probe_is_due(self, step: StepView, plain: float) -> bool:
-        """Whether a probe is expected to lose at most PROBE_SHARE of the time of the plain steps since drafting."""
-        if self._plain_steps >= PROBE_AT_LATEST:
-            return True
-        acceptance = self._acceptance.expected_layer(1, float(step.batch.temperatures.max()))
-        seconds = step.draft_seconds(1, 0)
-        seconds += float(self._cost.verify_seconds(step.size, step.kv_tokens, 2 * step.size))
-        lost = seconds - plain * (1.0 + float(acceptance[0])) / MARGIN
-        return lost <= PROBE_SHARE * plain * self._plain_steps

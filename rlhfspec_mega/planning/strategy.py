@@ -9,40 +9,37 @@ import numpy as np
 from rlhfspec_mega.compiled import compiled
 from rlhfspec_mega.config.schema.generation import SpeculationConfig
 from rlhfspec_mega.planning.acceptance import TEMPERATURE_EDGES, AcceptanceModel
-from rlhfspec_mega.planning.cost import CostModel, step_cost
-from rlhfspec_mega.planning.payoff import Payoff, StepView
+from rlhfspec_mega.planning.cost import CostModel, StepCost, step_cost
+from rlhfspec_mega.planning.modes import DRAFTED, PLAIN, RECALLED, SETTLING, ModeChoice
+from rlhfspec_mega.planning.payoff import StepView, recalled_rate
 from rlhfspec_mega.planning.tree import Batch, DraftingPolicy, DraftTree, Floats, Ints, Recall, StepRecord
 
 # Step times are learnt from all of the first steps, then from every fourth step with and every fourth without a draft.
 COSTS_AT_FIRST, COSTS_EVERY = 32, 4
-# Plain steps in a row that come before a plain step whose time is learnt. The first plain steps after drafting take
-# longer (see `oversight.CONTROL_STEPS`); learning from them would make drafting look better than it is.
-SETTLING = 3
+COSTS_AT_REST = 32  # steps between two plain steps that are learnt from while nothing is asked
 
 # Earlier text is asked for nodes of at least this survival, and where tokens are dear for those of RECALL_ALSO times
 # the mean survival with which they pay: others may make up for them.
 LEAST_RECALLED, RECALL_ALSO = 0.04, 0.7
 LEAST_FOR = 16  # steps for which that bound is kept
-RECALL_GAIN_WEIGHT = 0.02  # of a learnt step in `recall_gain`
 
 NO_NODES = np.zeros(0, np.int64)
 NO_NODES.flags.writeable = False
 
 
-class CalibratedPolicy:
+class CalibratedPolicy(DraftingPolicy):
     """Base of the policies: `depth` and `observe` of the `DraftingPolicy` protocol, and parts of the other methods.
 
     Attributes:
         acceptance, cost: may be shared by several policies.
-        payoff: decides whether to draft at all; None: always draft.
+        modes: chooses how to make each step; None: always draft.
         learns_acceptance, learns_cost: whether `observe` trains these models. Learning takes time, and some policies do
             not read both.
     """
 
     learns_acceptance = learns_cost = True
-    payoff: Payoff | None = None
+    modes: ModeChoice | None = None
     recalls = False  # whether earlier text is asked for drafts
-    recall_gain = 1.0  # moving average: pace of steps without the draft model over that of plain steps
 
     def __init__(
         self, acceptance: AcceptanceModel, cost: CostModel, width: int, max_depth: int, max_nodes: int
@@ -54,10 +51,33 @@ class CalibratedPolicy:
         self._least: dict[int, tuple[int, float]] = {}  # by batch size: the step of `_least_survival`, and its answer
         self._last_learnt = [-COSTS_EVERY, -COSTS_EVERY]  # steps at which a plain step and a drafted step were learnt
         self._plain_steps = 0  # in a row, up to now
+        self._mode: int | None = None  # of this step, once it was chosen
+
+    @property
+    def recall_gain(self) -> float:
+        """Pace of steps with tokens from history alone, or of plain ones where that is higher, over that of plain ones."""
+        return max(1.0, self.modes.overall(RECALLED)) if self.modes else 1.0
+
+    def follows(self, size: int) -> bool:
+        return self.modes is None or self.modes.follows(size)
+
+    def rests(self, size: int) -> bool:
+        return self.modes is not None and self.modes.rests(size)
+
+    def rested(self, samples: Ints, kv_tokens: int, seconds: float) -> None:
+        """A rest is plain, so there is nothing to learn but what it took."""
+        size = len(samples)
+        self._steps += 1
+        self._plain_steps += 1
+        if self.learns_cost and self._plain_steps > SETTLING and self._steps - self._last_learnt[0] >= COSTS_AT_REST:
+            self._last_learnt[0] = self._steps
+            self.cost.observe(StepCost(size, kv_tokens, size, 0, 0, 0, 0.0, seconds))
+        if self.modes:
+            self.modes.rested(size, kv_tokens, seconds)
 
     def recall(self, batch: Batch) -> Recall | None:
         """Ask for the nodes that may be worth their verification."""
-        if not self.recalls:
+        if not self.recalls or (self.modes and self._chosen_mode(batch) == PLAIN):
             return None
         least = self._least_survival(batch) if self.learns_cost else LEAST_RECALLED
         classes = TEMPERATURE_EDGES.searchsorted(batch.temperatures)
@@ -82,16 +102,25 @@ class CalibratedPolicy:
         return least
 
     def depth(self, batch: Batch) -> int:
-        """Layers to draft at most: all usable ones if drafting pays, else 0, or 1 for a probe."""
-        if self.payoff is None:
-            return self._usable_depth(batch, self.max_depth)
-        if self.payoff.stays_plain(batch):
+        """Layers to draft at most: all usable ones where drafting pays, also beside what earlier text promises."""
+        usable = self._usable_depth(batch, self.max_depth)
+        if self.modes is None:
+            return usable
+        if self._chosen_mode(batch) != DRAFTED:
             return 0
-        return self.payoff.depth(self._step(batch), self._usable_depth(batch, self.max_depth))
+        if len(batch.recalled) and not self.modes.trying:
+            step = self._step(batch)
+            plain = step.size / float(step.verify_seconds(1)[0])
+            if recalled_rate(step) > self.modes.gain(step, DRAFTED) * plain:
+                return 0
+        return usable
 
     def observe(self, record: StepRecord) -> None:
         """Learn from a step, with or without a draft."""
-        self._view = None  # it caches costs, which change below
+        if self.modes:
+            mode = (DRAFTED if record.tree.depth else PLAIN) if self._mode is None else self._mode
+            self.modes.observe(record, mode, self._step(record.batch))
+        self._view = self._mode = None  # the view caches costs, which change below
         self._steps += 1
         if self.learns_acceptance:
             self.acceptance.observe(record)
@@ -102,17 +131,14 @@ class CalibratedPolicy:
         if self.learns_cost and settled and due:
             self._last_learnt[kind] = self._steps
             self.cost.observe(step_cost(record))
-            if self.recalls and not kind:
-                self._learn_recall_gain(record)
-        if self.payoff:
-            self.payoff.observe(record)
 
-    def _learn_recall_gain(self, record: StepRecord) -> None:
-        batch, seconds = record.batch, record.draft_seconds + record.verify_seconds
-        plain = float(self.cost.verify_seconds(batch.size, batch.kv_tokens, batch.size))
-        if seconds > 0:
-            gain = (1.0 + int(record.accepted.sum()) / batch.size) * plain / seconds
-            self.recall_gain += RECALL_GAIN_WEIGHT * (gain - self.recall_gain)
+    def _chosen_mode(self, batch: Batch) -> int:
+        """The mode of this step, chosen once."""
+        assert self.modes is not None
+        if self._mode is None:
+            usable = self._usable_depth(batch, self.max_depth) if batch.draftable else 0
+            self._mode = self.modes.choose(self._step(batch), usable, self.recalls)
+        return self._mode
 
     def _usable_depth(self, batch: Batch, limit: int) -> int:
         """`limit`, or fewer layers if no sample of the batch can use so many."""
@@ -175,13 +201,13 @@ class Adaptive(CalibratedPolicy):
         """`tail_weight` t gives each sample the weight w = (response tokens + 1) ** t; above 0 favours long samples."""
         super().__init__(acceptance, cost, width, max_depth, max_nodes)
         self.tail_weight = tail_weight
-        self.payoff: Payoff = Payoff(acceptance, cost, width, max_depth, max_nodes, fixed_depth=False)
+        self.modes: ModeChoice = ModeChoice(acceptance, cost, width, max_depth, max_nodes, fixed_depth=False)
 
     def expand(self, batch: Batch, tree: DraftTree) -> Ints:
         """Nodes of the last layer whose children are predicted to be kept, if they raise the best rate."""
         self._fill_survival(batch, tree)
         parents = self._possible_parents(batch, tree)
-        if self.payoff.probing or not len(parents):
+        if not len(parents):
             return NO_NODES
         values = self._values(batch, tree)
         kept = values[rank_nodes(tree, values, self.max_nodes)]
@@ -201,16 +227,14 @@ class Adaptive(CalibratedPolicy):
         return worth if len(worth) and deeper_rate > current_rate else NO_NODES
 
     def choose(self, batch: Batch, tree: DraftTree) -> Ints:
-        """The nodes of the highest rate, given what is drafted; a probe verifies at least as many nodes as samples."""
+        """The nodes of the highest rate, given what is drafted; a trial verifies at least as many nodes as samples."""
         if len(batch.recalled):
             self._fill_all_survival(batch, tree)
         values = self._values(batch, tree)
         order = rank_nodes(tree, values, self.max_nodes)
         step = self._step(batch)
         seconds = step.draft_seconds(tree.depth, drafted_nodes(tree))
-        least = step.size if self.payoff.probing else 0
-        count, rate = self._best(step, values[order], seconds, least)
-        self.payoff.found(rate)
+        count, _ = self._best(step, values[order], seconds, least=step.size if self.modes.trying else 0)
         return np.sort(order[:count])
 
     def _values(self, batch: Batch, tree: DraftTree) -> Floats:
@@ -276,7 +300,7 @@ class Uniform(Fixed):
 
     def __init__(self, acceptance: AcceptanceModel, cost: CostModel, width: int, depth: int, max_nodes: int) -> None:
         super().__init__(acceptance, cost, width, depth, max_nodes)
-        self.payoff: Payoff = Payoff(acceptance, cost, width, depth, max_nodes, fixed_depth=True)
+        self.modes: ModeChoice = ModeChoice(acceptance, cost, width, depth, max_nodes, fixed_depth=True)
 
     def choose(self, batch: Batch, tree: DraftTree) -> Ints:
         if len(batch.recalled):
@@ -290,8 +314,7 @@ class Uniform(Fixed):
         size, kv = batch.size, batch.kv_tokens
         seconds = self.cost.draft_seconds(size, kv, batch.backlog, tree.depth, drafted_nodes(tree))
         rates = (size + accepted) / (seconds + self.cost.verify_seconds(size, kv, size + nodes.astype(np.float64)))
-        best = max(int(rates.argmax()), int(self.payoff.probing))
-        self.payoff.found(float(rates[best]))
+        best = max(int(rates.argmax()), int(self.modes.trying))
         return np.sort(order[place < best])
 
 

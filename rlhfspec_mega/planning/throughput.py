@@ -220,7 +220,7 @@ def throughput_of(
         acceptance: of the engine's draft; None: it has none, and the arguments from `temperature` on are not used.
         length: tokens of prompt and response of a typical sample.
         width, depth, max_nodes: of the drafting policy.
-        fixed_depth: see `Payoff`.
+        fixed_depth: see `ModeChoice`.
         recall_gain: how many times faster than plain steps are those with draft tokens from earlier text; taken to be
             the same for all batch sizes.
     """

@@ -22,6 +22,8 @@ NO_MATCH, OTHER_FOLLOWS, MATCHED = 0, 1, 2
 # Most accepted tokens of a sample that the draft may leave unread during plain steps. Many, because reading tokens
 # costs as much as drafting them, and few samples are left once a batch has become small enough to draft for.
 BACKLOG = 256
+# Plain steps, or as many inputs of others, of which the target's hidden states are kept as its pass has put them out.
+STEPS_KEPT = 64
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Batch:
         backlog: accepted tokens, of all samples together, that the draft has not read yet; its first pass reads them.
         samples: serial number of each sample in its engine, under which what is learnt about it is kept.
         recalled: predicted survival of the draft tokens that earlier text gives.
+        draftable: whether there is a draft model to run.
     """
 
     lengths: Ints
@@ -45,6 +48,7 @@ class Batch:
     backlog: int
     samples: Ints
     recalled: Floats = field(default_factory=lambda: np.zeros(0))
+    draftable: bool = True
 
     @property
     def size(self) -> int:
@@ -163,14 +167,28 @@ class Recall(NamedTuple):
 class DraftingPolicy(Protocol):
     """Decides in each step how many layers to draft and which nodes to verify. One engine calls it in this order:
 
-        recall -> depth -> (add_layer -> expand)* -> add_recalled -> choose -> observe
+        follows (when samples join the batch)
+        rests -> recall -> depth -> (add_layer -> expand)* -> add_recalled -> choose -> observe
+              -> rested
 
-    All methods but `observe` depend only on their arguments and on what was observed before.
+    A step of which `rests` says so is plain, without further questions. All methods but `observe` and `rested` depend
+    only on their arguments and on what was observed before.
     """
 
     width: int  # most children per drafted node
     max_depth: int  # most layers that `depth` returns
     max_nodes: int  # most nodes of one sample that `choose` returns
+
+    def follows(self, size: int) -> bool:
+        """Whether the draft is to follow samples that join a batch, now of this size: else it never drafts for them."""
+        return True
+
+    def rests(self, size: int) -> bool:
+        """Whether the next step, of so many samples, is plain by a decision that still holds."""
+        return False
+
+    def rested(self, samples: Ints, kv_tokens: int, seconds: float) -> None:
+        """Learn from such a step; `samples` are the numbers of its samples (`Batch.samples`)."""
 
     def recall(self, batch: Batch) -> Recall | None:
         """What earlier text is asked for in this step; None: nothing."""

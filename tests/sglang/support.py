@@ -14,7 +14,7 @@ from rlhfspec_mega.config.schema.generation import RolloutConfig, SGLangConfig, 
 from rlhfspec_mega.draft.directory import load_target_ids, read_draft_shape
 from rlhfspec_mega.draft.shape import DraftShape
 from rlhfspec_mega.models.hf_config import read_shape
-from rlhfspec_mega.planning.tree import Batch, DraftTree, StepRecord
+from rlhfspec_mega.planning.tree import Batch, DraftingPolicy, DraftTree, StepRecord
 from rlhfspec_mega.rollout.sglang_engine.choice import DraftingControl
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.rollout.sglang_engine.kv import KvAccess, kv_shapes
@@ -25,7 +25,7 @@ from rlhfspec_mega.workers.sglang_engine import SGLangEngineWorker
 FP32: dict[str, Any] = {"dtype": "float32", "max_positions": 300, "slots": 32}
 
 
-class Chains:
+class Chains(DraftingPolicy):
     """A drafting policy: chains of so many draft tokens for all, however little they promise."""
 
     width = 1

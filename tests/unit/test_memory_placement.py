@@ -31,6 +31,7 @@ from rlhfspec_mega.planning.memory import (
     stage_memory,
 )
 from rlhfspec_mega.planning.placement import ACTOR, ENGINE, PlacementRequest, colocated, separate
+from rlhfspec_mega.planning.tree import STEPS_KEPT
 from rlhfspec_mega.rollout.torch_engine.cache import KVCache
 from rlhfspec_mega.rollout.torch_engine.drafter import Drafter
 
@@ -118,9 +119,10 @@ def test_draft_memory_of_an_engine_is_that_of_its_tensors(dtype: str, torch_dtyp
     policy = SimpleNamespace(width=4, max_nodes=10, max_depth=4)  # draws from up to 12 nodes
     drafter = Drafter(draft, model, policy, slots=3)  # type: ignore[arg-type]
     room = KVCache(WIDE, slots=3, places=policy.max_nodes, dtype=torch_dtype, device="cpu").kv
-    tensors = [*drafter.model.tensors().values(), drafter.cache.kv, drafter._features, room]
+    tensors = [*drafter.model.tensors().values(), drafter.cache.kv, drafter.unread.features, room]
     scores = WIDE.vocab_size * (24 * 3 * 10 + 8 * 3 * 4)  # at draft tokens, and noise for every layer of them
-    real = sum(tensor.nbytes for tensor in tensors) + scores
+    as_put_out = 2 * STEPS_KEPT * drafter.unread.features[:, 0].nbytes  # states of prefixes, and of later steps
+    real = sum(tensor.nbytes for tensor in tensors) + as_put_out + scores
     assert draft_memory(draft, draft_plan(engine_dtype=dtype)).engine == real
 
 

@@ -142,15 +142,17 @@ def test_a_collapse_may_be_said_without_stopping() -> None:
 
 def test_control_steps_measure_what_speculation_gains() -> None:
     policy = MonitoredPolicy(RandomTrees(0), collapse_ratio=0.5)
-    policy.policy.depth = lambda batch: 1  # type: ignore[method-assign]
+    policy.policy.rests = lambda size: False  # type: ignore[method-assign]
     plain = 0
     for _ in range(10 * CONTROL_EVERY):
-        policy.recall(batch())
-        drafted = policy.depth(batch()) > 0
+        drafted = not policy.rests(batch().size)
         plain = 0 if drafted else plain + 1
         # 15 tokens in 2 seconds against 10 in 1.6: 0.133 against 0.16 seconds a token. Other plain steps are slow.
         seconds = 1.6 if plain == CONTROL_STEPS else 9.0
-        policy.observe(step(5, 2.0) if drafted else step(0, seconds, drafted=False))
+        if drafted:
+            policy.observe(step(5, 2.0))
+        else:
+            policy.rested(batch().samples, batch().kv_tokens, seconds)
         assert plain <= CONTROL_STEPS
     tally = policy.take_tally()
     assert tally.paired_seconds == pytest.approx(20.0), "ten controls"
@@ -161,13 +163,13 @@ def test_control_steps_measure_what_speculation_gains() -> None:
 @pytest.mark.parametrize(("left", "new", "pairs"), [(9, 0, 1), (8, 0, 0), (8, 2, 0), (9, 1, 1)])
 def test_a_control_is_compared_with_a_step_of_nearly_the_same_samples(left: int, new: int, pairs: int) -> None:
     policy = MonitoredPolicy(RandomTrees(0), collapse_ratio=0.5)
-    policy.policy.depth = lambda batch: 1  # type: ignore[method-assign]
+    policy.policy.rests = lambda size: False  # type: ignore[method-assign]
     samples = np.array([*range(left), *range(100, 100 + new)])
     for _ in range(FIRST_CONTROL + CONTROL_STEPS):
-        policy.recall(batch())
-        drafted = policy.depth(batch()) > 0
-        record = step(5, 2.0) if drafted else step(0, 1.6, drafted=False)
-        policy.observe(record if drafted else replace(record, batch=replace(batch(), samples=samples, lengths=samples)))
+        if policy.rests(batch().size):
+            policy.rested(samples, 100, 1.6)
+        else:
+            policy.observe(step(5, 2.0))
     assert policy.take_tally().paired_seconds == pytest.approx(2.0 * pairs)
 
 

@@ -206,7 +206,7 @@ def test_a_policy_learns_what_it_reads(name: str, costs: bool, acceptance: bool)
     rng, taught, model = np.random.default_rng(0), Taught(), AcceptanceModel()
     policy = any_policy(name, model, taught)
     for _ in range(COSTS_AT_FIRST + 10 * COSTS_EVERY):
-        decode_step(policy, make_batch(2, rng), constant(0.5), rng)
+        decode_step(policy, make_batch(2, rng), constant(0.9), rng)
     if costs:  # of both kinds of steps a fourth, but of plain ones none that follows a draft closely
         assert COSTS_AT_FIRST - 2 * SETTLING <= taught.shown <= COSTS_AT_FIRST + 20
     else:
@@ -237,8 +237,8 @@ def test_drafting_is_deep_where_it_pays_and_stops_where_it_does_not() -> None:
     flat, linear = cost_of(*FLAT), cost_of(*LINEAR)
     assert mean_depth(Adaptive(AcceptanceModel(), flat, 2, 8), 0.999, 4, 60, rng) > 7.5
     assert mean_depth(Adaptive(AcceptanceModel(), flat, 2, 8), 0.5, 4, 100, rng) > 2
-    assert mean_depth(Adaptive(AcceptanceModel(), linear, 2, 8), 0.7, 4, 60, rng) < 0.1
-    # Drafting a layer costs half a plain step, and hardly anything is accepted. Probes remain.
+    assert mean_depth(Adaptive(AcceptanceModel(), linear, 2, 8), 0.7, 4, 300, rng) < 0.1
+    # Drafting a layer costs half a plain step, and hardly anything is accepted. Trials remain.
     hopeless = Adaptive(AcceptanceModel(), cost_of(5e-3, 1e-4, 3e-3, 1e-4), 2, 8)
     assert mean_depth(hopeless, 0.02, 4, 200, rng) < 0.1
 
@@ -258,12 +258,12 @@ def test_uniform_drafts_only_where_all_its_layers_pay() -> None:
     assert mean_depth(Uniform(AcceptanceModel(), shallow, 1, 8, 8), 0.55, 4, 100, rng) <= 1
 
 
-def test_a_probe_of_uniform_verifies_and_finds_a_recovery() -> None:
+def test_a_trial_of_uniform_verifies_and_finds_a_recovery() -> None:
     rng = np.random.default_rng(6)
     policy = Uniform(AcceptanceModel(), cost_of(5e-3, 1e-4, 3e-4, 1e-5), 1, 2, 2)
     broken = [decode_step(policy, make_batch(4, rng), constant(0.01), rng) for _ in range(500)]
     probes = [r for r in broken[200:] if r.tree.depth]
-    assert probes and all(len(r.chosen) == 4 for r in probes) and len(probes) < 60
+    assert probes and all(len(r.chosen) >= 4 for r in probes) and len(probes) < 60
     recovered = [decode_step(policy, make_batch(4, rng), constant(0.95), rng) for _ in range(600)]
     assert np.mean([r.tree.depth for r in recovered[-100:]]) > 1.5
 

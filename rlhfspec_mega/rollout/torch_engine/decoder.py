@@ -15,10 +15,11 @@ from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.planning.memory import LOGITS_AT_ONCE
 from rlhfspec_mega.planning.tree import ROOT, Batch, Bools, DraftingPolicy, DraftTree, Ints, StepRecord
 from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, KVCache
-from rlhfspec_mega.rollout.torch_engine.drafter import Drafter, Features, GrownTree
+from rlhfspec_mega.rollout.torch_engine.drafter import Drafter, GrownTree
 from rlhfspec_mega.rollout.torch_engine.recall import join, recall
 from rlhfspec_mega.rollout.torch_engine.scheduler import Admission
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState, StepNoise
+from rlhfspec_mega.rollout.torch_engine.unread import Features
 from rlhfspec_mega.rollout.torch_engine.verification import Verification, plain, with_drafts
 from rlhfspec_mega.sampling.select import Selection, best_tokens
 from rlhfspec_mega.sampling.verify import accepted_nodes
@@ -101,6 +102,12 @@ class Decoder:
             for slot in range(len(self.slots.tokens)):
                 self.drafter.admit(slot, None, ())
 
+    def follower(self, size: int) -> Drafter | None:
+        """The drafter, if it is to follow samples that make a batch of this size."""
+        if self.drafter is None or self._policy is None or not self.drafting:
+            return None
+        return self.drafter if self._policy.follows(size) else None
+
     def admit(self, admission: Admission) -> None:
         """Put the samples of a group into their slots."""
         first, samples, kv, past = admission
@@ -114,7 +121,7 @@ class Decoder:
             if not self.drafting:
                 past = None  # plain steps would not keep it up to date
             elif kv is None:
-                past = self.drafter.empty_past()
+                past = self.drafter.empty_past() if self.follower(first + len(samples)) else None
             for slot, sample in enumerate(samples, start=first):
                 self.drafter.admit(slot, past, sample.sequence)
 
@@ -130,14 +137,30 @@ class Decoder:
     def step(self, batch: int) -> Decoded:
         """Decode at least one token of each of the first `batch` slots."""
         drafter = self.drafter if self.drafting else None
-        if self._policy is not None and (drafter or self.history):
-            decoded = self._speculate(self._policy, drafter, batch)
+        policy = self._policy if drafter or self.history else None
+        if policy is None:
+            decoded = self._plain(None, batch)
+        elif policy.rests(batch):
+            decoded = self._rest(policy, drafter, batch)
         else:
-            verification = plain(self.slots.tokens[:batch], self.slots.lengths[:batch])
-            noise = StepNoise(self.slots, batch, 1)
-            decoded = self._accept(verification, self._select(verification, noise, None), None)[0]
+            decoded = self._speculate(policy, drafter, batch)
         if self.history:
             self.history.extend(decoded.tokens, decoded.counts)
+        return decoded
+
+    def _plain(self, features: Features | None, batch: int) -> Decoded:
+        verification = plain(self.slots.tokens[:batch], self.slots.lengths[:batch])
+        noise = StepNoise(self.slots, batch, 1)
+        return self._accept(verification, self._select(verification, noise, features), features)[0]
+
+    def _rest(self, policy: DraftingPolicy, drafter: Drafter | None, batch: int) -> Decoded:
+        """A plain step in which nothing is asked; the draft can still follow the samples."""
+        started, slots = time.perf_counter(), self.slots
+        samples, kv_tokens = slots.numbers[:batch].copy(), int(slots.lengths[:batch].sum())
+        if drafter:
+            drafter.make_room(batch)
+        decoded = self._plain(drafter.tap(batch) if drafter else None, batch)
+        policy.rested(samples, kv_tokens, time.perf_counter() - started)
         return decoded
 
     def _speculate(self, policy: DraftingPolicy, drafter: Drafter | None, batch: int) -> Decoded:
@@ -147,8 +170,9 @@ class Decoder:
             generated=slots.generated[:batch].copy(),
             remaining=slots.remaining[:batch].copy(),
             temperatures=slots.host_temperatures[:batch].copy(),
-            backlog=int(drafter.unread[:batch].sum()) if drafter else 0,
+            backlog=int(drafter.unread.counts[:batch].sum()) if drafter else 0,
             samples=slots.numbers[:batch].copy(),
+            draftable=drafter is not None and drafter.follows_most(batch),
         )
         state, grown, noise = self._draft(policy, drafter, state)
         tree, chosen = grown.tree, np.zeros(0, np.int64)
@@ -157,7 +181,7 @@ class Decoder:
         noise = noise or StepNoise(slots, batch, 1 + int(tree.depths[chosen].max(initial=0)))
         last, lengths = slots.tokens[:batch], slots.lengths[:batch]
         verification = with_drafts(last, lengths, tree, chosen, grown.tokens) if len(chosen) else plain(last, lengths)
-        features = Features(drafter.model.shape.taps) if drafter else None
+        features = drafter.tap(batch) if drafter else None
         proposed = time.perf_counter()
         decoded, accepted = self._accept(verification, self._select(verification, noise, features), features)
         record = StepRecord(
@@ -221,8 +245,7 @@ class Decoder:
         else:
             rows, depths, counts = inputs.rows, verification.depths, np.ones(batch, np.int64)
         if features is not None and self.drafter is not None:
-            states = features.concatenated()
-            self.drafter.accept(rows, depths, states if taken is None else states[taken], choices, counts)
+            self.drafter.unread.add(features.outputs(), taken, choices, counts)
         last = torch.from_numpy(np.cumsum(counts) - 1).to(choices.device)
         self.slots.grow(choices[last], counts)
         accepted = np.zeros(0, np.bool_)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -11,30 +12,25 @@ from rlhfspec_mega.draft.model import DraftModel
 from rlhfspec_mega.draft.shape import TAPS, DraftShape
 from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.planning.memory import LOGITS_AT_ONCE
-from rlhfspec_mega.planning.tree import BACKLOG, ROOT, Batch, Bools, DraftingPolicy, DraftTree, Ints, most_drafted
+from rlhfspec_mega.planning.tree import (
+    BACKLOG,
+    ROOT,
+    STEPS_KEPT,
+    Batch,
+    Bools,
+    DraftingPolicy,
+    DraftTree,
+    Ints,
+    most_drafted,
+)
 from rlhfspec_mega.rollout.protocol import DraftPast
 from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, Inputs, KVCache, number_in_row
+from rlhfspec_mega.rollout.torch_engine.prefixes import PrefixPast, UnreadPrefixes
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState, StepNoise
+from rlhfspec_mega.rollout.torch_engine.unread import Features, Unread
 
 
-class Features:
-    """A tap (`models.transformer.Tap`) that keeps the target's hidden states that the draft takes as input.
-
-    Args:
-        layers: layers whose outputs are kept; a layer may be listed twice.
-    """
-
-    def __init__(self, layers: tuple[int, ...]) -> None:
-        self._layers = layers
-        self._outputs: dict[int, torch.Tensor] = {}
-
-    def __call__(self, layer: int, output: torch.Tensor) -> None:
-        if layer in self._layers:
-            self._outputs[layer] = output
-
-    def concatenated(self) -> torch.Tensor:
-        """[tokens, layers * hidden] of the last forward pass, in the order of `layers`."""
-        return torch.cat([self._outputs[layer] for layer in self._layers], dim=-1)
+FOLLOWED_SHARE = 7 / 8  # of a batch for which drafting is worth a thought
 
 
 class GrownTree:
@@ -52,7 +48,7 @@ class GrownTree:
 
 
 class Drafter:
-    """The draft's weights, its KV cache, and the features that it has not processed yet, by slot.
+    """The draft's weights, its KV cache, and the tokens that it has not read yet, by slot.
 
     Entry t of the cache is computed from the target's hidden states at position t and the token at t + 1. Entries of
     tree nodes lie behind the committed entries of the longest sample, at the same places in every slot. "Reading" a
@@ -65,7 +61,7 @@ class Drafter:
 
     Attributes:
         max_unread: most unread tokens that a slot can hold.
-        unread: int64 on the host [slots], number of accepted tokens that have no entry yet.
+        unread: accepted tokens that have no entry yet.
     """
 
     def __init__(
@@ -86,42 +82,63 @@ class Drafter:
         places = target.max_positions + self._most_drafted
         self.cache = KVCache(shape, slots=slots, places=places, dtype=weights.dtype, device=weights.device)
         self.max_unread = BACKLOG + policy.max_depth + 1
-        size = (slots, self.max_unread, TAPS * shape.hidden_size)
-        self._features = torch.zeros(size, dtype=weights.dtype, device=weights.device)
-        self._tokens = torch.zeros(slots, self.max_unread, dtype=torch.int64, device=weights.device)
+        width = TAPS * shape.hidden_size
+        self.unread = Unread(slots, self.max_unread, width, dtype=weights.dtype, device=weights.device)
         self._read = np.zeros(slots, np.int64)
-        self._has_state = np.zeros(slots, np.bool_)  # false: the sample was admitted without a state of the draft
-        self.unread = np.zeros(slots, np.int64)
+        self._prefixes: list[PrefixPast | None] = [None] * slots  # where the KV of the prefix is not in the cache yet
+        self._unread_prefixes: WeakSet[UnreadPrefixes] = WeakSet()  # those that somebody may still ask for
 
     # Samples in slots
 
-    def admit(self, slot: int, past: DraftPast | None, tokens: Sequence[int]) -> None:
+    def new_prefixes(self, tokens: torch.Tensor) -> UnreadPrefixes:
+        """For a prefill of the prefixes [n, longest + 1]."""
+        found = UnreadPrefixes(self.model, tokens)
+        self._unread_prefixes.add(found)
+        return found
+
+    def bound_prefixes(self) -> None:
+        """Read prefixes if states of more than STEPS_KEPT positions for each slot are kept."""
+        room = STEPS_KEPT * len(self._read)
+        for prefixes in sorted(self._unread_prefixes, key=lambda one: -one.size):
+            if sum(one.size for one in self._unread_prefixes) <= room:
+                break
+            prefixes.read()
+
+    def admit(self, slot: int, past: DraftPast | PrefixPast | None, tokens: Sequence[int]) -> None:
         """Put a sample with these tokens into a slot; with `past` None, nothing is drafted for it."""
-        self._has_state[slot] = past is not None
-        self._read[slot] = self.unread[slot] = 0
-        if past is not None:
-            unread = len(past.features)
+        self._read[slot], self._prefixes[slot] = 0, None
+        self.unread.end(slot)
+        if isinstance(past, PrefixPast):
+            self._read[slot], self._prefixes[slot] = past.entries, past
+        elif past is not None:
             self.cache.fill(slot, 1, past.kv)
-            self._read[slot], self.unread[slot] = past.kv.shape[3], unread
-            self._features[slot, :unread] = past.features
-            self._tokens[slot, :unread] = torch.tensor(tokens[len(tokens) - unread :], device=self._tokens.device)
+            self._read[slot] = past.kv.shape[3]
+        if past is not None:
+            self.unread.begin(slot, past.features, tokens)
 
     def empty_past(self) -> DraftPast:
         """The draft's state for a sample of one token, of which there is nothing to read yet."""
-        return DraftPast(self.cache.prefix(0, 0), self._features[0, :0])
+        return DraftPast(self.cache.prefix(0, 0), self.unread.features[0, :0])
 
     def move(self, source: int, target: int) -> None:
         """Copy one slot over another."""
-        self.cache.move(source, target, int(self._read[source]))
-        unread = int(self.unread[source])
-        for values in (self._features, self._tokens):
-            values[target, :unread] = values[source, :unread]
-        for array in (self._read, self._has_state, self.unread):
-            array[target] = array[source]
+        read = self._read[target] = self._read[source]
+        if read and self._prefixes[source] is None:
+            self.cache.move(source, target, int(read))
+        self._prefixes[target], self._prefixes[source] = self._prefixes[source], None
+        self.unread.move(source, target)
+
+    def tap(self, batch: int) -> Features | None:
+        """What keeps the target's states in a step, if any of the first samples is followed."""
+        return Features(self.model.shape.taps) if self.unread.followed(batch).any() else None
+
+    def follows_most(self, batch: int) -> bool:
+        """Whether nearly all of the first samples are followed."""
+        return bool(np.count_nonzero(self.unread.followed(batch)) >= FOLLOWED_SHARE * batch)
 
     def has_state(self, slot: int) -> bool:
         """Whether the draft has a state for a slot's sample; if not, nothing is drafted for it."""
-        return bool(self._has_state[slot])
+        return bool(self.unread.followed(slot + 1)[slot])
 
     def past(self, slot: int, with_kv: bool = True) -> DraftPast | None:
         """The draft's state for a slot's sample, as `admit` takes it; None if there is none.
@@ -129,24 +146,12 @@ class Drafter:
         Args:
             with_kv: if false, the KV in it is empty.
         """
-        if not self._has_state[slot]:
+        if not self.has_state(slot):
             return None
+        self.unread.gather()
+        self._read_prefixes(slot + 1)
         kv = self.cache.prefix(slot, int(self._read[slot]) if with_kv else 0).clone()
-        return DraftPast(kv, self._features[slot, : self.unread[slot]].clone())
-
-    def accept(
-        self, rows: torch.Tensor, columns: torch.Tensor, features: torch.Tensor, tokens: torch.Tensor, counts: Ints
-    ) -> None:
-        """Queue a step's new tokens for reading: column i of a row is the i-th of its counts[row] new tokens.
-
-        Args:
-            features: [n, TAPS * hidden], the target's hidden states at the position before each new token.
-            tokens: int64 [n], the new tokens.
-        """
-        places = torch.from_numpy(self.unread).to(rows.device)[rows] + columns
-        self._features[rows, places] = features
-        self._tokens[rows, places] = tokens
-        self.unread[: len(counts)] += np.where(self._has_state[: len(counts)], counts, 0)
+        return DraftPast(kv, self.unread.features[slot, : self.unread.counts[slot]].clone())
 
     def committed_positions(self, slot: int) -> int:
         """Number of committed entries of a slot's sample; 0 if the draft has no state for it."""
@@ -162,34 +167,29 @@ class Drafter:
             batch: slots in use; `slots` are among the first so many.
         """
         counts = np.zeros(batch, np.int64)
-        counts[list(slots)] = np.maximum(self.unread[list(slots)] - 1, 0)
-        if not counts.any():
-            return
-        self._read_unread(counts)
-        for slot in np.flatnonzero(counts):
-            left = slice(int(counts[slot]), int(counts[slot] + self.unread[slot]))
-            for values in (self._features, self._tokens):
-                values[slot, : self.unread[slot]] = values[slot, left].clone()
+        counts[list(slots)] = np.maximum(self.unread.counts[list(slots)] - 1, 0)
+        if counts.any():
+            self._read_unread(counts)
 
     # Drafting
 
     def can_draft(self, batch: Batch) -> Bools:
         """bool [batch]: samples that the draft has a state for and that may still get more than one token."""
-        return self._has_state[: batch.size] & (self.unread[: batch.size] > 0) & (batch.remaining > 1)
+        return (self.unread.counts[: batch.size] > 0) & (batch.remaining > 1)
 
     def make_room(self, batch: int) -> None:
         """Read all tokens if a slot might not have room for those of another step; then nothing can be drafted."""
-        if self.unread[:batch].max(initial=0) >= BACKLOG:
-            self._read_unread(self.unread[:batch].copy())
+        if self.unread.counts[:batch].max(initial=0) >= BACKLOG:
+            self._read_unread(self.unread.counts[:batch].copy())
 
     def grow(self, batch: Batch, slots: SlotState, noise: StepNoise, depth: int) -> GrownTree:
         """Grow a tree of up to `depth` layers; the policy chooses the nodes to expand and may stop earlier."""
-        grown, able = GrownTree(self._tokens.device), np.flatnonzero(self.can_draft(batch))
+        grown, able = GrownTree(self.unread.tokens.device), np.flatnonzero(self.can_draft(batch))
         tree = grown.tree
         if not len(able):
             self.make_room(batch.size)
             return grown
-        states = self._read_unread(self.unread[: batch.size].copy())
+        states = self._read_unread(self.unread.counts[: batch.size].copy())
         if len(able) < batch.size:
             states = states[torch.from_numpy(able).to(states.device)]
         rows, parents = able, np.full(len(able), ROOT)
@@ -280,14 +280,16 @@ class Drafter:
         Returns:
             [batch, hidden], the draft's output at the last token read in each slot; undefined where counts[i] is 0.
         """
-        batch, device = len(counts), self._tokens.device
+        batch, device, unread = len(counts), self.unread.tokens.device, self.unread
+        unread.gather()
+        self._read_prefixes(batch)
         rows = np.repeat(np.arange(batch), counts)
         columns = number_in_row(rows)
         places = self._read[rows] + columns
         end = int((self._read[:batch] + counts).max())
         device_rows, device_columns, device_places = (torch.from_numpy(a).to(device) for a in (rows, columns, places))
         inputs = Inputs(
-            tokens=self._tokens[device_rows, device_columns],
+            tokens=unread.tokens[device_rows, device_columns],
             positions=device_places,
             rows=device_rows,
             columns=device_columns,
@@ -296,12 +298,19 @@ class Drafter:
             batch=batch,
             queries=int(counts.max()),
         )
-        states = self.model.fuse(self._features[device_rows, device_columns])
+        states = self.model.fuse(unread.features[device_rows, device_columns])
         put_out = self.model.advance(inputs.tokens, states, inputs.positions, CachedAttention(self.cache, inputs))
         last = np.maximum(np.cumsum(counts) - 1, 0)
         self._read[:batch] += counts
-        self.unread[:batch] -= counts
+        unread.drop_first(counts)
         return put_out[torch.from_numpy(last).to(device)]
+
+    def _read_prefixes(self, batch: int) -> None:
+        """Put the KV of the prefixes of the first slots in the cache."""
+        for slot, past in enumerate(self._prefixes[:batch]):
+            if past is not None:
+                self._prefixes[slot] = None
+                self.cache.fill(slot, 1, past.kv())
 
 
 def _extended(above: Bools, columns: Ints) -> Bools:

@@ -226,7 +226,7 @@ class TorchEngine(UpdatedEngine):
             check_draft_past(snapshot, drafter.empty_past(), drafter.max_unread)
         sample = self._held[snapshot.request.sample_id] = LiveSample.of(snapshot)
         kv, draft, device = snapshot.kv, snapshot.draft, self._decoder.cache.kv.device
-        if kv is None or (self._decoder.drafting and draft is None):
+        if kv is None or (draft is None and self._decoder.follower(len(self._scheduler.active) + 1)):
             self._scheduler.enqueue_first(sample, None, None)
         else:
             draft = DraftPast(draft.kv.to(device), draft.features.to(device)) if draft else None
@@ -317,8 +317,8 @@ class TorchEngine(UpdatedEngine):
             if not groups:
                 return False
             self._counts["prefill_tokens"] += sum(len(group.prefix) for group in groups)
-            drafter = self._decoder.drafter if self._decoder.drafting else None
-            self._prefill = Prefill(self._model, drafter.model if drafter else None, groups)
+            active = len(self._scheduler.active) + sum(len(group.members) for group in groups)
+            self._prefill = Prefill(self._model, self._decoder.follower(min(active, self._scheduler.slots)), groups)
         if self._prefill.advance(self._prefill_chunk):
             self._prefill = None
         return True

@@ -12,8 +12,9 @@ from rlhfspec_mega.history.index import History
 from rlhfspec_mega.history.propose import Proposed
 from rlhfspec_mega.planning.acceptance import MATCH_CELLS
 from rlhfspec_mega.planning.cost import StepCost, step_cost
-from rlhfspec_mega.planning.strategy import SETTLING, index_within_row
-from rlhfspec_mega.planning.tree import ROOT, Batch, DraftTree, Ints, Recall, StepRecord
+from rlhfspec_mega.planning.modes import SETTLING
+from rlhfspec_mega.planning.strategy import index_within_row
+from rlhfspec_mega.planning.tree import ROOT, Batch, DraftingPolicy, DraftTree, Ints, Recall, StepRecord
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.types import GenerationRequest
 
@@ -43,7 +44,7 @@ SHAPES = (Shape(0, 0, 0), Shape(1, 0, 1), Shape(3, 1, 3), Shape(6, 1, 6), Shape(
 CATCHING_UP = Shape(1, 0, 1, after=7)
 
 
-class ScriptedPolicy:
+class ScriptedPolicy(DraftingPolicy):
     """Implements `DraftingPolicy`: drafts trees of a given shape and records the cost of each step.
 
     Attributes:

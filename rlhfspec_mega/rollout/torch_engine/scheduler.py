@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from rlhfspec_mega.rollout.protocol import DraftPast, LiveSample
+from rlhfspec_mega.rollout.torch_engine.prefixes import PrefixPast
 
 
 @dataclass
@@ -29,7 +30,7 @@ class PrefixGroup:
     prefix: tuple[int, ...]
     members: list[LiveSample]
     kv: torch.Tensor | None = None
-    draft: DraftPast | None = None
+    draft: DraftPast | PrefixPast | None = None
 
     @property
     def ready(self) -> bool:
@@ -42,7 +43,7 @@ class Admission(NamedTuple):
     first: int
     samples: list[LiveSample]
     kv: torch.Tensor | None
-    draft: DraftPast | None
+    draft: DraftPast | PrefixPast | None
 
 
 class Move(NamedTuple):

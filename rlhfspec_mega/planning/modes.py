@@ -1,0 +1,232 @@
+"""Which way to make a step pays at a batch size: measured, forecast where nothing was measured, and tried anew."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlhfspec_mega.planning.acceptance import AcceptanceModel
+from rlhfspec_mega.planning.cost import CostModel
+from rlhfspec_mega.planning.payoff import Forecast, StepView, drafting_rate
+from rlhfspec_mega.planning.tree import StepRecord
+from rlhfspec_mega.types import BATCH_BUCKETS, DECODE_MODES, batch_bucket
+
+# A plain step; one with draft tokens from history; one for which the draft model runs, too. See DECODE_MODES.
+PLAIN, RECALLED, DRAFTED = range(len(DECODE_MODES))
+
+# Steps for which a decision is kept while the batch stays in its bucket, at first, and after the same decision again and
+# again: deciding itself takes time.
+HOLD_STEPS, LONGEST_HOLD = 8, 128
+FORECAST_EVERY = 64  # steps between two forecasts
+HYSTERESIS = 1.02  # by which another mode must be better than the one in use
+FORECAST_WEIGHT = 6.0  # plain steps' time for which a forecast counts beside what was measured
+MEMORY = 250.0  # plain steps' time after which what was measured counts a third
+FIRST_GAIN = 1.05  # of history, before it was tried
+MOST_WORK = 4.0  # times the mode's usual work: a step that takes longer was interrupted
+
+FOLLOWED_GAIN = 0.97  # of drafting, below which it is not expected to pay again
+FOLLOWED_BEFORE = 64  # steps before a trial
+TRIAL_STEPS = 4  # of a mode that is not in use
+TRIAL_SHARE = 0.005  # share of the time that the trials of a mode may lose
+FIRST_TRIALS = 10  # the first one may lose so many times that share, the next ones less and less
+LEAST_LOST = 0.2  # plain steps' time that a trial is taken to lose at least
+TRIAL_AT_LATEST = 5000  # steps after which a mode is tried whatever it loses
+# Plain steps in a row before one whose time is used. The first plain steps after drafting take longer (see
+# `oversight.CONTROL_STEPS`); by them drafting would look better than it is.
+SETTLING = 3
+
+
+class ModeChoice:
+    """Chooses a mode for each step by its gain: tokens per second over those that plain steps are predicted to give.
+
+    By bucket of batch sizes, a mode's gain is the sum of its tokens, in those of plain steps, over that of its time, in
+    the time of plain steps, where older steps count less. So it contains all that a mode costs beside what models
+    predict. A forecast stands in until enough is measured. A mode that is not in use is tried for a few steps in a row,
+    as often as that loses a small share of the time.
+
+    Args:
+        width, depth, max_nodes: of the policy's trees.
+        fixed_depth: whether all usable layers are always drafted; otherwise drafting may end after any layer.
+
+    Attributes:
+        trying: whether the current step belongs to a trial.
+    """
+
+    def __init__(
+        self, acceptance: AcceptanceModel, cost: CostModel, width: int, depth: int, max_nodes: int, fixed_depth: bool
+    ) -> None:
+        self._cost, self._max_nodes, self._fixed_depth = cost, max_nodes, fixed_depth
+        self._forecast = Forecast(acceptance, width, depth)
+        self._depth = depth
+        self._rates: dict[int, float] = {}  # forecasts by batch size
+        modes = len(DECODE_MODES)
+        self._measured = np.zeros((BATCH_BUCKETS, modes, 2))  # decayed sums of tokens and time; see above
+        self._overall = np.zeros((modes, 2))
+        self._forecast_gains = np.zeros(BATCH_BUCKETS)  # of drafting, when last looked at
+        self._kept = np.full(2, FORECAST_WEIGHT)  # decayed sums: what drafting gave, and what was forecast for it
+        self._tally = np.zeros((BATCH_BUCKETS, modes, 2))
+        self._steps, self._plain_steps = 0, SETTLING
+        self._held, self._held_until, self._hold = (-1, PLAIN), 0, 0  # bucket and mode
+        self._rested, self._rest_bucket, self._rest_work = 0, 0, 0.0  # steps that `_learn` has not been told of
+        self._used = [PLAIN] * BATCH_BUCKETS  # the best mode when last looked at
+        self._trials = [0] * modes
+        self._due: dict[int, float] = {}  # steps at which modes are to be tried
+        self._trial, self._left, self._lost, self._beside = PLAIN, 0, 0.0, 1.0  # the last: gain of the mode in use
+        self.trying = False
+
+    def follows(self, size: int) -> bool:
+        """Whether samples of a batch of this size may come to be drafted for: it pays, or is unknown, at this size or a
+        smaller one, to which the batch will shrink, or it is soon to be tried."""
+        if self._steps >= self._due.get(DRAFTED, 0) - FOLLOWED_BEFORE:
+            return True
+        buckets = slice(batch_bucket(size) + 1)
+        forecast = self._forecast_gains[buckets]
+        tokens, work = (self._measured[buckets, DRAFTED]).T
+        gains = (tokens + FORECAST_WEIGHT * forecast * self._kept[0] / self._kept[1]) / (work + FORECAST_WEIGHT)
+        return bool(((forecast == 0.0) | (gains >= FOLLOWED_GAIN)).any())
+
+    def rests(self, size: int) -> bool:
+        """Whether steps of this batch size are plain for now."""
+        return self._left == 0 and self._steps < self._held_until and self._held == (batch_bucket(size), PLAIN)
+
+    def choose(self, step: StepView, usable: int, recalls: bool) -> int:
+        """The mode of a step.
+
+        Args:
+            usable: layers that the draft model may draft; 0 without one.
+            recalls: whether there is history.
+        """
+        self._end_rest()
+        bucket = batch_bucket(step.size)
+        able = [PLAIN, *([RECALLED] if recalls else []), *([DRAFTED] if usable else [])]
+        self.trying = self._left > 0 and self._trial in able
+        if self.trying:
+            return self._trial
+        if self._left:
+            self._end_trial()
+        if self._steps < self._held_until and self._held[0] == bucket and self._held[1] in able:
+            return self._held[1]
+        gains = {mode: self.gain(step, mode) for mode in able}
+        best = max(able, key=lambda mode: gains[mode] * (HYSTERESIS if mode == self._used[bucket] else 1.0))
+        self._used[bucket] = best
+        for mode in able[1:]:  # plain steps are measured by controls
+            if mode != best and self._trial_is_due(mode, 1.0 - gains[mode] / gains[best]):
+                self._trial, self._left, self._lost, self._beside = mode, TRIAL_STEPS, 0.0, gains[best]
+                self.trying = True
+                return mode
+        self._hold = min(2 * self._hold, LONGEST_HOLD) if self._held == (bucket, best) else HOLD_STEPS
+        self._held, self._held_until = (bucket, best), self._steps + self._hold
+        return best
+
+    def gain(self, step: StepView, mode: int) -> float:
+        """See above; 1 is the pace of plain steps."""
+        bucket = batch_bucket(step.size)
+        if mode == PLAIN:
+            expected = 1.0
+        elif mode == RECALLED:
+            expected = self.overall(mode) if self._overall[mode, 1] else FIRST_GAIN
+        else:
+            self._forecast_gains[bucket] = expected = self._forecast_gain(step)
+            expected *= float(self._kept[0] / self._kept[1])
+        tokens, work = self._measured[bucket, mode]
+        return float((tokens + FORECAST_WEIGHT * expected) / (work + FORECAST_WEIGHT))
+
+    def overall(self, mode: int) -> float:
+        """The gain over all batch sizes; 1 if nothing was measured."""
+        tokens, work = self._overall[mode] + FORECAST_WEIGHT
+        return float(tokens / work)
+
+    def observe(self, record: StepRecord, mode: int, step: StepView) -> None:
+        """Record a step that was made in a mode."""
+        plain, reading = float(step.verify_seconds(1)[0]), self._reading_seconds(record)
+        seconds = record.draft_seconds + record.verify_seconds
+        if self._cost.frozen or seconds <= 0.0:
+            seconds = step.draft_seconds(record.tree.depth, record.drafted)
+            seconds += float(step.verify_seconds(len(record.chosen) + 1)[-1])
+        tokens = 1.0 + int(record.accepted.sum()) / step.size
+        if self._left and mode == self._trial:
+            self._lost += seconds / plain - tokens / self._beside
+            self._left -= 1
+            if not self._left:
+                self._end_trial()
+        seconds -= min(reading, 0.5 * seconds)
+        self._steps += 1
+        if self._steps % FORECAST_EVERY == 0:
+            self._forecast.clear()
+            self._rates.clear()
+        settled = mode != PLAIN or self._plain_steps >= SETTLING
+        self._plain_steps = self._plain_steps + 1 if mode == PLAIN else 0
+        self._learn(batch_bucket(step.size), mode, tokens, seconds / plain, settled)
+
+    def rested(self, size: int, kv_tokens: int, seconds: float) -> None:
+        """Record a plain step that nothing was asked about."""
+        bucket = batch_bucket(size)
+        if bucket != self._rest_bucket:
+            self._end_rest()
+            self._rest_bucket = bucket
+        known = not self._cost.frozen and seconds > 0.0
+        self._rest_work += seconds / self._cost.plain_seconds(size, kv_tokens) if known else 1.0
+        self._rested += 1
+        self._steps += 1
+
+    def _end_rest(self) -> None:
+        """Learn from the steps of a rest."""
+        if self._rested:
+            steps, work = self._rested, self._rest_work
+            self._rested, self._rest_work = 0, 0.0
+            self._plain_steps += steps
+            self._learn(self._rest_bucket, PLAIN, float(steps), work)
+
+    def take_tally(self) -> tuple[list[float], list[float]]:
+        """Sums of tokens and of time since the last call; see `DraftingTally`."""
+        self._end_rest()
+        tokens, work = self._tally.reshape(-1, 2).T.tolist()
+        self._tally[:] = 0.0
+        return tokens, work
+
+    def _learn(self, bucket: int, mode: int, tokens: float, work: float, settled: bool = True) -> None:
+        """Add tokens and time, both in those of plain steps; time that has not settled is only counted."""
+        usual = self._overall[mode]
+        pace = usual[1] / usual[0] if usual[0] > FORECAST_WEIGHT else 1.0
+        self._tally[bucket, mode] += tokens, work
+        work = min(work, MOST_WORK * tokens * max(pace, 1.0))
+        if settled:
+            older = max(0.0, 1.0 - work / MEMORY)
+            for sums in (self._measured[bucket, mode], self._overall[mode]):
+                sums *= older
+                sums += tokens, work
+            if mode == DRAFTED and self._forecast_gains[bucket]:
+                self._kept *= older
+                self._kept += tokens, work * self._forecast_gains[bucket]
+
+    def _forecast_gain(self, step: StepView) -> float:
+        if step.size not in self._rates:
+            expected = self._forecast.for_batch(step.batch)
+            self._rates[step.size] = drafting_rate(
+                expected, self._cost, step.batch, self._depth, self._max_nodes, self._fixed_depth
+            )
+        return self._rates[step.size] * float(step.verify_seconds(1)[0]) / step.size
+
+    def _reading_seconds(self, record: StepRecord) -> float:
+        """Seconds that the draft took to read what plain steps had left unread: later steps have them, too."""
+        batch = record.batch
+        if not record.tree.depth or batch.backlog <= 2 * batch.size:
+            return 0.0
+        first = [self._cost.draft_seconds_scalar(batch.size, 0, unread, 1, 0) for unread in (batch.backlog, batch.size)]
+        return max(0.0, first[0] - first[1])
+
+    def _trial_is_due(self, mode: int, slower: float) -> bool:
+        if mode not in self._due:
+            unknown = mode == RECALLED and not self._overall[mode, 1]
+            self._plan_trial(mode, 0.0 if unknown else TRIAL_STEPS * slower)
+        return self._steps >= self._due[mode]
+
+    def _end_trial(self) -> None:
+        self._left = 0
+        self._plan_trial(self._trial, max(self._lost, LEAST_LOST))
+
+    def _plan_trial(self, mode: int, lost: float) -> None:
+        """Try a mode when a trial that loses the time of so many plain steps is a small share of the time; the first
+        trials, which tell most, come sooner."""
+        share = TRIAL_SHARE * max(1.0, FIRST_TRIALS / (1 + self._trials[mode]))
+        self._due[mode] = self._steps + min(lost / share, TRIAL_AT_LATEST)
+        self._trials[mode] += 1

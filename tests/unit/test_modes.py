@@ -1,0 +1,154 @@
+"""The choice among plain steps, history's tokens and the draft model: by what is measured, at a bounded price."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfspec_mega.planning.acceptance import AcceptanceModel
+from rlhfspec_mega.planning.cost import CostModel
+from rlhfspec_mega.planning.modes import DRAFTED, PLAIN, RECALLED, TRIAL_AT_LATEST, ModeChoice
+from rlhfspec_mega.planning.payoff import StepView
+from rlhfspec_mega.planning.tree import DraftTree, StepRecord
+from rlhfspec_mega.types import BATCH_BUCKETS, DECODE_MODES
+from tests.synthetic_drafts import make_batch
+from tests.unit.test_strategy import cost_of
+
+MACHINE = (1e-2, 1e-4, 2e-3, 1e-4)
+
+
+def measured_cost() -> CostModel:
+    cost = cost_of(*MACHINE)
+    cost.frozen = False
+    return cost
+
+
+def make_choice(cost: CostModel) -> ModeChoice:
+    return ModeChoice(AcceptanceModel(), cost, 4, 8, 32, fixed_depth=False)
+
+
+class Engine:
+    """Makes steps of true gains: a step gives 1 to 3 tokens per sample, in the time that the gain implies, with noise.
+
+    Attributes:
+        work: time of all steps, in that of plain steps.
+        tokens: of all steps, in those of plain steps.
+    """
+
+    def __init__(self, choice: ModeChoice, cost: CostModel, gains: dict[int, float], seed: int = 0) -> None:
+        self.choice, self.cost, self.gains = choice, cost, gains
+        self._random = np.random.default_rng(seed)
+        self.work = self.tokens = 0.0
+        self.modes: list[int] = []
+
+    def step(self, size: int) -> None:
+        batch = make_batch(size, self._random)
+        plain = self.cost.plain_seconds(size, batch.kv_tokens)
+        if self.choice.rests(size):
+            seconds = plain * self._random.uniform(0.9, 1.1)
+            self.choice.rested(size, batch.kv_tokens, seconds)
+            self._count(PLAIN, 1.0, seconds / plain)
+            return
+        step = StepView(batch, self.cost)
+        mode = self.choice.choose(step, 8 if DRAFTED in self.gains else 0, RECALLED in self.gains)
+        accepted = np.zeros(2 * size, bool)
+        accepted[: 0 if mode == PLAIN else self._random.integers(0, 2 * size + 1)] = True
+        tokens = 1.0 + accepted.sum() / size
+        # Time is what the mean tokens of the mode take at its true gain.
+        seconds = (1.0 if mode == PLAIN else 2.0) / self.gains[mode] * plain * self._random.uniform(0.9, 1.1)
+        record = StepRecord(batch, DraftTree(), np.arange(2 * size), accepted, 0, 0.0, seconds)
+        self.choice.observe(record, mode, step)
+        self._count(mode, tokens, seconds / plain)
+
+    def _count(self, mode: int, tokens: float, work: float) -> None:
+        self.modes.append(mode)
+        self.tokens += tokens
+        self.work += work
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from([1, 3, 24]),
+    st.floats(0.5, 2.0),
+    st.floats(0.3, 2.5),
+    st.integers(0, 1000),
+)
+def test_little_is_lost_against_the_best_mode_in_hindsight(size: int, recalled: float, drafted: float, seed: int) -> None:
+    cost = measured_cost()
+    gains = {PLAIN: 1.0, RECALLED: recalled, DRAFTED: drafted}
+    engine = Engine(make_choice(cost), cost, gains, seed)
+    for _ in range(3000):
+        engine.step(size)
+    assert engine.tokens / engine.work > 0.94 * max(gains.values())
+
+
+def test_what_was_measured_counts_more_than_the_forecast() -> None:
+    cost = measured_cost()
+    choice = make_choice(cost)
+    batch = make_batch(4, np.random.default_rng(0))
+    assert choice.choose(StepView(batch, cost), 8, False) == DRAFTED, "the forecast is good"
+    engine = Engine(choice, cost, {PLAIN: 1.0, DRAFTED: 0.6})
+    for _ in range(600):
+        engine.step(4)
+    assert set(engine.modes[:5]) == {DRAFTED} and set(engine.modes[-64:]) == {PLAIN}
+
+
+def test_a_mode_that_came_to_pay_is_found() -> None:
+    cost = measured_cost()
+    engine = Engine(make_choice(cost), cost, {PLAIN: 1.0, RECALLED: 0.8})
+    for _ in range(500):
+        engine.step(8)
+    assert set(engine.modes[-32:]) == {PLAIN}
+    engine.gains[RECALLED] = 1.8
+    for _ in range(3000):
+        engine.step(8)
+    assert engine.modes[-64:].count(RECALLED) > 56
+
+
+def test_trials_of_a_hopeless_mode_are_rare_and_never_cease() -> None:
+    cost = measured_cost()
+    engine = Engine(make_choice(cost), cost, {PLAIN: 1.0, DRAFTED: 0.05})
+    for _ in range(3 * TRIAL_AT_LATEST):
+        engine.step(8)
+    trials = engine.modes[500:].count(DRAFTED)
+    assert 0 < trials < 0.002 * len(engine.modes)
+
+
+def test_samples_are_followed_where_drafting_may_pay_for_them() -> None:
+    cost = measured_cost()
+    choice = make_choice(cost)
+    assert choice.follows(8), "nothing is known"
+    large = Engine(choice, cost, {PLAIN: 1.0, DRAFTED: 0.2})
+    for _ in range(300):
+        large.step(8)
+    assert choice.follows(8), "it may pay when few of them are left"
+    for size in (1, 2, 4):
+        small = Engine(choice, cost, {PLAIN: 1.0, DRAFTED: 0.2})
+        for _ in range(300):
+            small.step(size)
+    assert not choice.follows(8)
+
+
+def test_the_clock_decides_nothing_if_costs_are_frozen() -> None:
+    modes = []
+    for slow in (1.0, 7.0):
+        cost = CostModel.nominal(10**6, 10**5)
+        engine = Engine(make_choice(cost), cost, {PLAIN: 1.0 / slow, RECALLED: slow, DRAFTED: 1.0})
+        for _ in range(400):
+            engine.step(4)
+        modes.append(engine.modes)
+    assert modes[0] == modes[1]
+
+
+def test_the_tally_has_all_steps_once() -> None:
+    cost = measured_cost()
+    engine = Engine(make_choice(cost), cost, {PLAIN: 1.0, RECALLED: 1.3})
+    for size in (1, 2, 8, 8, 500):
+        for _ in range(40):
+            engine.step(size)
+    tokens, work = engine.choice.take_tally()
+    assert len(tokens) == len(work) == BATCH_BUCKETS * len(DECODE_MODES)
+    assert sum(tokens) == pytest.approx(engine.tokens) and sum(work) == pytest.approx(engine.work, rel=0.02)
+    assert sum(engine.choice.take_tally()[0]) == 0

@@ -1,0 +1,96 @@
+"""Accepted tokens wait for the draft where the target's pass left them, whatever becomes of their slots."""
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfspec_mega.rollout.torch_engine import unread as module
+from rlhfspec_mega.rollout.torch_engine.unread import Features, Unread
+
+SLOTS, MOST, HIDDEN, TAPS = 4, 64, 2, (0, 2)
+
+
+def states_of(marks):
+    """What two layers put out for inputs that are told apart by a number each."""
+    marks = torch.as_tensor(marks, dtype=torch.float32)
+    return [torch.stack((marks, marks + 0.25), dim=1), torch.stack((marks + 0.5, marks + 0.75), dim=1)]
+
+
+def features_of(marks):
+    return torch.cat(states_of(marks), dim=1)
+
+
+class Naive:
+    """The same, written down at once."""
+
+    def __init__(self):
+        self.slots = [None] * SLOTS  # of a followed sample: its marks
+
+    def add(self, marks):
+        for slot, new in enumerate(marks):
+            if self.slots[slot] is not None:
+                self.slots[slot] += new
+
+
+def check(unread, naive):
+    unread.gather()
+    for slot, marks in enumerate(naive.slots):
+        assert unread.counts[slot] == len(marks or ())
+        if marks:
+            assert torch.equal(unread.features[slot, : len(marks)], features_of(marks))
+            assert unread.tokens[slot, : len(marks)].tolist() == marks
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from([2, 64]))
+def test_tokens_are_found_again(data, kept):
+    unread = Unread(SLOTS, MOST, len(TAPS) * HIDDEN, dtype=torch.float32, device=torch.device("cpu"))
+    naive, used, mark = Naive(), 0, 0
+    known, module.STEPS_KEPT = module.STEPS_KEPT, kept
+    try:
+        for _ in range(data.draw(st.integers(1, 12))):
+            action = data.draw(st.sampled_from(["add", "begin", "retire", "read", "check"]))
+            if action == "begin" and used < SLOTS:
+                marks = list(range(mark, mark + data.draw(st.integers(0, 2))))
+                mark += len(marks)
+                followed = data.draw(st.booleans())
+                unread.end(used)
+                if followed:
+                    unread.begin(used, features_of(marks), [-1, *marks])
+                naive.slots[used] = marks if followed else None
+                used += 1
+            elif action == "retire" and used:
+                gone, used = data.draw(st.integers(0, used - 1)), used - 1
+                if gone < used:
+                    unread.move(used, gone)
+                    naive.slots[gone] = naive.slots[used]
+                else:
+                    unread.end(used)
+                naive.slots[used] = None
+            elif action == "add" and used:
+                counts = np.array(data.draw(st.lists(st.integers(1, 3), min_size=used, max_size=used)))
+                rejected = data.draw(st.booleans())
+                inputs = np.arange(mark, mark + counts.sum() * (2 if rejected else 1))
+                taken = torch.arange(len(inputs)) % 2 == 0 if rejected else None
+                chosen = inputs[::2] if rejected else inputs
+                unread.add(states_of(inputs), taken, torch.from_numpy(chosen), counts)
+                naive.add([part.tolist() for part in np.split(chosen, np.cumsum(counts)[:-1])])
+                mark += len(inputs)
+            elif action == "read":
+                unread.gather()
+                counts = np.array([data.draw(st.integers(0, len(marks or ()))) for marks in naive.slots])
+                unread.drop_first(counts)
+                naive.slots = [m and m[n:] for m, n in zip(naive.slots, counts, strict=True)]
+            elif action == "check":
+                check(unread, naive)
+        check(unread, naive)
+    finally:
+        module.STEPS_KEPT = known
+
+
+def test_features_are_the_tapped_layers_in_their_order():
+    features = Features((2, 0, 2))
+    for layer in range(3):
+        features(layer, torch.full((1, 1), float(layer)))
+    assert features.concatenated().tolist() == [[2.0, 0.0, 2.0]]
