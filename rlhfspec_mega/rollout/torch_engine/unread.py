@@ -42,13 +42,13 @@ class _Step(NamedTuple):
     """The new tokens of one step, n in all, sample by sample.
 
     Attributes:
-        states: of each layer the target's outputs [inputs, hidden].
+        states: [inputs, features].
         taken: bool [inputs], the inputs whose states belong to the tokens; None: all of them.
         tokens: int64 [n].
         numbers, places, counts: [batch] of each sample its number, its unread tokens before the step, and its new ones.
     """
 
-    states: list[torch.Tensor]
+    states: torch.Tensor
     taken: torch.Tensor | None
     tokens: torch.Tensor
     numbers: Ints
@@ -59,7 +59,7 @@ class _Step(NamedTuple):
 class Unread:
     """The unread tokens of each slot's sample.
 
-    What a step adds stays where the target's pass has put it until somebody asks for it: while nothing is drafted,
+    What a step adds is written down as it comes, and put in order when somebody asks for it: while nothing is drafted,
     following the samples takes next to no time.
 
     Args:
@@ -79,6 +79,7 @@ class Unread:
         self._numbers = np.full(slots, NOBODY)
         self._given = 0  # numbers so far
         self._steps: list[_Step] = []
+        self._log = torch.zeros(STEPS_KEPT * slots, width, dtype=dtype, device=device)  # their states
         self._inputs = 0  # of these steps
 
     def begin(self, slot: int, features: torch.Tensor, tokens: Sequence[int]) -> None:
@@ -110,14 +111,20 @@ class Unread:
     def add(
         self, states: list[torch.Tensor], taken: torch.Tensor | None, tokens: torch.Tensor, counts: Ints
     ) -> None:
-        """Add a step's new tokens, counts[i] of the sample in slot i; see _Step."""
-        batch = len(counts)
-        numbers = self._numbers[:batch].copy()
-        self._steps.append(_Step(states, taken, tokens, numbers, self.counts[:batch].copy(), counts))
-        self.counts[:batch] += counts * (numbers != NOBODY)
-        self._inputs += len(states[0])
-        if self._inputs >= STEPS_KEPT * len(self.counts):
+        """Add a step's new tokens, counts[i] of the sample in slot i; see _Step.
+
+        Args:
+            states: of each tapped layer the target's outputs [inputs, hidden].
+        """
+        batch, inputs = len(counts), len(states[0])
+        if self._inputs + inputs > len(self._log):
             self.gather()
+        place = self._log[self._inputs : self._inputs + inputs]
+        kept = torch.cat(states, dim=-1, out=place if len(place) == inputs else None)
+        numbers = self._numbers[:batch].copy()
+        self._steps.append(_Step(kept, taken, tokens, numbers, self.counts[:batch].copy(), counts))
+        self.counts[:batch] += counts * (numbers != NOBODY)
+        self._inputs += inputs
 
     def gather(self) -> None:
         """Put the tokens of all steps so far in their places; those of samples that have ended are dropped."""
@@ -132,8 +139,7 @@ class Unread:
         if not len(kept):
             return
         rows, columns, kept = self._on_device(slots[kept], np.concatenate(places)[kept], kept)
-        of_layers = (torch.cat([_taken(step.states[n], step.taken) for step in steps])[kept] for n in range(_taps(steps)))
-        self.features[rows, columns] = torch.cat(list(of_layers), dim=-1)
+        self.features[rows, columns] = torch.cat([_taken(step.states, step.taken) for step in steps])[kept]
         self.tokens[rows, columns] = torch.cat([step.tokens for step in steps])[kept]
 
     def drop_first(self, counts: Ints) -> None:
@@ -155,7 +161,3 @@ def _rows(counts: Ints) -> Ints:
 
 def _taken(states: torch.Tensor, taken: torch.Tensor | None) -> torch.Tensor:
     return states if taken is None else states[taken]
-
-
-def _taps(steps: list[_Step]) -> int:
-    return len(steps[0].states)
