@@ -1,12 +1,13 @@
 """Speculative generation: tokens per second of every drafting policy, against plain decoding and outside peers.
 
-    python -m benchmarks.generation [--quick] [--model small] [--device cuda --dtype bfloat16]
+    python -m benchmarks.generation [--quick] [--model tiny|small|deep] [--history] [--device cuda --dtype bfloat16]
 
 One process, one thread, bfloat16 where the device computes in it (AMX or AVX512-BF16 on a CPU), else float32. All
 policies decode the same samples with forced lengths, interleaved. Settings of each family are selected on the first
 repeats and judged on later ones, with other prompts and noise: the best of many noisy settings looks better on the
 repeats it was chosen on than it is. Ratios are times of a baseline over those of the adaptive policy: above 1, adaptive
-is quicker. Prints tables; the last line is one JSON object of ratios.
+is quicker. Rows are saved as they end; an interrupted run, started again, goes on. Prints tables; the last line is one
+JSON object of ratios.
 """
 
 from __future__ import annotations
@@ -20,31 +21,29 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import history as sources_bench
 from benchmarks.contenders import (
     ADAPTIVE,
-    BANDIT,
-    EMA_TIERS,
     FAMILIES,
     FIXED,
     OFF,
     PUBLISHED,
-    UNIFORM,
     Contender,
     contenders,
 )
 from benchmarks.drafts import own_draft
 from benchmarks.generation_peers import against_peers, against_rejection, rules_on_text, rules_on_words
 from benchmarks.generation_plot import plot
+from benchmarks.generation_rows import Row, Rows, measure, print_row, ratios, regret
 from benchmarks.hindsight import Hindsight, Predicted, share_of_oracle
-from benchmarks.paired import Interval, interleaved, ratio_interval
-from benchmarks.samples import load_target, word_prompts, words_target
+from benchmarks.samples import Target, load_target, word_prompts, words_target
 from benchmarks.scenarios import BATCHES, LENGTHS, LONGEST, Bench, Scenario, batch_scenario, decay_scenario
+from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.hardware import cpu_has_fast_bf16
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.strategy import Fixed
@@ -53,6 +52,7 @@ RESULTS = Path(__file__).parent / "results"
 DRAFT_TOKENS = 320  # of the longest sample that the draft learns from
 # Predictions are learnt from, and judged by, so many tokens at least: of one sample a step gains 4, give or take 2.
 TAUGHT_TOKENS, PREDICTED_TOKENS = 512, 1536
+FIXED_NAME = {FIXED: "best_fixed"}
 CHECKED = (1, 2, 4, 8, 16, 32)  # draft tokens at which predicted tokens per step are compared with realised ones
 
 
@@ -65,6 +65,7 @@ class Sizes:
         tokens: of each sample of a fixed batch.
         samples: of a decay.
         selecting, judging: repeats.
+        history: whether all policies draft from history, too.
         taught, predicted: runs, each of another prompt, that predictions are learnt from, and judged by, at least: what
             is drafted for one prompt's samples is accepted more often than for another's.
     """
@@ -82,10 +83,13 @@ class Sizes:
     draft_steps: int
     device: str = "cpu"
     dtype: str = "float32"
+    history: bool = False
 
 
 QUICK = Sizes("tiny", (1, 8, 32), (1,), 32, 16, 2, 6, 2, 5, 192, 300)
-FULL = Sizes("small", BATCHES, (1, 8, 32), 32, 32, 2, 7, 6, 16, 8192, 5000)
+FULL = Sizes("small", BATCHES, (), 32, 32, 2, 20, 6, 16, 8192, 5000)
+DEEP = replace(FULL, model="deep", draft_samples=2048, draft_steps=2000)
+BY_MODEL = {"tiny": replace(FULL, model="tiny", draft_samples=192, draft_steps=300), "small": FULL, "deep": DEEP}
 
 
 def usual_dtype(device: str) -> str:
@@ -97,41 +101,6 @@ def scenarios(sizes: Sizes) -> list[Scenario]:
     found = [batch_scenario(batch, sizes.tokens, 1.0) for batch in sizes.batches]
     found += [batch_scenario(batch, sizes.tokens, 0.0) for batch in sizes.greedy]
     return found + [decay_scenario(name, sizes.samples) for name in ("chat", "reasoning")]
-
-
-def measure(bench: Bench, scenario: Scenario, sizes: Sizes, all_of: Sequence[Contender]) -> dict[str, Any]:
-    """Seconds of the settings while selecting, the setting selected per family, and their seconds while judged."""
-    by_name = {contender.name: contender for contender in all_of}
-    selecting = _interleave(bench, scenario, all_of, sizes.selecting, first=0)
-    selected = {}
-    for family in FAMILIES:
-        names = [contender.name for contender in all_of if contender.family == family]
-        selected[family] = min(names, key=lambda name: statistics.median(selecting[name]))
-    judged_names = list(dict.fromkeys([*selected.values(), *PUBLISHED]))
-    judging = _interleave(bench, scenario, [by_name[n] for n in judged_names], sizes.judging, first=sizes.selecting + 1)
-    return {"scenario": asdict(scenario), "selecting": selecting, "selected": selected, "judging": judging}
-
-
-def _interleave(
-    bench: Bench, scenario: Scenario, these: Sequence[Contender], repeats: int, first: int
-) -> dict[str, list[float]]:
-    """Seconds by name; every repeat has prompts and noise of its own, from number `first` on."""
-    runs = dict.fromkeys((contender.name for contender in these), first)
-
-    def once(contender: Contender) -> float:
-        repeat = runs[contender.name]
-        runs[contender.name] += 1
-        return bench.run(contender, scenario, repeat)
-
-    return interleaved({contender.name: partial(once, contender) for contender in these}, repeats)
-
-
-def ratios(found: dict[str, Any]) -> dict[str, Interval]:
-    """Time of each family's selected setting over adaptive's, repeat by repeat."""
-    judging, ours = found["judging"], found["judging"][found["selected"][ADAPTIVE]]
-    families = {family: judging[name] for family, name in found["selected"].items() if family != ADAPTIVE}
-    families |= {name: judging[name] for name in PUBLISHED}
-    return {family: ratio_interval(times, ours) for family, times in families.items()}
 
 
 def judge_choices(bench: Bench, scenario: Scenario, contender: Contender, repeat: int) -> dict[str, float | None]:
@@ -200,19 +169,28 @@ def live_samples(bench: Bench, scenario: Scenario, contender: Contender) -> list
     return watched.live
 
 
-def run(sizes: Sizes) -> dict[str, Any]:
-    """All figures; models and drafts are made on first use."""
-    started = time.monotonic()
+def prepare(sizes: Sizes) -> tuple[Bench, Target, Path]:
+    """The engines; models and drafts are made on first use."""
     target = load_target(words_target(sizes.model))
     training = word_prompts(sizes.draft_samples, target.tokenizer, "train")
     draft = own_draft(target, training, tokens=DRAFT_TOKENS, steps=sizes.draft_steps, forced=False)
-    bench = Bench(target, draft, word_prompts(256, target.tokenizer, "eval"), sizes.device, sizes.dtype)
-    all_of, found = contenders(quick=sizes.model == "tiny"), []
+    prompts = word_prompts(256, target.tokenizer, "eval")
+    return Bench(target, draft, prompts, sizes.device, sizes.dtype, sizes.history), target, draft
+
+
+def measure_rows(bench: Bench, sizes: Sizes, rows: Rows) -> None:
+    """The rows that are not there yet."""
+    started, all_of = time.monotonic(), contenders(quick=sizes.model == "tiny")
     for scenario in scenarios(sizes):
-        found.append(measure(bench, scenario, sizes, all_of))
+        if not rows.has(scenario):
+            rows.add(measure(bench, scenario, (sizes.selecting, sizes.judging), all_of))
         print(f"{scenario.name}: {time.monotonic() - started:.0f} s", flush=True)
-        print_scenario(found[-1])
-    adaptive = next(c for c in all_of if c.family == ADAPTIVE)
+        print_row(rows.found[-1])
+
+
+def studies(bench: Bench, target: Target, draft: Path, sizes: Sizes, rows: Rows) -> dict[str, Any]:
+    """What is measured beside the rows."""
+    adaptive = next(c for c in contenders(quick=sizes.model == "tiny") if c.family == ADAPTIVE)
     decays = [s for s in scenarios(sizes) if "decay" in s.name]
     sampled = [s for s in scenarios(sizes) if s.temperature == 1]
     shares = {s.name: judge_choices(bench, s, adaptive, 99) for s in sampled}
@@ -221,58 +199,60 @@ def run(sizes: Sizes) -> dict[str, Any]:
     words = rules_on_words(target, draft, word_prompts(112, target.tokenizer, "eval"), sizes.tokens)
     text = rules_on_text(quick=sizes.model == "tiny")
     peers = sizes.device == "cpu"  # where they run
-    live = {s.name: live_samples(bench, s, adaptive) for s in decays}
     return {
-        "scenarios": found,
         "share_of_oracle": shares,
         "predictions": predictions,
-        "live": live,
+        "live": {s.name: live_samples(bench, s, adaptive) for s in decays},
         "peers": against_peers(bench, target, adaptive, sizes.tokens, sizes.judging) if peers else {},
-        "rejection_chain": against_rejection(bench, found, words),
+        "rejection_chain": against_rejection(bench, rows.found, words),
         "tokens_per_step_n8": {"words": words.over_top_k(), "text": text.over_top_k()},
-        "conditions": {
-            "sizes": asdict(sizes),
-            "cpu": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "torch": torch.__version__,
-            "instructions": torch.backends.cpu.get_cpu_capability(),
-            "lengths": {name: dict(zip(("median", "sigma", "scale"), v, strict=True)) for name, v in LENGTHS.items()},
-            "longest": LONGEST,
-            "seconds": time.monotonic() - started,
-        },
     }
 
 
-def print_scenario(found: dict[str, Any]) -> None:
-    """One line per family: selected setting, tokens per second, time over adaptive's."""
-    tokens, judging = sum(found["scenario"]["lengths"]), found["judging"]
-    over = ratios(found)
-    for family, name in [*found["selected"].items(), *((name, name) for name in PUBLISHED)]:
-        rate = tokens / statistics.median(judging[name])
-        print(f"  {family:<20} {name:<22} {rate:>8.0f} tokens/s  {over.get(family, '')}", flush=True)
+def sources(target: Target, draft: Path, sizes: Sizes) -> dict[str, Any]:
+    """Rollouts of a run with each source of drafts: see benchmarks.history."""
+    bench = sources_bench.Bench(load_config([]), target, draft, sizes.dtype)
+    return {str(batch): sources_bench.measure(bench, batch, sessions=2, steps=10) for batch in (8, 32)}
 
 
-def summarize(found: dict[str, Any]) -> dict[str, Any]:
-    """The headline ratios.
+def conditions(sizes: Sizes) -> dict[str, Any]:
+    return {
+        "sizes": asdict(sizes),
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "amx": torch.cpu._is_amx_tile_supported(),
+        "lengths": {name: dict(zip(("median", "sigma", "scale"), v, strict=True)) for name, v in LENGTHS.items()},
+        "longest": LONGEST,
+    }
 
-    `worst_vs_*` are the least upper ends of any scenario's interval, `worst_median_vs_*` the least medians.
+
+def summarize(rows: Sequence[Row]) -> dict[str, float]:
+    """The headline ratios of the rows.
+
+    `worst_vs_*` are the least upper ends of any row's interval, `worst_median_vs_*` the least medians; rivals are all
+    but off. `regret` is the mean over rows.
     """
-    over = {entry["scenario"]["name"]: ratios(entry) for entry in found["scenarios"]}
-    peers = found["peers"]
+    over = {row["scenario"]["name"]: ratios(row) for row in rows}
+    families = [family for family in FAMILIES if family != ADAPTIVE]
+    rivals = [*families[1:], *PUBLISHED]
+    found = {f"worst_vs_{FIXED_NAME.get(f, f)}": min(each[f].high for each in over.values()) for f in families}
+    found |= {f"worst_median_vs_{FIXED_NAME.get(f, f)}": min(each[f].value for each in over.values()) for f in families}
+    for rival in [*families, *PUBLISHED]:
+        mean = statistics.geometric_mean(each[rival].value for each in over.values())
+        found[f"vs_{FIXED_NAME.get(rival, rival.replace(' ', '_'))}"] = mean
+    found["worst_vs_rivals"] = min(each[rival].high for each in over.values() for rival in rivals)
+    found["regret"] = statistics.mean(regret(row) for row in rows)
+    found |= {f"speedup_{name.replace(' T=1', '').replace(' ', '_')}": each[OFF].value for name, each in over.items()}
+    return found
 
-    def worst(family: str) -> float:
-        return min(each[family].high for each in over.values())
 
-    def worst_median(family: str) -> float:
-        return min(each[family].value for each in over.values())
-
-    def mean(family: str) -> float:
-        return statistics.geometric_mean(each[family].value for each in over.values())
-
+def summarize_studies(found: dict[str, Any], tokens: int) -> dict[str, float]:
+    """The headline figures of what was measured beside the rows; forced lengths of `tokens` lie within answers."""
     errors = found["predictions"]["tokens_error_by_n"]
-    shortest = f", {found['conditions']['sizes']['tokens']} tokens"
-    answers = [by_n for name, by_n in errors.items() if name.endswith(shortest)]
-    beyond = [by_n for name, by_n in errors.items() if not name.endswith(shortest)]
+    answers = [by_n for name, by_n in errors.items() if name.endswith(f", {tokens} tokens")]
+    beyond = [by_n for name, by_n in errors.items() if not name.endswith(f", {tokens} tokens")]
 
     def worst_error(found_errors: Sequence[dict[int, float]]) -> float:
         return max(abs(error) for by_n in found_errors for error in by_n.values())
@@ -280,61 +260,67 @@ def summarize(found: dict[str, Any]) -> dict[str, Any]:
     deviations = found["predictions"]["tokens_error_deviation_by_n"].values()
     where_drafted = [each["share_where_drafted"] for each in found["share_of_oracle"].values()]
     where_drafted = [share for share in where_drafted if share is not None]
-    batch1 = over.get("batch 1 T=1")
-    summary = {
-        **({"speedup_batch1": batch1[OFF].value} if batch1 else {}),
-        "speedup_chat_decay": over["chat decay"][OFF].value,
-        "speedup_reasoning_decay": over["reasoning decay"][OFF].value,
-        "worst_vs_best_fixed": worst(FIXED),
-        "worst_vs_off": worst(OFF),
-        "worst_median_vs_best_fixed": worst_median(FIXED),
-        "worst_median_vs_off": worst_median(OFF),
+    return {
         "share_of_oracle": statistics.mean(each["share"] for each in found["share_of_oracle"].values()),
         **({"share_of_oracle_where_drafted": statistics.mean(where_drafted)} if where_drafted else {}),
         "tokens_per_step_ratio_n8": found["tokens_per_step_n8"]["words"]["value"],
         "tokens_per_step_ratio_n8_text": found["tokens_per_step_n8"]["text"]["value"],
         "vs_rejection_chain": statistics.geometric_mean(found["rejection_chain"].values()),
-        "vs_ema_tiers": mean(EMA_TIERS),
-        "vs_bandit": mean(BANDIT),
-        "vs_uniform": mean(UNIFORM),
-        **{f"vs_{name.replace(' ', '_')}": mean(name) for name in PUBLISHED},
         **{
             f"vs_transformers_{batch.replace(' ', '')}": min(each["value"] for each in methods.values())
-            for batch, methods in peers.items()
+            for batch, methods in found["peers"].items()
         },
         "tokens_per_step_error_worst": worst_error(answers),
         "tokens_per_step_error_worst_beyond_answers": worst_error(beyond),
         "tokens_per_step_error_deviation_worst": max(deviation for by_n in deviations for deviation in by_n.values()),
         "step_time_error_worst": max(found["predictions"]["step_time_error"].values()),
     }
-    return {name: round(float(value), 4) for name, value in summary.items()}
+
+
+def summarize_sources(found: dict[str, Any]) -> dict[str, float]:
+    """History alone over plain steps, and both sources over the better one: geometric means over batch sizes."""
+    alone = [row[sources_bench.HISTORY][0] for row in found.values()]
+    both = [
+        row[sources_bench.BOTH][0] / max(row[sources_bench.HISTORY][0], row[sources_bench.DRAFT][0])
+        for row in found.values()
+    ]
+    return {"history_alone": statistics.geometric_mean(alone), "both_sources": statistics.geometric_mean(both)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the tiny model and few repeats, under five minutes")
-    parser.add_argument("--model", choices=("tiny", "small"), help="instead of tiny (quick) or small")
-    parser.add_argument("--batches", type=int, nargs="+", help="batch sizes; greedy decoding is measured at the first")
+    parser.add_argument("--model", choices=tuple(BY_MODEL), help="instead of tiny (quick) or small")
+    parser.add_argument("--history", action="store_true", help="all policies draft from history, too")
+    parser.add_argument("--rows-only", action="store_true", help="leave out what is measured beside the rows")
+    parser.add_argument("--batches", type=int, nargs="+", help="batch sizes")
     parser.add_argument("--repeats", type=int, nargs=2, metavar=("SELECTING", "JUDGING"))
     parser.add_argument("--device", default="cpu", help="of the engines; the draft is trained on the CPU")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the engines and peers")
-    parser.add_argument("--out", type=Path, help="JSON with all figures; the plot lies beside it")
-    arguments = parser.parse_args()
+    parser.add_argument("--out", type=Path, help="JSON with all figures; rows and plot lie beside it")
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    sizes = QUICK if arguments.quick else FULL
-    changes: dict[str, Any] = {"device": arguments.device, "dtype": arguments.dtype or usual_dtype(arguments.device)}
-    changes["model"] = arguments.model or sizes.model
-    if arguments.batches:
-        changes |= {"batches": tuple(arguments.batches), "greedy": tuple(arguments.batches[:1])}
-    if arguments.repeats:
-        changes["selecting"], changes["judging"] = arguments.repeats
-    found = run(replace(sizes, **changes))
-    summary = summarize(found)
-    name = f"generation_{arguments.device}{'_quick' if arguments.quick else ''}.json"
-    out = arguments.out or RESULTS / name
-    out.parent.mkdir(parents=True, exist_ok=True)
+    sizes = QUICK if given.quick else BY_MODEL[given.model or "small"]
+    changes: dict[str, Any] = {"device": given.device, "dtype": given.dtype or usual_dtype(given.device)}
+    changes |= {"history": given.history, "model": given.model or sizes.model}
+    if given.batches:
+        changes["batches"] = tuple(given.batches)
+    if given.repeats:
+        changes["selecting"], changes["judging"] = given.repeats
+    sizes = replace(sizes, **changes)
+    kind = f"{sizes.model}_{'history_' if sizes.history else ''}{'quick_' if given.quick else ''}{given.device}"
+    out = given.out or RESULTS / f"generation_{kind}.json"
+    rows = Rows(out.with_suffix(".rows.jsonl"), conditions(sizes))
+    bench, target, draft = prepare(sizes)
+    measure_rows(bench, sizes, rows)
+    summary = summarize(rows.found)
+    found: dict[str, Any] = {"conditions": conditions(sizes), "scenarios": rows.found}
+    if not given.rows_only:
+        found |= {"sources": sources(target, draft, sizes), **studies(bench, target, draft, sizes, rows)}
+        summary |= summarize_sources(found["sources"]) | summarize_studies(found, sizes.tokens)
+        plot(found, out.with_suffix(".png"))
+    summary = {name: round(float(value), 4) for name, value in summary.items()}
     out.write_text(json.dumps(found | {"summary": summary}) + "\n", encoding="utf-8")
-    plot(found, out.with_suffix(".png"))
     print(json.dumps(summary))
 
 

@@ -14,13 +14,15 @@ import torch
 from benchmarks.contenders import MOST_DEPTH, MOST_NODES, MOST_WIDTH, Contender
 from benchmarks.samples import PREFILL_CHUNK, Target
 from rlhfspec_mega.draft.directory import load_draft
+from rlhfspec_mega.history.index import History
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.oversight import MonitoredPolicy
+from rlhfspec_mega.planning.strategy import CalibratedPolicy
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.rollout.torch_engine.profile import ScriptedPolicy, profile
 from rlhfspec_mega.sampling.noise import sample_seed
-from rlhfspec_mega.types import GenerationRequest, TensorInfo, WeightTarget
+from rlhfspec_mega.types import DECODE_MODES, GenerationRequest, TensorInfo, WeightTarget
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 SLOTS = 32
@@ -28,6 +30,7 @@ SLOTS = 32
 # decodes in seconds.
 LENGTHS = {"chat": (119, 0.77, 0.17), "reasoning": (1300, 0.99, 0.02)}
 LONGEST = 320
+HISTORY_TOKENS = 65536  # of a fresh index
 MEMBERS = 8  # samples of a prompt
 
 
@@ -68,9 +71,11 @@ class Bench:
         prompts: Sequence[tuple[int, ...]],
         device: str = "cpu",
         dtype: str = "float32",
+        history: bool = False,
     ) -> None:
         self._target, self._prompts, self._device = target, prompts, device
         self.dtype: torch.dtype = getattr(torch, dtype)
+        self._history = history
         self.prompt_length = sum(map(len, prompts)) // len(prompts)
         positions = max(map(len, prompts)) + LONGEST
         self._plain = self._engine(positions, None)
@@ -84,6 +89,8 @@ class Bench:
         if key not in self._overseen:
             assert contender.make is not None
             policy = contender.make(AcceptanceModel(), self.cost_model())
+            if isinstance(policy, CalibratedPolicy):
+                policy.recalls = self._history
             self._overseen[key] = MonitoredPolicy(policy, collapse_ratio=0.5, stops=False)
         return self._overseen[key]
 
@@ -100,8 +107,21 @@ class Bench:
         """
         if contender.make is None:
             return self.decode(self._plain, scenario, repeat)
+        if self._history:  # a fresh one: samples of other repeats have the same prompts
+            self.engine.history = History(SLOTS, HISTORY_TOKENS)
         self.engine.policy = self.overseen(contender, scenario.temperature)
         return self.decode(self.engine, scenario, repeat)
+
+    def gains(self, contender: Contender, scenario: Scenario) -> dict[str, list[float]]:
+        """By mode, tokens per second over those of plain steps and share of the time, since the last call."""
+        tally = self.overseen(contender, scenario.temperature).take_tally()
+        count = len(DECODE_MODES)
+        found = {}
+        for number, mode in enumerate(DECODE_MODES):
+            tokens, seconds = sum(tally.mode_tokens[number::count]), sum(tally.mode_seconds[number::count])
+            if seconds:
+                found[mode] = [round(tokens / seconds, 3), round(seconds / sum(tally.mode_seconds), 3)]
+        return found
 
     def decode(self, engine: TorchEngine, scenario: Scenario, repeat: int) -> float:
         """As `run`, on an engine as it is."""

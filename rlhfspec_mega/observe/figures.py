@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from rlhfspec_mega.observe.gains import gain_figures, gain_metrics
 from rlhfspec_mega.observe.metrics import DRAFT, REALLOCATION, SPECULATION
 from rlhfspec_mega.types import TALLY_EDGES, DraftingTally, TailTally
 
@@ -43,6 +44,7 @@ def drafting_metrics(tallies: Sequence[DraftingTally]) -> dict[str, float]:
         metrics[SPECULATION + verified_name(label)] = float(
             sum(tally.sample_steps_by_verified[place] for tally in tallies)
         )
+    metrics |= gain_metrics(tallies)
     figures = drafting_figures([metrics])
     metrics |= {SPECULATION + name: one for name, one in figures.items() if isinstance(one, float)}
     metrics[SPECULATION + "collapsed_drafts"] = float(sum(tally.collapsed_rate is not None for tally in tallies))
@@ -63,7 +65,8 @@ def drafting_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Returns:
         tokens_per_step (accepted + 1, per sample), accepted_length (per step of a sample with draft tokens),
         verified_per_accepted (draft tokens), share_recalled (of the accepted ones), speedup_vs_plain (against the
-        control steps), speedup_error (its standard error, from how it varies between steps), share_by_verified.
+        control steps), speedup_error (its standard error, from how it varies between steps), share_by_verified, and
+        those of `gain_figures`.
     """
     names = (*_SUMS, *map(verified_name, BY_VERIFIED))
     sums = {name: sum(row.get(SPECULATION + name, 0.0) for row in rows) for name in names}
@@ -80,6 +83,7 @@ def drafting_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         figures["speedup_vs_plain"] = sums["paired_plain_seconds"] / sums["paired_seconds"]
         error = _ratio_error(rows, "paired_plain_seconds", "paired_seconds")
         figures |= {} if error is None else {"speedup_error": error}
+    figures |= gain_figures(rows)
     return figures | {"share_by_verified": {label: sums[verified_name(label)] / steps for label in BY_VERIFIED}}
 
 

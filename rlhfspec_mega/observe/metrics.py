@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from rlhfspec_mega.types import DECODE_MODES
+
 ROLLOUT, VAL, ACTOR, SPECULATION, DRAFT = "rollout/", "val/", "actor/", "speculation/", "draft/"
 REALLOCATION, PERF, TIMING = "reallocation/", "perf/", "timing_s/"
 
@@ -134,6 +136,16 @@ METRICS = (
     Metric("speculation/recalled", "tokens", "those that history gave and the draft model did not", _SUM),
     Metric("speculation/paired_seconds", "s", "time of the drafting steps that are compared with plain ones", _SUM),
     Metric("speculation/paired_plain_seconds", "s", "time that plain steps would have taken for their tokens", _SUM),
+    Metric(
+        "speculation/regret",
+        "",
+        "share of decoding that the best mode of each batch size, known afterwards, would have saved",
+        "ratio of sums over engines",
+        "regret",
+        "{:.1%}",
+    ),
+    Metric("speculation/tokens_MODE_batch_SIZE", "", "tokens over those of plain steps, by mode and batch size", _SUM),
+    Metric("speculation/seconds_MODE_batch_SIZE", "", "seconds over those of plain steps, the same", _SUM),
     Metric("speculation/steps_verified_NUMBER", "", "sample steps in which so many draft tokens were verified", _SUM),
     Metric("draft/expected_length_before", "tokens", "expected accepted length on held-out samples", "mean over them"),
     Metric("draft/expected_length_after", "tokens", "the same after the refresh", "mean over them"),
@@ -192,9 +204,13 @@ METRICS = (
 
 
 def known(name: str) -> bool:
-    """Return whether the table has this metric; in its entries PHASE matches any phase and NUMBER any number."""
+    """Whether the table has this metric; words in capitals in its entries stand for any phase, number, mode or size."""
     names = {metric.name for metric in METRICS}
-    return name in names or name.startswith((TIMING, SPECULATION + "steps_verified_"))
+    open_ended = (
+        "steps_verified_",
+        *(f"{sum_}_{mode}_batch_" for sum_ in ("tokens", "seconds") for mode in DECODE_MODES),
+    )
+    return name in names or name.startswith((TIMING, *(SPECULATION + start for start in open_ended)))
 
 
 def document() -> str:

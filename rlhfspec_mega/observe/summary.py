@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhfspec_mega.observe.figures import drafting_figures, tail_figures, tail_in_words
+from rlhfspec_mega.observe.gains import gains_in_words
 from rlhfspec_mega.observe.metrics import TIMING
 
 SUMMARY_FILE = "summary.json"
@@ -141,6 +142,8 @@ def summary_in_words(summary: Mapping[str, Any]) -> str:
         sentences.append(f"Generation ran at {summary['generation_tokens_per_second']:,.0f} tokens per second.")
     if "tokens_per_step" in summary:
         sentences.append(_drafting_in_words(summary))
+    if "gains" in summary and (words := gains_in_words(summary)):
+        sentences.append(words)
     if "migrations" in summary:
         sentences.append(tail_in_words(summary))
     if summary["logprob_difference_mean"] is not None:

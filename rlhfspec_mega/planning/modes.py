@@ -13,8 +13,8 @@ from rlhfspec_mega.types import BATCH_BUCKETS, DECODE_MODES, batch_bucket
 # A plain step; one with draft tokens from history; one for which the draft model runs, too. See DECODE_MODES.
 PLAIN, RECALLED, DRAFTED = range(len(DECODE_MODES))
 
-# Steps for which a decision is kept while the batch stays in its bucket, at first, and after the same decision again and
-# again: deciding itself takes time.
+# Steps for which a decision is kept while the batch stays in its bucket, at first, and at most once it has come again
+# and again: deciding itself takes time.
 HOLD_STEPS, LONGEST_HOLD = 8, 128
 FORECAST_EVERY = 64  # steps between two forecasts
 HYSTERESIS = 1.02  # by which another mode must be better than the one in use

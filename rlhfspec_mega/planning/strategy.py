@@ -55,7 +55,7 @@ class CalibratedPolicy(DraftingPolicy):
 
     @property
     def recall_gain(self) -> float:
-        """Pace of steps with tokens from history alone, or of plain ones where that is higher, over that of plain ones."""
+        """Pace over that of plain steps, of those with tokens from history alone where they are quicker."""
         return max(1.0, self.modes.overall(RECALLED)) if self.modes else 1.0
 
     def follows(self, size: int) -> bool:

@@ -189,6 +189,7 @@ class DraftingPolicy(Protocol):
 
     def rested(self, samples: Ints, kv_tokens: int, seconds: float) -> None:
         """Learn from such a step; `samples` are the numbers of its samples (`Batch.samples`)."""
+        return
 
     def recall(self, batch: Batch) -> Recall | None:
         """What earlier text is asked for in this step; None: nothing."""

@@ -75,7 +75,9 @@ class Engine:
     st.floats(0.3, 2.5),
     st.integers(0, 1000),
 )
-def test_little_is_lost_against_the_best_mode_in_hindsight(size: int, recalled: float, drafted: float, seed: int) -> None:
+def test_little_is_lost_against_the_best_mode_in_hindsight(
+    size: int, recalled: float, drafted: float, seed: int
+) -> None:
     cost = measured_cost()
     gains = {PLAIN: 1.0, RECALLED: recalled, DRAFTED: drafted}
     engine = Engine(make_choice(cost), cost, gains, seed)

@@ -29,8 +29,8 @@ from rlhfspec_mega.rollout.torch_engine.prefixes import PrefixPast, UnreadPrefix
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState, StepNoise
 from rlhfspec_mega.rollout.torch_engine.unread import Features, Unread
 
-
-FOLLOWED_SHARE = 7 / 8  # of a batch for which drafting is worth a thought
+# Share of a batch that the draft follows, below which nothing is drafted.
+FOLLOWED_SHARE = 7 / 8
 
 
 class GrownTree:

@@ -108,9 +108,7 @@ class Unread:
             array[target] = array[source]
         self.end(source)
 
-    def add(
-        self, states: list[torch.Tensor], taken: torch.Tensor | None, tokens: torch.Tensor, counts: Ints
-    ) -> None:
+    def add(self, states: list[torch.Tensor], taken: torch.Tensor | None, tokens: torch.Tensor, counts: Ints) -> None:
         """Add a step's new tokens, counts[i] of the sample in slot i; see _Step.
 
         Args:
@@ -138,9 +136,9 @@ class Unread:
         kept = np.flatnonzero((self._numbers[slots] == numbers) & (numbers != NOBODY))
         if not len(kept):
             return
-        rows, columns, kept = self._on_device(slots[kept], np.concatenate(places)[kept], kept)
-        self.features[rows, columns] = torch.cat([_taken(step.states, step.taken) for step in steps])[kept]
-        self.tokens[rows, columns] = torch.cat([step.tokens for step in steps])[kept]
+        rows, columns, from_steps = self._on_device(slots[kept], np.concatenate(places)[kept], kept)
+        self.features[rows, columns] = torch.cat([_taken(step.states, step.taken) for step in steps])[from_steps]
+        self.tokens[rows, columns] = torch.cat([step.tokens for step in steps])[from_steps]
 
     def drop_first(self, counts: Ints) -> None:
         """Forget the first counts[i] tokens of slot i, which were read; after `gather`."""
