@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.contenders import MOST_NODES
 from rlhfspec_mega.planning.cost import CostModel, step_cost
-from rlhfspec_mega.planning.strategy import rank_nodes
+from rlhfspec_mega.planning.nodes import rank_nodes
 from rlhfspec_mega.planning.tree import Batch, DraftingPolicy, DraftTree, Floats, Ints, Recall, StepRecord
 
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
-from rlhfspec_mega.planning.strategy import CalibratedPolicy, index_within_row, rank_nodes
+from rlhfspec_mega.planning.nodes import index_within_row, rank_nodes
+from rlhfspec_mega.planning.strategy import CalibratedPolicy
 from rlhfspec_mega.planning.tree import Batch, DraftTree, Ints, StepRecord
 
 SGLANG_TIERS: Mapping[int, Sequence[int]] = {1: (1, 3, 7), 8: (0, 1, 3), 32: (0, 1), 64: (0,)}

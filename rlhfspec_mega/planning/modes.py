@@ -20,6 +20,7 @@ FORECAST_EVERY = 64  # steps between two forecasts
 HYSTERESIS = 1.02  # by which another mode must be better than the one in use
 FORECAST_WEIGHT = 6.0  # plain steps' time for which a forecast counts beside what was measured
 MEMORY = 250.0  # plain steps' time after which what was measured counts a third
+AGE = 300.0  # steps, in whatever mode, after which it counts a third: histories grow, drafts learn
 FIRST_GAIN = 1.05  # of history, before it was tried
 MOST_WORK = 4.0  # times the mode's usual work: a step that takes longer was interrupted
 
@@ -60,6 +61,7 @@ class ModeChoice:
         self._rates: dict[int, float] = {}  # forecasts by batch size
         modes = len(DECODE_MODES)
         self._measured = np.zeros((BATCH_BUCKETS, modes, 2))  # decayed sums of tokens and time; see above
+        self._aged = np.zeros(BATCH_BUCKETS)  # steps when they last got older
         self._overall = np.zeros((modes, 2))
         self._forecast_gains = np.zeros(BATCH_BUCKETS)  # of drafting, when last looked at
         self._kept = np.full(2, FORECAST_WEIGHT)  # decayed sums: what drafting gave, and what was forecast for it
@@ -105,6 +107,8 @@ class ModeChoice:
             self._end_trial()
         if self._steps < self._held_until and self._held[0] == bucket and self._held[1] in able:
             return self._held[1]
+        self._measured[bucket] *= np.exp((self._aged[bucket] - self._steps) / AGE)
+        self._aged[bucket] = self._steps
         gains = {mode: self.gain(step, mode) for mode in able}
         best = max(able, key=lambda mode: gains[mode] * (HYSTERESIS if mode == self._used[bucket] else 1.0))
         self._used[bucket] = best
@@ -129,6 +133,11 @@ class ModeChoice:
             expected *= float(self._kept[0] / self._kept[1])
         tokens, work = self._measured[bucket, mode]
         return float((tokens + FORECAST_WEIGHT * expected) / (work + FORECAST_WEIGHT))
+
+    def measured(self, size: int, mode: int) -> float:
+        """The gain at a batch size, without forecasts; 0 if too little was measured."""
+        tokens, work = self._measured[batch_bucket(size), mode]
+        return float(tokens / work) if work >= 2 * FORECAST_WEIGHT else 0.0
 
     def overall(self, mode: int) -> float:
         """The gain over all batch sizes; 1 if nothing was measured."""

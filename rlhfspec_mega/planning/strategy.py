@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rlhfspec_mega.compiled import compiled
 from rlhfspec_mega.config.schema.generation import SpeculationConfig
 from rlhfspec_mega.planning.acceptance import TEMPERATURE_EDGES, AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost, step_cost
 from rlhfspec_mega.planning.modes import DRAFTED, PLAIN, RECALLED, SETTLING, ModeChoice
+from rlhfspec_mega.planning.nodes import drafted_nodes, index_within_row, multiply_down, rank_nodes
 from rlhfspec_mega.planning.payoff import StepView, recalled_rate
 from rlhfspec_mega.planning.tree import Batch, DraftingPolicy, DraftTree, Floats, Ints, Recall, StepRecord
 
@@ -179,9 +179,10 @@ class CalibratedPolicy(DraftingPolicy):
 
 
 class Adaptive(CalibratedPolicy):
-    """Chooses the draft tokens of the whole batch that maximise the predicted tokens per second,
+    """Chooses the draft tokens of the whole batch for the most predicted tokens per second (see `_best`), from
 
-        sum_i w_i (1 + survival of the nodes kept for sample i) / (draft seconds + verify seconds of B + n tokens).
+        tokens = sum_i w_i (1 + survival of the nodes kept for sample i),
+        seconds = draft seconds + verify seconds of B + n tokens.
 
     Survival falls along a path, so for each total n the best choice is the n nodes of largest w x survival in the whole
     batch. Every n is tried, because the cost curve has steps. RLHFSpec (arXiv 2512.04752) gives all samples the same
@@ -202,9 +203,14 @@ class Adaptive(CalibratedPolicy):
         super().__init__(acceptance, cost, width, max_depth, max_nodes)
         self.tail_weight = tail_weight
         self.modes: ModeChoice = ModeChoice(acceptance, cost, width, max_depth, max_nodes, fixed_depth=False)
+        self._known_pace: float | None = None  # of this step
+
+    def observe(self, record: StepRecord) -> None:
+        super().observe(record)
+        self._known_pace = None
 
     def expand(self, batch: Batch, tree: DraftTree) -> Ints:
-        """Nodes of the last layer whose children are predicted to be kept, if they raise the best rate."""
+        """Nodes of the last layer whose children are predicted to be kept, if they are worth their time."""
         self._fill_survival(batch, tree)
         parents = self._possible_parents(batch, tree)
         if not len(parents):
@@ -214,20 +220,20 @@ class Adaptive(CalibratedPolicy):
         drafted = drafted_nodes(tree)
         # Keeping no node is not considered (least=1): `depth` has decided to draft, with all layers in view.
         step = self._step(batch)
-        _, current_rate = self._best(step, kept, step.draft_seconds(tree.depth, drafted), least=1)
+        _, current = self._best(step, kept, step.draft_seconds(tree.depth, drafted), least=1)
         children = self._expected_children(batch, tree, values, parents)
         together = np.concatenate((kept, children.ravel()))
         together[::-1].sort()
         seconds = step.draft_seconds(tree.depth + 1, drafted + len(parents))
-        count, deeper_rate = self._best(step, together, seconds, least=1)
+        count, deeper = self._best(step, together, seconds, least=1)
         worth = parents[children[:, 0] >= together[count - 1]]
         if len(worth) < len(parents):  # the draft need not be run on the others, which makes the layer cheaper
             seconds = step.draft_seconds(tree.depth + 1, drafted + len(worth))
-            _, deeper_rate = self._best(step, together, seconds, least=1)
-        return worth if len(worth) and deeper_rate > current_rate else NO_NODES
+            _, deeper = self._best(step, together, seconds, least=1)
+        return worth if len(worth) and deeper > current else NO_NODES
 
     def choose(self, batch: Batch, tree: DraftTree) -> Ints:
-        """The nodes of the highest rate, given what is drafted; a trial verifies at least as many nodes as samples."""
+        """The nodes that are worth most, given what is drafted; a trial verifies at least as many nodes as samples."""
         if len(batch.recalled):
             self._fill_all_survival(batch, tree)
         values = self._values(batch, tree)
@@ -255,15 +261,29 @@ class Adaptive(CalibratedPolicy):
         return values[parents, None] * np.array(layers)[which]
 
     def _best(self, step: StepView, values: Floats, draft_seconds: float, least: int) -> tuple[int, float]:
-        """The n >= `least` of the highest rate, and this rate; `values` fall. Of equal rates, the smallest n counts."""
+        """The n >= `least` that is worth most, and what it is worth; `values` fall. Of equal ones the smallest counts.
+
+        A step that takes longer must give what other steps would have given in that time: tokens - pace x seconds is
+        largest, with the pace of such steps so far, where tokens / seconds is largest over all steps together
+        (Dinkelbach 1967). While that pace is unknown, it is the step's own rate that counts.
+        """
         tokens = np.empty(len(values) + 1)
         tokens[0] = step.size
         tokens[1:] = values
         tokens.cumsum(out=tokens)
-        rates = tokens / (draft_seconds + step.verify_seconds(len(tokens)))
+        seconds = draft_seconds + step.verify_seconds(len(tokens))
+        pace = self._pace(step)
+        worth = tokens - pace * seconds if pace else tokens / seconds
         least = min(least, len(values))
-        count = int(rates[least:].argmax()) + least
-        return count, float(rates[count])
+        count = int(worth[least:].argmax()) + least
+        return count, float(worth[count])
+
+    def _pace(self, step: StepView) -> float:
+        """Measured tokens per second of steps like this one; 0 if it is unknown."""
+        if self._known_pace is None:
+            gain = self.modes.measured(step.size, DRAFTED if self._mode is None else self._mode)
+            self._known_pace = gain * step.size / float(step.verify_seconds(1)[0])
+        return self._known_pace
 
 
 class Fixed(CalibratedPolicy):
@@ -343,44 +363,3 @@ POLICIES: dict[str, Callable[[SpeculationConfig, AcceptanceModel, CostModel], Dr
     "uniform": _uniform,
     "fixed": _fixed,
 }
-
-
-def drafted_nodes(tree: DraftTree) -> int:
-    """Number of nodes that have children by the draft: it was run on them after its first pass."""
-    if tree.depth < 2:
-        return 0
-    by_draft = tree.ranks[tree.layers[1] :] >= 0
-    return int(np.count_nonzero(np.bincount(tree.parents[tree.layers[1] :][by_draft])))
-
-
-@compiled
-def multiply_down(parents: Ints, survival: Floats) -> None:
-    """Turn conditional acceptance into survival, in place; parents come before children."""
-    for node in range(len(parents)):
-        if parents[node] >= 0:
-            survival[node] *= survival[parents[node]]
-
-
-def rank_nodes(tree: DraftTree, values: Floats, most_per_sample: int) -> Ints:
-    """Nodes of positive value, best first and parents before children, at most `most_per_sample` of one sample.
-
-    Nodes that end their sample are left out: if one would be accepted, verifying its parent already gives its token.
-    Every prefix contains the parents of its nodes: a child's value is at most its parent's, and ties keep their order.
-    """
-    if tree.ends.any():
-        values = np.where(tree.ends, 0.0, values)
-    order = (-values).argsort(kind="stable")
-    if len(order) and values[order[-1]] <= 0.0:
-        order = order[: np.count_nonzero(values > 0.0)]
-    if len(order) > most_per_sample:
-        order = order[index_within_row(tree.rows[order]) < most_per_sample]
-    return order
-
-
-def index_within_row(rows: Ints) -> Ints:
-    """For each entry, the number of earlier entries with the same row: [0, 1, 0, 2] for rows [a, a, b, a]."""
-    by_row = np.argsort(rows, kind="stable")
-    grouped = rows[by_row]
-    result = np.empty(len(rows), np.int64)
-    result[by_row] = np.arange(len(rows)) - np.searchsorted(grouped, grouped)
-    return result

@@ -14,6 +14,7 @@ from benchmarks.rivals import Bandit, EmaTiers
 from rlhfspec_mega.config.schema.generation import SpeculationConfig
 from rlhfspec_mega.planning.acceptance import DEPTHS, AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost
+from rlhfspec_mega.planning.nodes import drafted_nodes
 from rlhfspec_mega.planning.payoff import Forecast
 from rlhfspec_mega.planning.strategy import (
     COSTS_AT_FIRST,
@@ -23,7 +24,6 @@ from rlhfspec_mega.planning.strategy import (
     CalibratedPolicy,
     Fixed,
     Uniform,
-    drafted_nodes,
     make_policy,
 )
 from rlhfspec_mega.planning.tree import ROOT, Batch, DraftTree, Ints, StepRecord

@@ -13,7 +13,7 @@ from rlhfspec_mega.history.propose import Proposed
 from rlhfspec_mega.planning.acceptance import MATCH_CELLS
 from rlhfspec_mega.planning.cost import StepCost, step_cost
 from rlhfspec_mega.planning.modes import SETTLING
-from rlhfspec_mega.planning.strategy import index_within_row
+from rlhfspec_mega.planning.nodes import index_within_row
 from rlhfspec_mega.planning.tree import ROOT, Batch, DraftingPolicy, DraftTree, Ints, Recall, StepRecord
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.types import GenerationRequest
