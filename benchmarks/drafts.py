@@ -67,7 +67,7 @@ def own_draft(target: Target, prompts: Sequence[tuple[int, ...]], *, tokens: int
 @contextmanager
 def _all_cores() -> Iterator[None]:
     threads = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     try:
         yield
     finally:

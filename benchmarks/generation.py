@@ -88,7 +88,7 @@ class Sizes:
 
 QUICK = Sizes("tiny", (1, 8, 32), (1,), 32, 16, 2, 6, 2, 5, 192, 300)
 FULL = Sizes("small", BATCHES, (), 32, 32, 2, 20, 6, 16, 8192, 5000)
-DEEP = replace(FULL, model="deep", draft_samples=2048, draft_steps=2000)
+DEEP = replace(FULL, model="deep", draft_samples=768, draft_steps=1500)
 BY_MODEL = {"tiny": replace(FULL, model="tiny", draft_samples=192, draft_steps=300), "small": FULL, "deep": DEEP}
 
 

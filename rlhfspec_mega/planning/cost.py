@@ -150,6 +150,12 @@ class CostModel:
             seconds += (depth - 1) * _interpolate(self._draft_xs, later, drafted / (depth - 1))
         return max(seconds, MIN_SECONDS)
 
+    def draft_prices(self, kv_tokens: int, backlog: int) -> tuple[float, float, Floats, Floats]:
+        """Seconds of the first pass, and of each layer beside that; nodes of a later pass, and its seconds."""
+        (c,) = self._draft_rest
+        first = _interpolate(self._draft_xs, self._draft_lines[0], backlog)
+        return first, c * kv_tokens, self._draft_x, self._later_y
+
     def fit(self, measurements: Sequence[StepCost]) -> None:
         """Replace what was learnt by a profile; the draft's costs are kept if the profile has none.
 

@@ -1,19 +1,11 @@
-"""The nodes of draft trees: counted, ranked and multiplied down their paths."""
+"""The nodes of draft trees: ranked, numbered and multiplied down their paths."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from rlhfspec_mega.compiled import compiled
-from rlhfspec_mega.planning.tree import DraftTree, Floats, Ints
-
-
-def drafted_nodes(tree: DraftTree) -> int:
-    """Number of nodes that have children by the draft: it was run on them after its first pass."""
-    if tree.depth < 2:
-        return 0
-    by_draft = tree.ranks[tree.layers[1] :] >= 0
-    return int(np.count_nonzero(np.bincount(tree.parents[tree.layers[1] :][by_draft])))
+from rlhfspec_mega.planning.tree import Bools, DraftTree, Floats, Ints
 
 
 @compiled
@@ -30,14 +22,31 @@ def rank_nodes(tree: DraftTree, values: Floats, most_per_sample: int) -> Ints:
     Nodes that end their sample are left out: if one would be accepted, verifying its parent already gives its token.
     Every prefix contains the parents of its nodes: a child's value is at most its parent's, and ties keep their order.
     """
-    if tree.ends.any():
-        values = np.where(tree.ends, 0.0, values)
-    order = (-values).argsort(kind="stable")
-    if len(order) and values[order[-1]] <= 0.0:
-        order = order[: np.count_nonzero(values > 0.0)]
-    if len(order) > most_per_sample:
-        order = order[index_within_row(tree.rows[order]) < most_per_sample]
-    return order
+    return ranked(tree.rows, tree.ends, values, most_per_sample)
+
+
+@compiled
+def ranked(rows: Ints, ends: Bools, values: Floats, most: int) -> Ints:
+    """See rank_nodes."""
+    positive = np.empty(len(values), np.int64)
+    count, last = 0, -1
+    for node in range(len(values)):
+        if values[node] > 0.0 and not ends[node]:
+            positive[count] = node
+            count += 1
+            last = max(last, rows[node])
+    positive = positive[:count]
+    order = positive[np.argsort(-values[positive], kind="mergesort")]
+    if count <= most:
+        return order
+    taken, kept = np.zeros(last + 1, np.int64), 0
+    for place in range(count):
+        row = rows[order[place]]
+        if taken[row] < most:
+            taken[row] += 1
+            order[kept] = order[place]
+            kept += 1
+    return order[:kept]
 
 
 def index_within_row(rows: Ints) -> Ints:

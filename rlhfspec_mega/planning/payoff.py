@@ -47,6 +47,10 @@ class StepView:
         """Seconds of drafting `depth` layers, where passes after the first run on `drafted` nodes all together."""
         return self._cost.draft_seconds_scalar(self.size, self.kv_tokens, self.batch.backlog, depth, drafted)
 
+    def draft_prices(self) -> tuple[float, float, Floats, Floats]:
+        """The parts that `draft_seconds` is made of: see CostModel."""
+        return self._cost.draft_prices(self.kv_tokens, self.batch.backlog)
+
 
 class ExpectedTrees(NamedTuple):
     """Expected size and gain of a sample's tree, by depth (rows, from 1) and survival threshold (columns, falling).

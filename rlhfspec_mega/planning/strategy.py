@@ -9,8 +9,9 @@ import numpy as np
 from rlhfspec_mega.config.schema.generation import SpeculationConfig
 from rlhfspec_mega.planning.acceptance import TEMPERATURE_EDGES, AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost, step_cost
+from rlhfspec_mega.planning.growth import Prices, drafting_seconds, most_worth, worth_children
 from rlhfspec_mega.planning.modes import DRAFTED, PLAIN, RECALLED, SETTLING, ModeChoice
-from rlhfspec_mega.planning.nodes import drafted_nodes, index_within_row, multiply_down, rank_nodes
+from rlhfspec_mega.planning.nodes import index_within_row, multiply_down, rank_nodes
 from rlhfspec_mega.planning.payoff import StepView, recalled_rate
 from rlhfspec_mega.planning.tree import Batch, DraftingPolicy, DraftTree, Floats, Ints, Recall, StepRecord
 
@@ -179,7 +180,7 @@ class CalibratedPolicy(DraftingPolicy):
 
 
 class Adaptive(CalibratedPolicy):
-    """Chooses the draft tokens of the whole batch for the most predicted tokens per second (see `_best`), from
+    """Chooses the draft tokens of the whole batch for the most predicted tokens per second (see `most_worth`), from
 
         tokens = sum_i w_i (1 + survival of the nodes kept for sample i),
         seconds = draft seconds + verify seconds of B + n tokens.
@@ -203,11 +204,11 @@ class Adaptive(CalibratedPolicy):
         super().__init__(acceptance, cost, width, max_depth, max_nodes)
         self.tail_weight = tail_weight
         self.modes: ModeChoice = ModeChoice(acceptance, cost, width, max_depth, max_nodes, fixed_depth=False)
-        self._known_pace: float | None = None  # of this step
+        self._step_prices: Prices | None = None
 
     def observe(self, record: StepRecord) -> None:
         super().observe(record)
-        self._known_pace = None
+        self._step_prices = None
 
     def expand(self, batch: Batch, tree: DraftTree) -> Ints:
         """Nodes of the last layer whose children are predicted to be kept, if they are worth their time."""
@@ -216,21 +217,11 @@ class Adaptive(CalibratedPolicy):
         if not len(parents):
             return NO_NODES
         values = self._values(batch, tree)
-        kept = values[rank_nodes(tree, values, self.max_nodes)]
-        drafted = drafted_nodes(tree)
-        # Keeping no node is not considered (least=1): `depth` has decided to draft, with all layers in view.
-        step = self._step(batch)
-        _, current = self._best(step, kept, step.draft_seconds(tree.depth, drafted), least=1)
-        children = self._expected_children(batch, tree, values, parents)
-        together = np.concatenate((kept, children.ravel()))
-        together[::-1].sort()
-        seconds = step.draft_seconds(tree.depth + 1, drafted + len(parents))
-        count, deeper = self._best(step, together, seconds, least=1)
-        worth = parents[children[:, 0] >= together[count - 1]]
-        if len(worth) < len(parents):  # the draft need not be run on the others, which makes the layer cheaper
-            seconds = step.draft_seconds(tree.depth + 1, drafted + len(worth))
-            _, deeper = self._best(step, together, seconds, least=1)
-        return worth if len(worth) and deeper > current else NO_NODES
+        step, acceptance = self._step(batch), self._expected_acceptance(batch, tree, parents)
+        prices = self._prices(step, tree.size + acceptance.shape[1] * len(parents) + 1)
+        return worth_children(
+            prices, values, tree.rows, tree.ends, self.max_nodes, tree.depth, tree.drafted, parents, acceptance
+        )
 
     def choose(self, batch: Batch, tree: DraftTree) -> Ints:
         """The nodes that are worth most, given what is drafted; a trial verifies at least as many nodes as samples."""
@@ -238,9 +229,8 @@ class Adaptive(CalibratedPolicy):
             self._fill_all_survival(batch, tree)
         values = self._values(batch, tree)
         order = rank_nodes(tree, values, self.max_nodes)
-        step = self._step(batch)
-        seconds = step.draft_seconds(tree.depth, drafted_nodes(tree))
-        count, _ = self._best(step, values[order], seconds, least=step.size if self.modes.trying else 0)
+        prices, least = self._prices(self._step(batch), len(order) + 1), batch.size if self.modes.trying else 0
+        count, _ = most_worth(prices, values[order], drafting_seconds(prices, tree.depth, tree.drafted), least)
         return np.sort(order[:count])
 
     def _values(self, batch: Batch, tree: DraftTree) -> Floats:
@@ -250,40 +240,22 @@ class Adaptive(CalibratedPolicy):
         weights = (batch.generated + 1.0) ** self.tail_weight
         return tree.survival * (weights / weights.mean())[tree.rows]
 
-    def _expected_children(self, batch: Batch, tree: DraftTree, values: Floats, parents: Ints) -> Floats:
-        """Expected values [parents, width] of children that are not drafted yet, best first."""
+    def _expected_acceptance(self, batch: Batch, tree: DraftTree, parents: Ints) -> Floats:
+        """Expected acceptance [parents or 1, width] of children that are not drafted yet, best first."""
         shared = self._step(batch).temperature
         if shared is not None:
-            return values[parents, None] * self.acceptance.expected_layer(tree.depth + 1, shared)[: self.width]
+            return self.acceptance.expected_layer(tree.depth + 1, shared)[None, : self.width]
         temperatures = np.unique(batch.temperatures)
         layers = [self.acceptance.expected_layer(tree.depth + 1, float(t))[: self.width] for t in temperatures]
-        which = np.searchsorted(temperatures, batch.temperatures[tree.rows[parents]])
-        return values[parents, None] * np.array(layers)[which]
+        return np.array(layers)[np.searchsorted(temperatures, batch.temperatures[tree.rows[parents]])]
 
-    def _best(self, step: StepView, values: Floats, draft_seconds: float, least: int) -> tuple[int, float]:
-        """The n >= `least` that is worth most, and what it is worth; `values` fall. Of equal ones the smallest counts.
-
-        A step that takes longer must give what other steps would have given in that time: tokens - pace x seconds is
-        largest, with the pace of such steps so far, where tokens / seconds is largest over all steps together
-        (Dinkelbach 1967). While that pace is unknown, it is the step's own rate that counts.
-        """
-        tokens = np.empty(len(values) + 1)
-        tokens[0] = step.size
-        tokens[1:] = values
-        tokens.cumsum(out=tokens)
-        seconds = draft_seconds + step.verify_seconds(len(tokens))
-        pace = self._pace(step)
-        worth = tokens - pace * seconds if pace else tokens / seconds
-        least = min(least, len(values))
-        count = int(worth[least:].argmax()) + least
-        return count, float(worth[count])
-
-    def _pace(self, step: StepView) -> float:
-        """Measured tokens per second of steps like this one; 0 if it is unknown."""
-        if self._known_pace is None:
+    def _prices(self, step: StepView, count: int) -> Prices:
+        """Of this step, with up to `count` draft tokens."""
+        if self._step_prices is None or len(self._step_prices.verify) < count:
             gain = self.modes.measured(step.size, DRAFTED if self._mode is None else self._mode)
-            self._known_pace = gain * step.size / float(step.verify_seconds(1)[0])
-        return self._known_pace
+            pace = gain * step.size / float(step.verify_seconds(1)[0])
+            self._step_prices = Prices(float(step.size), pace, step.verify_seconds(count), *step.draft_prices())
+        return self._step_prices
 
 
 class Fixed(CalibratedPolicy):
@@ -332,7 +304,7 @@ class Uniform(Fixed):
         nodes = np.concatenate(([0], np.bincount(place, minlength=most).cumsum()))
         accepted = np.concatenate(([0.0], np.bincount(place, tree.survival[order], most).cumsum()))
         size, kv = batch.size, batch.kv_tokens
-        seconds = self.cost.draft_seconds(size, kv, batch.backlog, tree.depth, drafted_nodes(tree))
+        seconds = self.cost.draft_seconds(size, kv, batch.backlog, tree.depth, tree.drafted)
         rates = (size + accepted) / (seconds + self.cost.verify_seconds(size, kv, size + nodes.astype(np.float64)))
         best = max(int(rates.argmax()), int(self.modes.trying))
         return np.sort(order[place < best])

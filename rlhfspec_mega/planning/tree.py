@@ -73,6 +73,7 @@ class DraftTree:
         ends: whether the node's token would end its sample; such nodes get no children.
         matches: what earlier text says of the node: NO_MATCH, OTHER_FOLLOWS, or MATCHED + its cell.
         layers: index of the first node of each layer that the draft model made.
+        drafted: nodes that have children by the draft: it was run on them after its first pass.
     """
 
     rows: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -84,6 +85,7 @@ class DraftTree:
     ends: Bools = field(default_factory=lambda: np.zeros(0, np.bool_))
     matches: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     layers: list[int] = field(default_factory=list)
+    drafted: int = 0
 
     @property
     def size(self) -> int:
@@ -100,16 +102,12 @@ class DraftTree:
         return slice(self.layers[-1] if self.layers else 0, self.size)
 
     def add_layer(self, rows: Ints, parents: Ints, ranks: Ints, gaps: Floats, ends: Bools) -> None:
-        """Append children of nodes of the last layer, with a survival of 0."""
+        """Append children of nodes of the last layer, with a survival of 0; those of a node stand together."""
+        new, depth = len(rows), self.depth + 1
         self.layers.append(self.size)
-        self.rows = np.concatenate((self.rows, rows))
-        self.parents = np.concatenate((self.parents, parents))
-        self.depths = np.concatenate((self.depths, np.full(len(rows), self.depth)))
-        self.ranks = np.concatenate((self.ranks, ranks))
-        self.gaps = np.concatenate((self.gaps, gaps))
-        self.survival = np.concatenate((self.survival, np.zeros(len(rows))))
-        self.ends = np.concatenate((self.ends, ends))
-        self.matches = np.concatenate((self.matches, np.full(len(rows), NO_MATCH)))
+        if depth > 1 and new:
+            self.drafted += 1 + int(np.count_nonzero(parents[1:] != parents[:-1]))
+        self._append(rows, parents, np.full(new, depth), ranks, gaps, ends, np.full(new, NO_MATCH))
 
     def add_recalled(self, rows: Ints, parents: Ints, depths: Ints, matches: Ints, drafted: Bools) -> None:
         """Append nodes that only earlier text gives, none of which ends its sample.
@@ -117,13 +115,22 @@ class DraftTree:
         Args:
             drafted: whether the draft model was run on their parents.
         """
-        self.rows, self.parents = np.concatenate((self.rows, rows)), np.concatenate((self.parents, parents))
-        self.depths = np.concatenate((self.depths, depths))
-        self.ranks = np.concatenate((self.ranks, np.where(drafted, NOT_NAMED, NOT_DRAFTED)))
-        self.gaps = np.concatenate((self.gaps, np.zeros(len(rows))))
-        self.survival = np.concatenate((self.survival, np.zeros(len(rows))))
-        self.ends = np.concatenate((self.ends, np.zeros(len(rows), np.bool_)))
-        self.matches = np.concatenate((self.matches, matches))
+        new = len(rows)
+        ranks = np.where(drafted, NOT_NAMED, NOT_DRAFTED)
+        self._append(rows, parents, depths, ranks, np.zeros(new), np.zeros(new, np.bool_), matches)
+
+    def _append(
+        self, rows: Ints, parents: Ints, depths: Ints, ranks: Ints, gaps: Floats, ends: Bools, matches: Ints
+    ) -> None:
+        if not self.size:
+            self.rows, self.parents, self.depths, self.ranks, self.gaps = rows, parents, depths, ranks, gaps
+            self.survival, self.ends, self.matches = np.zeros(len(rows)), ends, matches
+            return
+        joined = np.concatenate
+        self.rows, self.parents = joined((self.rows, rows)), joined((self.parents, parents))
+        self.depths, self.ranks = joined((self.depths, depths)), joined((self.ranks, ranks))
+        self.gaps, self.survival = joined((self.gaps, gaps)), joined((self.survival, np.zeros(len(rows))))
+        self.ends, self.matches = joined((self.ends, ends)), joined((self.matches, matches))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from benchmarks.rivals import Bandit, EmaTiers
 from rlhfspec_mega.config.schema.generation import SpeculationConfig
 from rlhfspec_mega.planning.acceptance import DEPTHS, AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost
-from rlhfspec_mega.planning.nodes import drafted_nodes
 from rlhfspec_mega.planning.payoff import Forecast
 from rlhfspec_mega.planning.strategy import (
     COSTS_AT_FIRST,
@@ -94,7 +93,7 @@ def test_choose_is_the_best_of_all_closed_subsets(
     policy = Adaptive(AcceptanceModel(), cost, max_nodes=most, tail_weight=tail)
     weights = (batch.generated + 1.0) ** tail
     weights = weights / weights.mean()
-    drafting = cost.draft_seconds(batch.size, batch.kv_tokens, batch.backlog, tree.depth, drafted_nodes(tree))
+    drafting = cost.draft_seconds(batch.size, batch.kv_tokens, batch.backlog, tree.depth, tree.drafted)
 
     def rate(chosen: Ints) -> float:
         tokens = weights.sum() + (weights[tree.rows[chosen]] * tree.survival[chosen]).sum()
@@ -116,7 +115,7 @@ def test_uniform_takes_the_best_single_number(
 ) -> None:
     batch, tree = given_tree
     cost = cost_of(*machine, 1e-4, 1e-5)
-    drafting = cost.draft_seconds(batch.size, batch.kv_tokens, batch.backlog, tree.depth, drafted_nodes(tree))
+    drafting = cost.draft_seconds(batch.size, batch.kv_tokens, batch.backlog, tree.depth, tree.drafted)
     rates = []
     for n in range(5):
         best = [np.sort(tree.survival[tree.rows == row])[::-1][:n] for row in range(batch.size)]

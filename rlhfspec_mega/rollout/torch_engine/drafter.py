@@ -227,21 +227,21 @@ class Drafter:
         tree, device_rows = grown.tree, torch.from_numpy(rows).to(states.device)
         ids = self.model.target_ids
         most = self.model.shape.vocab_size
-        at_once = max(1, LOGITS_AT_ONCE // self.model.shape.target.vocab_size)
+        wanted, at_once = min(max(self.policy.width, 2), most), LOGITS_AT_ONCE // self.model.shape.target.vocab_size
         pieces = []
-        for some, their_rows in zip(states.split(at_once), device_rows.split(at_once), strict=True):
-            _, scores = noise.scores(self.model.logits(some), their_rows, tree.depth, ids)
-            pieces.append(scores.topk(min(max(self.policy.width, 2), most), dim=-1))
-        values, indices = map(torch.cat, zip(*pieces, strict=True))
+        for first in range(0, len(states), max(1, at_once)):
+            some = slice(first, first + max(1, at_once))
+            _, scores = noise.scores(self.model.logits(states[some]), device_rows[some], tree.depth, ids)
+            pieces.append(scores.topk(wanted, dim=-1))
+        values, indices = pieces[0] if len(pieces) == 1 else map(torch.cat, zip(*pieces, strict=True))
         width = min(self.policy.width, most)
         tokens = indices[:, :width].flatten()
         tokens = tokens if ids is None else ids[tokens]
-        ends = slots.ends(device_rows.repeat_interleave(width), tokens)
-        gaps = (values[:, 0] - values[:, 1]).cpu().numpy()
+        host, host_values = tokens.cpu().numpy(), values.cpu().numpy()
+        children = np.repeat(rows, width)
+        gaps = np.repeat(host_values[:, 0] - host_values[:, 1], width)
         ranks = np.tile(np.arange(width), len(rows))
-        tree.add_layer(
-            np.repeat(rows, width), np.repeat(parents, width), ranks, np.repeat(gaps, width), ends.cpu().numpy()
-        )
+        tree.add_layer(children, np.repeat(parents, width), ranks, gaps, slots.ends(children, host))
         grown.tokens = torch.cat((grown.tokens, tokens))
         return width
 

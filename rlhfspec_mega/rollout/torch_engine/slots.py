@@ -83,9 +83,9 @@ class SlotState:
         self.generated[rows] += counts
         self.remaining[rows] -= counts
 
-    def ends(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Whether these tokens end the samples of these rows: bool [n]."""
-        return self.stops[rows, tokens] & ~self.forced[rows]
+    def ends(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Whether these tokens end the samples of these rows: bool [n], on the host."""
+        return self.host_stops[rows, tokens] & ~self.host_forced[rows]
 
 
 class StepNoise:
@@ -101,7 +101,8 @@ class StepNoise:
 
     def __init__(self, slots: SlotState, batch: int, depths: int):
         self._temperatures = slots.temperatures[:batch]
-        self._sampled = bool(slots.host_temperatures[:batch].any())
+        temperatures = slots.host_temperatures[:batch]
+        self._sampled, self._unit = bool(temperatures.any()), bool((temperatures == 1.0).all())
         self._states, self._first = slots.noise[:batch, None], slots.lengths[:batch, None] - 1
         self._vocab_size, self._depths = slots.stops.shape[1], depths
         self._values: torch.Tensor | None = None  # float64 [batch, depths, vocab], valid up to depth `_made`
@@ -126,12 +127,16 @@ class StepNoise:
         Returns:
             logits / T, float32 [n, V], and the perturbed scores, float64 [n, V].
         """
-        temperatures = self._temperatures[rows]
         noise = self._noise(rows, depths) if self._sampled else None
         banned = None if self._banned is None else self._banned[rows]
         if token_ids is not None:
             noise = None if noise is None else noise[:, token_ids]
             banned = None if banned is None else banned[:, token_ids]
+        if self._unit and noise is not None:  # the same numbers in fewer operations
+            scaled = logits.float()
+            scores = scaled + noise
+            return scaled, scores if banned is None else scores.masked_fill_(banned, float("-inf"))
+        temperatures = self._temperatures[rows]
         scaled = scaled_logits(logits, temperatures)
         return scaled, perturbed_scores(scaled, temperatures, noise, banned)
 

@@ -1,0 +1,103 @@
+"""Whether draft tokens, and another layer of them, are worth their time: the compiled functions of `Adaptive`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from rlhfspec_mega.compiled import compiled
+from rlhfspec_mega.planning.nodes import ranked
+from rlhfspec_mega.planning.tree import Bools, Floats, Ints
+
+
+class Prices(NamedTuple):
+    """What a step takes.
+
+    Attributes:
+        tokens: that it gives without draft tokens.
+        pace: tokens per second of such steps; 0 if it is unknown.
+        verify: seconds of verifying 0, 1, ... draft tokens.
+        first, per_layer: seconds of the first drafted layer, and of each layer beside its nodes.
+        nodes, seconds: of a later layer: its seconds where it is drafted from so many nodes, linear in between.
+    """
+
+    tokens: float
+    pace: float
+    verify: Floats
+    first: float
+    per_layer: float
+    nodes: Floats
+    seconds: Floats
+
+
+@compiled
+def drafting_seconds(prices: Prices, depth: int, drafted: int) -> float:
+    """Seconds of drafting so many layers, the later ones from `drafted` nodes all together."""
+    if depth == 0:
+        return 0.0
+    found = prices.first + prices.per_layer * depth
+    if depth > 1:
+        found += (depth - 1) * np.interp(drafted / (depth - 1), prices.nodes, prices.seconds)
+    return found
+
+
+@compiled
+def most_worth(prices: Prices, values: Floats, draft_seconds: float, least: int) -> tuple[int, float]:
+    """The n >= `least` draft tokens that are worth most, and what they are worth; `values` fall.
+
+    A step that takes longer must give what other steps would have given in that time: tokens - pace x seconds is
+    largest, with the pace of such steps so far, where tokens / seconds is largest over all steps together (Dinkelbach
+    1967). While that pace is unknown, it is the step's own rate that counts. Of equal ones the smallest counts.
+    """
+    tokens, count, best = prices.tokens, -1, -np.inf
+    for n in range(len(values) + 1):
+        if n:
+            tokens += values[n - 1]
+        if n >= least or n == len(values):
+            seconds = draft_seconds + prices.verify[n]
+            worth = tokens - prices.pace * seconds if prices.pace > 0.0 else tokens / seconds
+            if worth > best:
+                count, best = n, worth
+    return count, best
+
+
+@compiled
+def worth_children(
+    prices: Prices,
+    values: Floats,
+    rows: Ints,
+    ends: Bools,
+    most: int,
+    depth: int,
+    drafted: int,
+    parents: Ints,
+    acceptance: Floats,
+) -> Ints:
+    """Those of the nodes `parents` whose children are predicted to be verified; none if a layer is not worth its time.
+
+    Args:
+        values, rows, ends: of all nodes so far.
+        most: draft tokens of a sample.
+        acceptance: [parents or 1, width] of the children, best first.
+    """
+    kept = values[ranked(rows, ends, values, most)]
+    # To keep no node is not considered: that something is drafted was decided with all layers in view.
+    _, current = most_worth(prices, kept, drafting_seconds(prices, depth, drafted), 1)
+    width, shared = acceptance.shape[1], len(acceptance) == 1
+    together = np.empty(len(kept) + width * len(parents))
+    together[: len(kept)] = kept
+    for place in range(len(parents)):
+        first = len(kept) + width * place
+        together[first : first + width] = values[parents[place]] * acceptance[0 if shared else place]
+    together = -np.sort(-together)
+    count, deeper = most_worth(prices, together, drafting_seconds(prices, depth + 1, drafted + len(parents)), 1)
+    worth = np.empty(len(parents), np.int64)
+    found = 0
+    for place in range(len(parents)):
+        if values[parents[place]] * acceptance[0 if shared else place, 0] >= together[count - 1]:
+            worth[found] = parents[place]
+            found += 1
+    if found < len(parents):  # the draft need not be run on the others, which makes the layer cheaper
+        _, deeper = most_worth(prices, together, drafting_seconds(prices, depth + 1, drafted + found), 1)
+    return worth[:found] if deeper > current else worth[:0]
