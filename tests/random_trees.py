@@ -16,6 +16,9 @@ class RandomTrees(DraftingPolicy):
         self._random = np.random.default_rng(seed)
         self.records: list[StepRecord] = []
 
+    def follows(self, size: int) -> bool:
+        return bool(self._random.random() < 0.97)
+
     def rests(self, size: int) -> bool:
         return bool(self._random.random() < 0.1)
 

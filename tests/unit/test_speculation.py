@@ -75,7 +75,7 @@ def test_random_trees_give_the_tokens_of_plain_decoding(alone, slots, prefill_ch
     assert_same(alone, generate(make_engine(policy, slots, prefill_chunk), REQUESTS), REQUESTS, JUDGE)
     accepted = sum(int(record.accepted.sum()) for record in policy.records)
     deep = sum(int((record.tree.depths[record.chosen[record.accepted]] > 1).sum()) for record in policy.records)
-    assert accepted > 100 and deep > 5, "hardly anything was accepted: the comparison shows nothing"
+    assert accepted > 60 and deep > 5, "hardly anything was accepted: the comparison shows nothing"
 
 
 def test_every_record_is_consistent(alone):

@@ -1,0 +1,114 @@
+"""The draft reads prompts, and tokens of plain steps, when something is drafted: as if it had read them at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhfspec_mega.planning.tree import Batch
+from rlhfspec_mega.rollout.torch_engine import drafter, unread
+from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
+from rlhfspec_mega.types import GenerationRequest
+from tests.random_trees import RandomTrees
+from tests.unit.test_losslessness import make_engine
+from tests.unit.test_torch_engine import finish, one_thread
+
+__all__ = ["one_thread"]
+
+PROMPTS = [tuple(1 + place % 20 for place in range(length)) for length in (1, 2, 10, 31, 10)]
+
+
+class From(RandomTrees):
+    """Drafts from some step on; before it, steps are plain."""
+
+    def __init__(self, step: int, follows: bool = True) -> None:
+        super().__init__(0)
+        self._step, self._follows, self._count = step, follows, 0
+
+    def follows(self, size: int) -> bool:
+        return self._follows
+
+    def rests(self, size: int) -> bool:
+        self._count += 1
+        return self._count <= self._step
+
+    def depth(self, batch: Batch) -> int:
+        return 3 if batch.draftable else 0
+
+
+def requests(tokens: int = 40) -> list[GenerationRequest]:
+    return [GenerationRequest(str(n), str(n), prompt, 5 + n, tokens, 1.0) for n, prompt in enumerate(PROMPTS)]
+
+
+def draft_kv(engine: TorchEngine, sample: str, tokens: int) -> torch.Tensor:
+    """The draft's KV of a sample's first tokens."""
+    committed = engine.committed_positions(sample)
+    assert committed is not None and committed["draft"] >= tokens
+    return engine.committed_kv(sample, "draft", 0, tokens).clone()
+
+
+def step_until(engine: TorchEngine, tokens: int) -> None:
+    """Decode until every sample has so many tokens."""
+    scheduler = engine._scheduler
+    while scheduler.waiting or min(len(sample.tokens) for sample in scheduler.active) < tokens:
+        engine.poll(0)
+
+
+@pytest.mark.parametrize("late", [1, 7])
+@pytest.mark.parametrize("kept", [1, 64])
+def test_what_is_read_late_is_what_is_read_at_once(late: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unread, "STEPS_KEPT", kept)
+    monkeypatch.setattr(drafter, "STEPS_KEPT", kept)
+    found = []
+    for step in (0, late):
+        engine = make_engine(8, From(step))
+        engine.submit(requests())
+        step_until(engine, 12)
+        found.append([draft_kv(engine, str(n), len(prompt) + 7) for n, prompt in enumerate(PROMPTS)])
+    for early, delayed in zip(*found, strict=True):
+        torch.testing.assert_close(early, delayed, rtol=1e-4, atol=1e-5)
+
+
+def test_samples_that_leave_take_what_was_not_read() -> None:
+    engine, other = make_engine(8, From(1000)), make_engine(8, From(0))
+    engine.submit(requests())
+    step_until(engine, 5)
+    for number in range(len(PROMPTS)):
+        other.import_sample(engine.export_sample(str(number)))
+    step_until(other, 12)
+    at_once = make_engine(8, From(0))
+    at_once.submit(requests())
+    step_until(at_once, 12)
+    for number, prompt in enumerate(PROMPTS):
+        moved, stayed = (draft_kv(one, str(number), len(prompt) + 7) for one in (other, at_once))
+        torch.testing.assert_close(moved, stayed, rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_is_drafted_for_samples_that_are_not_followed() -> None:
+    policy = From(0, follows=False)
+    engine = make_engine(8, policy)
+    engine.submit(requests())
+    step_until(engine, 3)
+    assert engine.committed_positions("2") == {"target": len(PROMPTS[2]) + len(engine._held["2"].tokens) - 1}
+    follower = make_engine(8, From(0))
+    follower.import_sample(engine.export_sample("2"))
+    step_until(follower, 12)
+    draft_kv(follower, "2", len(PROMPTS[2]) + 7)
+    finish(engine)
+    assert not any(record.tree.depth for record in policy.records)
+
+
+def test_a_slot_that_is_taken_again_does_not_get_the_last_samples_prefix() -> None:
+    policy = From(10**6)
+    engine = make_engine(2, policy)
+    for first in (3, 8, 21):
+        engine.submit([GenerationRequest(f"{first}.{n}", "g", (first, n, 4), n, 3 + n, 1.0) for n in range(4)])
+        finish(engine)
+    assert all(one is None for one in engine._decoder.drafter._prefixes[2:])  # type: ignore[union-attr]
+    engine.submit([GenerationRequest("last", "last", (9, 9, 9), 0, 30, 1.0)])
+    policy._step = 0
+    step_until(engine, 10)
+    alone = make_engine(2, From(0))
+    alone.submit([GenerationRequest("last", "last", (9, 9, 9), 0, 30, 1.0)])
+    step_until(alone, 10)
+    torch.testing.assert_close(draft_kv(engine, "last", 8), draft_kv(alone, "last", 8), rtol=1e-4, atol=1e-5)
