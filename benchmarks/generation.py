@@ -312,8 +312,10 @@ def main() -> None:
     out = given.out or RESULTS / f"generation_{kind}.json"
     rows = Rows(out.with_suffix(".rows.jsonl"), conditions(sizes))
     bench, target, draft = prepare(sizes)
+    shares = {batch: bench.matrix_share(batch) for batch in sizes.batches} if sizes.device == "cpu" else {}
+    print("matrix products' share of a plain step:", ", ".join(f"{b}: {share:.2f}" for b, share in shares.items()))
     measure_rows(bench, sizes, rows)
-    summary = summarize(rows.found)
+    summary = summarize(rows.found) | {f"matrix_share_{batch}": share for batch, share in shares.items()}
     found: dict[str, Any] = {"conditions": conditions(sizes), "scenarios": rows.found}
     if not given.rows_only:
         found |= {"sources": sources(target, draft, sizes), **studies(bench, target, draft, sizes, rows)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ SLOTS = 32
 # decodes in seconds.
 LENGTHS = {"chat": (119, 0.77, 0.17), "reasoning": (1300, 0.99, 0.02)}
 LONGEST = 320
+MATRIX_PRODUCTS = (
+    *("mkldnn::_linear_pointwise", "aten::addmm", "aten::mm", "aten::bmm", "aten::baddbmm", "aten::linear"),
+    *("aten::_scaled_dot_product_flash_attention_for_cpu", "mkldnn::_linear_pointwise_", "aten::mkldnn_linear"),
+)
 HISTORY_TOKENS = 65536  # of a fresh index
 MEMBERS = 8  # samples of a prompt
 
@@ -122,6 +127,28 @@ class Bench:
             if seconds:
                 found[mode] = [round(tokens / seconds, 3), round(seconds / sum(tally.mode_seconds), 3)]
         return found
+
+    def matrix_share(self, batch: int, steps: int = 24) -> float:
+        """Share of a plain step's time that is spent in matrix products, attention's included.
+
+        Their time is that of torch's profiler; that of a step is measured without it.
+        """
+        engine, seconds, products = self._plain, 0.0, 0.0
+        for profiled in (False, True, False):
+            engine.submit(self.requests(batch_scenario(batch, 2 * steps, 1.0), 0))
+            while engine.load().running < batch:
+                engine.poll(0)
+            watch = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            with watch if profiled else nullcontext() as found:
+                started = time.perf_counter()
+                for _ in range(steps):
+                    engine.poll(0)
+                seconds += 0.0 if profiled else time.perf_counter() - started
+            if found is not None:
+                averages = found.key_averages()
+                products = sum(one.self_cpu_time_total for one in averages if one.key in MATRIX_PRODUCTS) * 1e-6
+            engine.clear()
+        return products / (seconds / 2)
 
     def decode(self, engine: TorchEngine, scenario: Scenario, repeat: int) -> float:
         """As `run`, on an engine as it is."""

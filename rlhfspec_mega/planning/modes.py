@@ -59,6 +59,7 @@ class ModeChoice:
         self._forecast = Forecast(acceptance, width, depth)
         self._depth = depth
         self._rates: dict[int, float] = {}  # forecasts by batch size
+        self._forecasts_until = FORECAST_EVERY
         modes = len(DECODE_MODES)
         self._measured = np.zeros((BATCH_BUCKETS, modes, 2))  # decayed sums of tokens and time; see above
         self._aged = np.zeros(BATCH_BUCKETS)  # steps when they last got older
@@ -109,6 +110,10 @@ class ModeChoice:
             return self._held[1]
         self._measured[bucket] *= np.exp((self._aged[bucket] - self._steps) / AGE)
         self._aged[bucket] = self._steps
+        if self._steps >= self._forecasts_until:
+            self._forecasts_until = self._steps + FORECAST_EVERY
+            self._forecast.clear()
+            self._rates.clear()
         gains = {mode: self.gain(step, mode) for mode in able}
         best = max(able, key=lambda mode: gains[mode] * (HYSTERESIS if mode == self._used[bucket] else 1.0))
         self._used[bucket] = best
@@ -159,9 +164,6 @@ class ModeChoice:
                 self._end_trial()
         seconds -= min(reading, 0.5 * seconds)
         self._steps += 1
-        if self._steps % FORECAST_EVERY == 0:
-            self._forecast.clear()
-            self._rates.clear()
         settled = mode != PLAIN or self._plain_steps >= SETTLING
         self._plain_steps = self._plain_steps + 1 if mode == PLAIN else 0
         self._learn(batch_bucket(step.size), mode, tokens, seconds / plain, settled)
