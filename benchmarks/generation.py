@@ -182,10 +182,12 @@ def measure_rows(bench: Bench, sizes: Sizes, rows: Rows) -> None:
     """The rows that are not there yet."""
     started, all_of = time.monotonic(), contenders(quick=sizes.model == "tiny")
     for scenario in scenarios(sizes):
-        if not rows.has(scenario):
-            rows.add(measure(bench, scenario, (sizes.selecting, sizes.judging), all_of))
+        row = rows.row(scenario)
+        if row is None:
+            row = measure(bench, scenario, (sizes.selecting, sizes.judging), all_of)
+            rows.add(row)
         print(f"{scenario.name}: {time.monotonic() - started:.0f} s", flush=True)
-        print_row(rows.found[-1])
+        print_row(row)
 
 
 def studies(bench: Bench, target: Target, draft: Path, sizes: Sizes, rows: Rows) -> dict[str, Any]:
@@ -307,6 +309,8 @@ def main() -> None:
         changes["batches"] = tuple(given.batches)
     if given.repeats:
         changes["selecting"], changes["judging"] = given.repeats
+        if min(given.repeats) < 1 or given.repeats[1] < 2:
+            parser.error("--repeats needs at least 1 to select by and 2 to judge by")
     sizes = replace(sizes, **changes)
     kind = f"{sizes.model}_{'history_' if sizes.history else ''}{'quick_' if given.quick else ''}{given.device}"
     out = given.out or RESULTS / f"generation_{kind}.json"
@@ -318,8 +322,11 @@ def main() -> None:
     summary = summarize(rows.found) | {f"matrix_share_{batch}": share for batch, share in shares.items()}
     found: dict[str, Any] = {"conditions": conditions(sizes), "scenarios": rows.found}
     if not given.rows_only:
-        found |= {"sources": sources(target, draft, sizes), **studies(bench, target, draft, sizes, rows)}
-        summary |= summarize_sources(found["sources"]) | summarize_studies(found, sizes.tokens)
+        found |= studies(bench, target, draft, sizes, rows)
+        summary |= summarize_studies(found, sizes.tokens)
+        if not given.quick and sizes.device == "cpu":
+            found["sources"] = sources(target, draft, sizes)
+            summary |= summarize_sources(found["sources"])
         plot(found, out.with_suffix(".png"))
     summary = {name: round(float(value), 4) for name, value in summary.items()}
     out.write_text(json.dumps(found | {"summary": summary}) + "\n", encoding="utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,27 +21,38 @@ class Rows:
     """Rows in a file of JSON lines, of which the first one has the conditions; an interrupted run goes on with it.
 
     Args:
-        conditions: rows measured under others are measured anew.
+        conditions: rows that were measured under others are put aside, in a file that ends with `.old`.
     """
 
     def __init__(self, path: Path, conditions: dict[str, Any]) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        wanted = json.loads(json.dumps(conditions))
-        if lines and json.loads(lines[0]) == wanted:
-            self.found: list[Row] = [json.loads(line) for line in lines[1:]]
-        else:
-            self.found = []
-            path.write_text(json.dumps(wanted) + "\n", encoding="utf-8")
+        known = list(_whole_lines(path)) if path.exists() else []
+        self.found: list[Row] = []
+        if known and known[0] == json.loads(json.dumps(conditions)):
+            self.found = known[1:]
+        elif known:
+            path.rename(path.with_name(f"{path.name}.old"))
+        lines = (json.dumps(line) + "\n" for line in [conditions, *self.found])
+        path.write_text("".join(lines), encoding="utf-8")
 
-    def has(self, scenario: Scenario) -> bool:
-        return any(row["scenario"]["name"] == scenario.name for row in self.found)
+    def row(self, scenario: Scenario) -> Row | None:
+        """The row of a scenario, if it was measured."""
+        return next((row for row in self.found if row["scenario"]["name"] == scenario.name), None)
 
     def add(self, row: Row) -> None:
         self.found.append(row)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def _whole_lines(path: Path) -> Iterator[Any]:
+    """What the lines hold, up to one that was not written to its end."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return
 
 
 def measure(bench: Bench, scenario: Scenario, repeats: tuple[int, int], all_of: Sequence[Contender]) -> Row:
@@ -56,6 +67,9 @@ def measure(bench: Bench, scenario: Scenario, repeats: tuple[int, int], all_of: 
     for family in FAMILIES:
         names = [contender.name for contender in all_of if contender.family == family]
         selected[family] = min(names, key=lambda name: statistics.median(selecting[name]))
+    for contender in all_of:
+        if contender.family == ADAPTIVE:
+            bench.gains(contender, scenario)  # of what was selected from
     judged = list(dict.fromkeys([*selected.values(), *PUBLISHED]))
     judging = _interleave(bench, scenario, [by_name[name] for name in judged], repeats[1], first=repeats[0] + 1)
     gains = bench.gains(by_name[selected[ADAPTIVE]], scenario)

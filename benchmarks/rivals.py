@@ -71,7 +71,10 @@ class EmaTiers(CalibratedPolicy):
         return self._possible_parents(batch, tree)
 
     def choose(self, batch: Batch, tree: DraftTree) -> Ints:
-        """All that can be used: the rule trusts its chain."""
+        """All that can be used: the rule trusts its chain. With history's tokens, as many of all as the chain has."""
+        if len(batch.recalled):
+            self._fill_all_survival(batch, tree)
+            return np.sort(rank_nodes(tree, tree.survival, self._tier(batch).steps))
         return np.flatnonzero((tree.depths < batch.remaining[tree.rows]) & ~tree.ends)
 
     def observe(self, record: StepRecord) -> None:
@@ -167,6 +170,8 @@ class Bandit(CalibratedPolicy):
         return np.sort(parents[index_within_row(tree.rows[parents]) < arm.width])
 
     def choose(self, batch: Batch, tree: DraftTree) -> Ints:
+        if len(batch.recalled):
+            self._fill_all_survival(batch, tree)
         return np.sort(rank_nodes(tree, tree.survival, self._arm(batch).tokens))
 
     def observe(self, record: StepRecord) -> None:

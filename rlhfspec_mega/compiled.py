@@ -16,7 +16,9 @@ except ImportError:
 def compiled(function: Function) -> Function:
     """Compile a function over numbers and arrays at its first call.
 
-    The machine code is kept beside the module or in the user's cache directory, if one of them can be written.
+    The machine code is kept beside the module or in the user's cache directory, if one of them can be written. It is
+    made anew when the module changes, but not when a compiled function of another module that it calls does: then
+    delete `__pycache__`.
     """
     if njit is None:
         return function

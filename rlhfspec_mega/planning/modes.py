@@ -58,7 +58,7 @@ class ModeChoice:
         self._cost, self._max_nodes, self._fixed_depth = cost, max_nodes, fixed_depth
         self._forecast = Forecast(acceptance, width, depth)
         self._depth = depth
-        self._rates: dict[int, float] = {}  # forecasts by batch size
+        self._rates: dict[tuple[int, float | None], float] = {}  # forecasts by batch size and temperature
         self._forecasts_until = FORECAST_EVERY
         modes = len(DECODE_MODES)
         self._measured = np.zeros((BATCH_BUCKETS, modes, 2))  # decayed sums of tokens and time; see above
@@ -69,7 +69,9 @@ class ModeChoice:
         self._tally = np.zeros((BATCH_BUCKETS, modes, 2))
         self._steps, self._plain_steps = 0, SETTLING
         self._held, self._held_until, self._hold = (-1, PLAIN), 0, 0  # bucket and mode
-        self._rested, self._rest_bucket, self._rest_work = 0, 0, 0.0  # steps that `_learn` has not been told of
+        # Plain steps of a rest, and their time, that are not yet in the sums below; and of those the settled ones.
+        self._rest_bucket, self._rested, self._rest_work = 0, 0, 0.0
+        self._rest_settled, self._rest_settled_work = 0, 0.0
         self._used = [PLAIN] * BATCH_BUCKETS  # the best mode when last looked at
         self._trials = [0] * modes
         self._due: dict[int, float] = {}  # steps at which modes are to be tried
@@ -149,8 +151,12 @@ class ModeChoice:
         tokens, work = self._overall[mode] + FORECAST_WEIGHT
         return float(tokens / work)
 
-    def observe(self, record: StepRecord, mode: int, step: StepView) -> None:
-        """Record a step that was made in a mode."""
+    def observe(self, record: StepRecord, mode: int, step: StepView, forced: bool = False) -> None:
+        """Record a step that was made in a mode.
+
+        Args:
+            forced: more was verified than was worth it: nothing is learnt of the mode's gain.
+        """
         plain, reading = float(step.verify_seconds(1)[0]), self._reading_seconds(record)
         seconds = record.draft_seconds + record.verify_seconds
         if self._cost.frozen or seconds <= 0.0:
@@ -166,7 +172,12 @@ class ModeChoice:
         self._steps += 1
         settled = mode != PLAIN or self._plain_steps >= SETTLING
         self._plain_steps = self._plain_steps + 1 if mode == PLAIN else 0
-        self._learn(batch_bucket(step.size), mode, tokens, seconds / plain, settled)
+        bucket, work = batch_bucket(step.size), seconds / plain
+        self._tally[bucket, mode] += tokens, work
+        if settled and not forced:
+            usual = self._overall[mode]
+            pace = usual[1] / usual[0] if usual[0] > FORECAST_WEIGHT else 1.0
+            self._learn(bucket, mode, tokens, min(work, MOST_WORK * tokens * max(pace, 1.0)))
 
     def rested(self, size: int, kv_tokens: int, seconds: float) -> None:
         """Record a plain step that nothing was asked about."""
@@ -175,17 +186,26 @@ class ModeChoice:
             self._end_rest()
             self._rest_bucket = bucket
         known = not self._cost.frozen and seconds > 0.0
-        self._rest_work += seconds / self._cost.plain_seconds(size, kv_tokens) if known else 1.0
-        self._rested += 1
+        work = seconds / self._cost.plain_seconds(size, kv_tokens) if known else 1.0
         self._steps += 1
+        self._plain_steps += 1
+        self._rested += 1
+        self._rest_work += work
+        if self._plain_steps > SETTLING:
+            self._rest_settled += 1
+            self._rest_settled_work += min(work, MOST_WORK)
 
     def _end_rest(self) -> None:
         """Learn from the steps of a rest."""
         if self._rested:
-            steps, work = self._rested, self._rest_work
-            self._rested, self._rest_work = 0, 0.0
-            self._plain_steps += steps
-            self._learn(self._rest_bucket, PLAIN, float(steps), work)
+            self._tally[self._rest_bucket, PLAIN] += self._rested, self._rest_work
+            self._learn(self._rest_bucket, PLAIN, float(self._rest_settled), self._rest_settled_work)
+            self._rested, self._rest_work, self._rest_settled, self._rest_settled_work = 0, 0.0, 0, 0.0
+
+    def forget_draft(self) -> None:
+        """The draft is another one: what drafting gave says nothing any more, and it is tried at once."""
+        self._measured[:, DRAFTED], self._overall[DRAFTED], self._kept[:] = 0.0, 0.0, FORECAST_WEIGHT
+        self._due[DRAFTED], self._trials[DRAFTED], self._held_until = self._steps, 0, self._steps
 
     def take_tally(self) -> tuple[list[float], list[float]]:
         """Sums of tokens and of time since the last call; see `DraftingTally`."""
@@ -194,28 +214,24 @@ class ModeChoice:
         self._tally[:] = 0.0
         return tokens, work
 
-    def _learn(self, bucket: int, mode: int, tokens: float, work: float, settled: bool = True) -> None:
-        """Add tokens and time, both in those of plain steps; time that has not settled is only counted."""
-        usual = self._overall[mode]
-        pace = usual[1] / usual[0] if usual[0] > FORECAST_WEIGHT else 1.0
-        self._tally[bucket, mode] += tokens, work
-        work = min(work, MOST_WORK * tokens * max(pace, 1.0))
-        if settled:
-            older = max(0.0, 1.0 - work / MEMORY)
-            for sums in (self._measured[bucket, mode], self._overall[mode]):
-                sums *= older
-                sums += tokens, work
-            if mode == DRAFTED and self._forecast_gains[bucket]:
-                self._kept *= older
-                self._kept += tokens, work * self._forecast_gains[bucket]
+    def _learn(self, bucket: int, mode: int, tokens: float, work: float) -> None:
+        """Add tokens and time, both in those of plain steps, to what gains are taken from."""
+        older = np.exp(-work / MEMORY)
+        for sums in (self._measured[bucket, mode], self._overall[mode]):
+            sums *= older
+            sums += tokens, work
+        if mode == DRAFTED and self._forecast_gains[bucket]:
+            self._kept *= older
+            self._kept += tokens, work * self._forecast_gains[bucket]
 
     def _forecast_gain(self, step: StepView) -> float:
-        if step.size not in self._rates:
+        key = step.size, step.temperature
+        if key not in self._rates:
             expected = self._forecast.for_batch(step.batch)
-            self._rates[step.size] = drafting_rate(
+            self._rates[key] = drafting_rate(
                 expected, self._cost, step.batch, self._depth, self._max_nodes, self._fixed_depth
             )
-        return self._rates[step.size] * float(step.verify_seconds(1)[0]) / step.size
+        return self._rates[key] * float(step.verify_seconds(1)[0]) / step.size
 
     def _reading_seconds(self, record: StepRecord) -> float:
         """Seconds that the draft took to read what plain steps had left unread: later steps have them, too."""

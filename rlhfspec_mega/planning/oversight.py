@@ -138,10 +138,13 @@ class MonitoredPolicy(DraftingPolicy):
         self.width, self.max_depth, self.max_nodes = policy.width, policy.max_depth, policy.max_nodes
         self._tally = DraftingTally()
         self.watch, self._temperature = CollapseWatch(collapse_ratio, stops), temperature
+        self._stopped = False  # whether the watch has stopped the draft, which new weights may have mended since
         self.replace_policy(policy)
 
     def replace_policy(self, policy: DraftingPolicy) -> None:
         """Continue with another policy of the same width, depth and nodes; counters and collapse watch are kept."""
+        if hasattr(self, "policy"):
+            self._count_modes()
         self.policy = policy
         self._control = PlainControl()
 
@@ -149,6 +152,10 @@ class MonitoredPolicy(DraftingPolicy):
         return self.policy.follows(size)
 
     def rests(self, size: int) -> bool:
+        if self._stopped and self.watch.may_draft:
+            self._stopped = False
+            if isinstance(self.policy, CalibratedPolicy) and self.policy.modes:
+                self.policy.modes.forget_draft()
         self._control.begin_step()
         return self._control.running or self.policy.rests(size)
 
@@ -163,7 +170,11 @@ class MonitoredPolicy(DraftingPolicy):
         return self.policy.recall(batch if self.watch.may_draft else replace(batch, draftable=False))
 
     def depth(self, batch: Batch) -> int:
-        return self.policy.depth(batch) if self.watch.may_draft else 0
+        if self.watch.may_draft:
+            return self.policy.depth(batch)
+        self.policy.depth(replace(batch, draftable=False))  # it may have a trial to end
+        self._stopped = True
+        return 0
 
     def expand(self, batch: Batch, tree: DraftTree) -> Ints:
         return self.policy.expand(batch, tree)
@@ -193,12 +204,18 @@ class MonitoredPolicy(DraftingPolicy):
         for each, count in enumerate(classes.tolist()):
             tally.sample_steps_by_verified[each] += count
 
+    def _count_modes(self) -> None:
+        if isinstance(self.policy, CalibratedPolicy) and self.policy.modes:
+            tokens, seconds = self.policy.modes.take_tally()
+            tally = self._tally
+            tally.mode_tokens = [a + b for a, b in zip(tally.mode_tokens, tokens, strict=True)]
+            tally.mode_seconds = [a + b for a, b in zip(tally.mode_seconds, seconds, strict=True)]
+
     def take_tally(self) -> DraftingTally:
         """Counters since the last call. Call it at the end of a rollout: it also judges the watch's last window."""
         self.watch.end_rollout()
+        self._count_modes()
         taken, self._tally = self._tally, DraftingTally()
         taken.collapsed_rate = self.watch.rate if self.watch.awaits_weight_update else None
         taken.usual_rate = self.watch.usual
-        if isinstance(self.policy, CalibratedPolicy) and self.policy.modes:
-            taken.mode_tokens, taken.mode_seconds = self.policy.modes.take_tally()
         return taken

@@ -53,6 +53,7 @@ class CalibratedPolicy(DraftingPolicy):
         self._last_learnt = [-COSTS_EVERY, -COSTS_EVERY]  # steps at which a plain step and a drafted step were learnt
         self._plain_steps = 0  # in a row, up to now
         self._mode: int | None = None  # of this step, once it was chosen
+        self._forced = False  # whether a trial verifies more in this step than is worth it
 
     @property
     def recall_gain(self) -> float:
@@ -120,8 +121,8 @@ class CalibratedPolicy(DraftingPolicy):
         """Learn from a step, with or without a draft."""
         if self.modes:
             mode = (DRAFTED if record.tree.depth else PLAIN) if self._mode is None else self._mode
-            self.modes.observe(record, mode, self._step(record.batch))
-        self._view = self._mode = None  # the view caches costs, which change below
+            self.modes.observe(record, mode, self._step(record.batch), self._forced)
+        self._forced, self._view, self._mode = False, None, None  # the view caches costs, which change below
         self._steps += 1
         if self.learns_acceptance:
             self.acceptance.observe(record)
@@ -140,6 +141,12 @@ class CalibratedPolicy(DraftingPolicy):
             usable = self._usable_depth(batch, self.max_depth) if batch.draftable else 0
             self._mode = self.modes.choose(self._step(batch), usable, self.recalls)
         return self._mode
+
+    def _at_least(self, count: int, least: int) -> int:
+        """`count`, or `least` in a trial: what is accepted is learnt from what is verified."""
+        assert self.modes is not None
+        self._forced = self.modes.trying and count < least
+        return least if self._forced else count
 
     def _usable_depth(self, batch: Batch, limit: int) -> int:
         """`limit`, or fewer layers if no sample of the batch can use so many."""
@@ -229,9 +236,9 @@ class Adaptive(CalibratedPolicy):
             self._fill_all_survival(batch, tree)
         values = self._values(batch, tree)
         order = rank_nodes(tree, values, self.max_nodes)
-        prices, least = self._prices(self._step(batch), len(order) + 1), batch.size if self.modes.trying else 0
-        count, _ = most_worth(prices, values[order], drafting_seconds(prices, tree.depth, tree.drafted), least)
-        return np.sort(order[:count])
+        prices = self._prices(self._step(batch), len(order) + 1)
+        count, _ = most_worth(prices, values[order], drafting_seconds(prices, tree.depth, tree.drafted), 0)
+        return np.sort(order[: self._at_least(count, batch.size)])
 
     def _values(self, batch: Batch, tree: DraftTree) -> Floats:
         """w x survival of all nodes, with w scaled to average 1 over the batch."""
@@ -285,7 +292,7 @@ class Fixed(CalibratedPolicy):
 class Uniform(Fixed):
     """RLHFSpec's rule (arXiv 2512.04752): in each step, the n draft tokens per sample of the highest predicted rate.
 
-    All samples get the same n, which may be 0. Nothing is drafted if drafting all layers is forecast not to pay.
+    All samples get the same n, which may be 0. Nothing is drafted where drafting all layers does not pay.
     """
 
     learns_cost = True
@@ -306,7 +313,7 @@ class Uniform(Fixed):
         size, kv = batch.size, batch.kv_tokens
         seconds = self.cost.draft_seconds(size, kv, batch.backlog, tree.depth, tree.drafted)
         rates = (size + accepted) / (seconds + self.cost.verify_seconds(size, kv, size + nodes.astype(np.float64)))
-        best = max(int(rates.argmax()), int(self.modes.trying))
+        best = self._at_least(int(rates.argmax()), 1)
         return np.sort(order[place < best])
 
 

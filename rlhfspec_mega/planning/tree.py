@@ -35,10 +35,10 @@ class Batch:
         generated: response tokens so far.
         remaining: response tokens until the length limit. A node deeper than `remaining - 1` cannot be used.
         temperatures: 0 is greedy.
-        backlog: accepted tokens, of all samples together, that the draft has not read yet; its first pass reads them.
+        backlog: tokens, of all samples together, that the draft has not read yet; its first pass reads them.
         samples: serial number of each sample in its engine, under which what is learnt about it is kept.
         recalled: predicted survival of the draft tokens that earlier text gives.
-        draftable: whether there is a draft model to run.
+        draftable: whether there is a draft model to run, and it follows nearly all samples.
     """
 
     lengths: Ints

@@ -21,11 +21,15 @@ def row(name: str, adaptive: list[float], off: list[float], rival: list[float]) 
 def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     path, scenario = tmp_path / "rows.jsonl", batch_scenario(1, 8, 1.0)
     rows = Rows(path, {"repeats": (1, 2)})
-    assert not rows.has(scenario)
+    assert rows.row(scenario) is None
     rows.add(row(scenario.name, [1.0], [1.0], [1.0]))
     again = Rows(path, {"repeats": (1, 2)})
-    assert again.has(scenario) and again.found == rows.found
-    assert not Rows(path, {"repeats": (1, 3)}).has(scenario), "measured under other conditions"
+    assert again.row(scenario) == rows.found[0] and again.found == rows.found
+    with path.open("a") as file:
+        file.write('{"scenario": {"na')  # killed while it wrote
+    assert Rows(path, {"repeats": (1, 2)}).found == rows.found
+    assert Rows(path, {"repeats": (1, 3)}).row(scenario) is None, "measured under other conditions"
+    assert len(path.with_name("rows.jsonl.old").read_text().splitlines()) == 2
 
 
 def test_regret_is_judged_on_repeats_that_did_not_choose() -> None:

@@ -121,7 +121,8 @@ def test_draft_memory_of_an_engine_is_that_of_its_tensors(dtype: str, torch_dtyp
     room = KVCache(WIDE, slots=3, places=policy.max_nodes, dtype=torch_dtype, device="cpu").kv
     tensors = [*drafter.model.tensors().values(), drafter.cache.kv, drafter.unread.features, room]
     scores = WIDE.vocab_size * (24 * 3 * 10 + 8 * 3 * 4)  # at draft tokens, and noise for every layer of them
-    as_put_out = 2 * STEPS_KEPT * drafter.unread.features[:, 0].nbytes  # states of prefixes, and of later steps
+    prefixes = STEPS_KEPT * drafter.unread.features[:, 0].nbytes  # see Drafter.bound_prefixes
+    as_put_out = prefixes + drafter.unread._log.nbytes
     real = sum(tensor.nbytes for tensor in tensors) + as_put_out + scores
     assert draft_memory(draft, draft_plan(engine_dtype=dtype)).engine == real
 

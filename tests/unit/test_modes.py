@@ -154,3 +154,30 @@ def test_the_tally_has_all_steps_once() -> None:
     assert len(tokens) == len(work) == BATCH_BUCKETS * len(DECODE_MODES)
     assert sum(tokens) == pytest.approx(engine.tokens) and sum(work) == pytest.approx(engine.work, rel=0.02)
     assert sum(engine.choice.take_tally()[0]) == 0
+
+
+def test_an_interruption_does_not_change_the_mode() -> None:
+    cost = measured_cost()
+    engine = Engine(make_choice(cost), cost, {PLAIN: 1.0, DRAFTED: 0.7})
+    for _ in range(1000):
+        engine.step(8)
+    while not engine.choice.rests(8):
+        engine.step(8)
+    engine.choice.rested(8, 800, 300.0 * cost.plain_seconds(8, 800))
+    before = engine.modes.count(DRAFTED)
+    for _ in range(400):
+        engine.step(8)
+    assert engine.modes.count(DRAFTED) - before <= 12
+
+
+def test_a_new_draft_is_tried_at_once() -> None:
+    cost = measured_cost()
+    engine = Engine(make_choice(cost), cost, {PLAIN: 1.0, DRAFTED: 0.1})
+    for _ in range(1000):
+        engine.step(8)
+    assert engine.modes[-100:].count(DRAFTED) == 0
+    engine.gains[DRAFTED] = 1.6
+    engine.choice.forget_draft()
+    for _ in range(100):
+        engine.step(8)
+    assert engine.modes[-50:].count(DRAFTED) == 50

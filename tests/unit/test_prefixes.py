@@ -84,6 +84,31 @@ def test_samples_that_leave_take_what_was_not_read() -> None:
         torch.testing.assert_close(moved, stayed, rtol=1e-4, atol=1e-5)
 
 
+def test_samples_leave_in_the_middle_of_reading_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts in several chunks are read as they come, and the rest when their samples leave."""
+    monkeypatch.setattr(drafter, "STEPS_KEPT", 8)
+    prompt = tuple(1 + place % 20 for place in range(40))
+    engine = make_engine(2, From(1000))
+    engine._prefill_chunk = 16
+    engine.submit([GenerationRequest("0", "0", prompt, 5, 20, 1.0)])
+    step_until(engine, 2)
+    snapshot = engine.export_sample("0")  # outside a step
+    at_once = make_engine(2, From(0))
+    at_once.submit([GenerationRequest("0", "0", prompt, 5, 20, 1.0)])
+    step_until(at_once, 2)
+    assert snapshot.draft is not None
+    torch.testing.assert_close(snapshot.draft.kv[:, :, :, :38], draft_kv(at_once, "0", 38), rtol=1e-4, atol=1e-5)
+
+
+def test_prompts_that_were_not_read_count_as_backlog() -> None:
+    policy = From(4)
+    engine = make_engine(8, policy)
+    engine.submit(requests())
+    step_until(engine, 9)
+    first, later = policy.records[0].batch, policy.records[1].batch
+    assert first.backlog >= sum(len(prompt) - 1 for prompt in PROMPTS) and later.backlog <= 4 * len(PROMPTS)
+
+
 def test_nothing_is_drafted_for_samples_that_are_not_followed() -> None:
     policy = From(0, follows=False)
     engine = make_engine(8, policy)
@@ -104,7 +129,8 @@ def test_a_slot_that_is_taken_again_does_not_get_the_last_samples_prefix() -> No
     for first in (3, 8, 21):
         engine.submit([GenerationRequest(f"{first}.{n}", "g", (first, n, 4), n, 3 + n, 1.0) for n in range(4)])
         finish(engine)
-    assert all(one is None for one in engine._decoder.drafter._prefixes[2:])  # type: ignore[union-attr]
+    assert engine._decoder.drafter is not None
+    assert engine._decoder.drafter.backlog(2) == 0, "those of samples that have ended are forgotten"
     engine.submit([GenerationRequest("last", "last", (9, 9, 9), 0, 30, 1.0)])
     policy._step = 0
     step_until(engine, 10)

@@ -21,6 +21,8 @@ def test_drafting_must_beat_what_history_gives() -> None:
     batch = make_batch(4, rng)
     assert policy.depth(batch) > 1
     policy.observe(StepRecord(batch, DraftTree(), np.zeros(0, np.int64), np.zeros(0, bool), 0, 0.0, 0.0))
+    assert policy.depth(batch) > 1, "it still pays beside plain steps"
+    policy.observe(StepRecord(batch, DraftTree(), np.zeros(0, np.int64), np.zeros(0, bool), 0, 0.0, 0.0))
     assert policy.depth(replace(batch, recalled=np.full(20, 0.9))) == 0
 
 

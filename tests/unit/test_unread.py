@@ -93,4 +93,4 @@ def test_features_are_the_tapped_layers_in_their_order():
     features = Features((2, 0, 2))
     for layer in range(3):
         features(layer, torch.full((1, 1), float(layer)))
-    assert features.concatenated().tolist() == [[2.0, 0.0, 2.0]]
+    assert [float(output) for output in features.outputs()] == [2.0, 0.0, 2.0]

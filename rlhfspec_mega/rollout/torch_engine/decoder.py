@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -134,6 +135,12 @@ class Decoder:
         if self.drafter:
             self.drafter.move(source, target)
 
+    def leave(self, slots: Iterable[int]) -> None:
+        """The samples of these slots have ended, or moved to others."""
+        if self.drafter:
+            for slot in slots:
+                self.drafter.leave(slot)
+
     def step(self, batch: int) -> Decoded:
         """Decode at least one token of each of the first `batch` slots."""
         drafter = self.drafter if self.drafting else None
@@ -155,10 +162,11 @@ class Decoder:
 
     def _rest(self, policy: DraftingPolicy, drafter: Drafter | None, batch: int) -> Decoded:
         """A plain step in which nothing is asked; the draft can still follow the samples."""
-        started, slots = time.perf_counter(), self.slots
+        slots = self.slots
         samples, kv_tokens = slots.numbers[:batch].copy(), int(slots.lengths[:batch].sum())
         if drafter:
             drafter.make_room(batch)
+        started = time.perf_counter()
         decoded = self._plain(drafter.tap(batch) if drafter else None, batch)
         policy.rested(samples, kv_tokens, time.perf_counter() - started)
         return decoded
@@ -170,7 +178,7 @@ class Decoder:
             generated=slots.generated[:batch].copy(),
             remaining=slots.remaining[:batch].copy(),
             temperatures=slots.host_temperatures[:batch].copy(),
-            backlog=int(drafter.unread.counts[:batch].sum()) if drafter else 0,
+            backlog=drafter.backlog(batch) if drafter else 0,
             samples=slots.numbers[:batch].copy(),
             draftable=drafter is not None and drafter.follows_most(batch),
         )
@@ -189,7 +197,7 @@ class Decoder:
             tree=tree,
             chosen=chosen,
             accepted=accepted,
-            drafted=grown.drafted,
+            drafted=tree.drafted,
             draft_seconds=proposed - started,
             verify_seconds=time.perf_counter() - proposed,
             root_hits=_root_hits(tree, grown.tokens, decoded),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from weakref import WeakSet
 
 import numpy as np
@@ -38,13 +38,11 @@ class GrownTree:
 
     Attributes:
         tokens: int64 [nodes] on the device.
-        drafted: number of nodes that the draft has expanded.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.tree = DraftTree()
         self.tokens = torch.zeros(0, dtype=torch.int64, device=device)
-        self.drafted = 0
 
 
 class Drafter:
@@ -103,6 +101,8 @@ class Drafter:
             if sum(one.size for one in self._unread_prefixes) <= room:
                 break
             prefixes.read()
+            waiting = [slot for slot, past in enumerate(self._prefixes) if past and past.prefixes is prefixes]
+            self._read_prefixes(waiting)
 
     def admit(self, slot: int, past: DraftPast | PrefixPast | None, tokens: Sequence[int]) -> None:
         """Put a sample with these tokens into a slot; with `past` None, nothing is drafted for it."""
@@ -136,6 +136,16 @@ class Drafter:
         """Whether nearly all of the first samples are followed."""
         return bool(np.count_nonzero(self.unread.followed(batch)) >= FOLLOWED_SHARE * batch)
 
+    def leave(self, slot: int) -> None:
+        """The sample in a slot has ended or moved away."""
+        self._prefixes[slot] = None
+        self.unread.end(slot)
+
+    def backlog(self, batch: int) -> int:
+        """Tokens that the first slots' samples have for the draft to read, those of prefixes included."""
+        prefixes = {id(past.prefixes): past.prefixes.size for past in self._prefixes[:batch] if past is not None}
+        return int(self.unread.counts[:batch].sum()) + sum(prefixes.values())
+
     def has_state(self, slot: int) -> bool:
         """Whether the draft has a state for a slot's sample; if not, nothing is drafted for it."""
         return bool(self.unread.followed(slot + 1)[slot])
@@ -149,7 +159,8 @@ class Drafter:
         if not self.has_state(slot):
             return None
         self.unread.gather()
-        self._read_prefixes(slot + 1)
+        if with_kv:
+            self._read_prefixes([slot])
         kv = self.cache.prefix(slot, int(self._read[slot]) if with_kv else 0).clone()
         return DraftPast(kv, self.unread.features[slot, : self.unread.counts[slot]].clone())
 
@@ -170,6 +181,8 @@ class Drafter:
         counts[list(slots)] = np.maximum(self.unread.counts[list(slots)] - 1, 0)
         if counts.any():
             self._read_unread(counts)
+        else:
+            self._read_prefixes(slots)
 
     # Drafting
 
@@ -210,7 +223,6 @@ class Drafter:
             used[: batch.size] += np.bincount(rows, minlength=batch.size)
             parents_states = states[torch.from_numpy(sources).to(states.device)]
             states = self._draft_from(grown, nodes, columns, above, parents_states, batch.size)
-            grown.drafted += len(nodes)
 
     def _add_layer(
         self, grown: GrownTree, slots: SlotState, noise: StepNoise, rows: Ints, parents: Ints, states: torch.Tensor
@@ -282,7 +294,7 @@ class Drafter:
         """
         batch, device, unread = len(counts), self.unread.tokens.device, self.unread
         unread.gather()
-        self._read_prefixes(batch)
+        self._read_prefixes(range(batch))
         rows = np.repeat(np.arange(batch), counts)
         columns = number_in_row(rows)
         places = self._read[rows] + columns
@@ -305,10 +317,10 @@ class Drafter:
         unread.drop_first(counts)
         return put_out[torch.from_numpy(last).to(device)]
 
-    def _read_prefixes(self, batch: int) -> None:
-        """Put the KV of the prefixes of the first slots in the cache."""
-        for slot, past in enumerate(self._prefixes[:batch]):
-            if past is not None:
+    def _read_prefixes(self, slots: Iterable[int]) -> None:
+        """Put the KV of the prefixes of these slots in the cache."""
+        for slot in slots:
+            if (past := self._prefixes[slot]) is not None:
                 self._prefixes[slot] = None
                 self.cache.fill(slot, 1, past.kv())
 

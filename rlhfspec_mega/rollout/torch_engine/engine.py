@@ -348,8 +348,10 @@ class TorchEngine(UpdatedEngine):
         self._retire(ended)
 
     def _retire(self, slots: Sequence[int]) -> None:
+        before = len(self._scheduler.active)
         for move in self._scheduler.retire(slots):
             self._decoder.move(*move)
+        self._decoder.leave(range(len(self._scheduler.active), before))
 
     def _remove(self, sample_id: str) -> LiveSample:
         """Remove an unfinished sample from its slot or from the queue."""

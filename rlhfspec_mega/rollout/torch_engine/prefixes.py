@@ -31,6 +31,7 @@ class UnreadPrefixes:
         self._chunks.append((first, states))
         self.size += len(states[0])
 
+    @torch.inference_mode()
     def read(self) -> None:
         """Run the draft over all prefixes; the states are not kept any longer."""
         if self._cache is None:

@@ -33,10 +33,6 @@ class Features:
         """Of each layer of `layers` its output [tokens, hidden] in the last forward pass."""
         return [self._outputs[layer] for layer in self._layers]
 
-    def concatenated(self) -> torch.Tensor:
-        """[tokens, layers * hidden] of the last forward pass, in the order of `layers`."""
-        return torch.cat(self.outputs(), dim=-1)
-
 
 class _Step(NamedTuple):
     """The new tokens of one step, n in all, sample by sample.
