@@ -119,10 +119,10 @@ class ModeChoice:
         gains = {mode: self.gain(step, mode) for mode in able}
         best = max(able, key=lambda mode: gains[mode] * (HYSTERESIS if mode == self._used[bucket] else 1.0))
         self._used[bucket] = best
-        for mode in able[1:]:  # plain steps are measured by controls
+        for mode in able:
             if mode != best and self._trial_is_due(mode, 1.0 - gains[mode] / gains[best]):
-                self._trial, self._left, self._lost, self._beside = mode, TRIAL_STEPS, 0.0, gains[best]
-                self.trying = True
+                self._trial, self._lost, self._beside, self.trying = mode, 0.0, gains[best], True
+                self._left = TRIAL_STEPS + (SETTLING if mode == PLAIN else 0)
                 return mode
         self._hold = min(2 * self._hold, LONGEST_HOLD) if self._held == (bucket, best) else HOLD_STEPS
         self._held, self._held_until = (bucket, best), self._steps + self._hold
@@ -253,7 +253,7 @@ class ModeChoice:
 
     def _plan_trial(self, mode: int, lost: float) -> None:
         """Try a mode when a trial that loses the time of so many plain steps is a small share of the time; the first
-        trials, which tell most, come sooner."""
-        share = TRIAL_SHARE * max(1.0, FIRST_TRIALS / (1 + self._trials[mode]))
+        trials, which tell most, come sooner. Of plain steps the gain is known to be about 1."""
+        share = TRIAL_SHARE * (1.0 if mode == PLAIN else max(1.0, FIRST_TRIALS / (1 + self._trials[mode])))
         self._due[mode] = self._steps + min(lost / share, TRIAL_AT_LATEST)
         self._trials[mode] += 1

@@ -33,8 +33,8 @@ def test_a_profile_covers_plain_steps_and_trees_of_all_batches(alone) -> None:
     assert {(cost.depth, cost.tokens // cost.batch - 1) for cost in found} >= {
         (shape.depth, shape.verified) for shape in SHAPES[:4]
     }
-    catching_up = [cost for cost in found if cost.backlog > CATCHING_UP.after * cost.batch]
-    assert {cost.batch for cost in catching_up} == {1, 2, 4, 6} and all(cost.depth == 1 for cost in catching_up)
+    catching_up = [cost for cost in found if cost.depth == 1 and cost.backlog > CATCHING_UP.after * cost.batch]
+    assert {cost.batch for cost in catching_up} == {1, 2, 4, 6}
     assert all(cost.verify_seconds > 0 and cost.draft_seconds > 0 for cost in found)
     assert engine.idle and engine.policy is policy and engine.stats()["decode_steps"] == 0
     cost = CostModel()
