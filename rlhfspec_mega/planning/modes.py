@@ -6,7 +6,7 @@ import numpy as np
 
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
-from rlhfspec_mega.planning.payoff import Forecast, StepView, drafting_rate
+from rlhfspec_mega.planning.forecast import Forecast, StepView, drafting_rate
 from rlhfspec_mega.planning.tree import StepRecord
 from rlhfspec_mega.types import BATCH_BUCKETS, DECODE_MODES, batch_bucket
 

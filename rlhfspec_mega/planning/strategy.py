@@ -9,10 +9,10 @@ import numpy as np
 from rlhfspec_mega.config.schema.generation import SpeculationConfig
 from rlhfspec_mega.planning.acceptance import TEMPERATURE_EDGES, AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost, step_cost
+from rlhfspec_mega.planning.forecast import StepView, recalled_rate
 from rlhfspec_mega.planning.growth import Prices, drafting_seconds, most_worth, worth_children
 from rlhfspec_mega.planning.modes import DRAFTED, PLAIN, RECALLED, SETTLING, ModeChoice
 from rlhfspec_mega.planning.nodes import index_within_row, multiply_down, rank_nodes
-from rlhfspec_mega.planning.payoff import StepView, recalled_rate
 from rlhfspec_mega.planning.tree import Batch, DraftingPolicy, DraftTree, Floats, Ints, Recall, StepRecord
 
 # Step times are learnt from all of the first steps, then from every fourth step with and every fourth without a draft.

@@ -9,7 +9,7 @@ import numpy as np
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
-from rlhfspec_mega.planning.payoff import MARGIN, Forecast, drafting_rate
+from rlhfspec_mega.planning.forecast import MARGIN, Forecast, drafting_rate
 from rlhfspec_mega.planning.rollout_state import EngineState, Floats, Ints, Throughput
 from rlhfspec_mega.planning.tree import Batch
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
+from rlhfspec_mega.planning.forecast import StepView
 from rlhfspec_mega.planning.modes import DRAFTED, PLAIN, RECALLED, TRIAL_AT_LATEST, ModeChoice
-from rlhfspec_mega.planning.payoff import StepView
 from rlhfspec_mega.planning.tree import DraftTree, StepRecord
 from rlhfspec_mega.types import BATCH_BUCKETS, DECODE_MODES
 from tests.synthetic_drafts import make_batch

@@ -14,7 +14,7 @@ from benchmarks.rivals import Bandit, EmaTiers
 from rlhfspec_mega.config.schema.generation import SpeculationConfig
 from rlhfspec_mega.planning.acceptance import DEPTHS, AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost
-from rlhfspec_mega.planning.payoff import Forecast
+from rlhfspec_mega.planning.forecast import Forecast
 from rlhfspec_mega.planning.strategy import (
     COSTS_AT_FIRST,
     COSTS_EVERY,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost
-from rlhfspec_mega.planning.payoff import MARGIN, Forecast
+from rlhfspec_mega.planning.forecast import MARGIN, Forecast
 from rlhfspec_mega.planning.rollout_state import EngineState, Throughput
 from rlhfspec_mega.planning.throughput import Decay, batch_seconds, decay_seconds, seconds_per_token, throughput_of
 from tests.synthetic_drafts import make_batch
