@@ -112,8 +112,6 @@ class Bench:
         """
         if contender.make is None:
             return self.decode(self._plain, scenario, repeat)
-        if self._history:  # a fresh one: samples of other repeats have the same prompts
-            self.engine.history = History(SLOTS, HISTORY_TOKENS)
         self.engine.policy = self.overseen(contender, scenario.temperature)
         return self.decode(self.engine, scenario, repeat)
 
@@ -153,6 +151,8 @@ class Bench:
     def decode(self, engine: TorchEngine, scenario: Scenario, repeat: int) -> float:
         """As `run`, on an engine as it is."""
         requests = self.requests(scenario, repeat)
+        if self._history and engine is self.engine:  # a fresh one: samples of other repeats have the same prompts
+            engine.history = History(SLOTS, HISTORY_TOKENS)
         started = time.perf_counter()
         engine.submit(requests)
         found = 0
