@@ -22,6 +22,7 @@ from rlhfspec_mega.draft.refresh import DraftLearning, Refresher
 from rlhfspec_mega.draft.shape import DraftShape, draft_shape
 
 PHASES = ((2e-3, 0.6), (6e-4, 0.25), (2e-4, 0.15))  # learning rate and share of the steps
+TRAINED_ON = ((6e-4, 0.6), (2e-4, 0.4))  # of a draft that was trained before
 SAMPLING_SEED = 5
 _RECIPE_VERSION = 1  # part of the cache key: raise it when the recipe's code changes
 
@@ -44,15 +45,25 @@ def load_own(directory: Path, target: Target) -> DraftModel:
     return draft
 
 
-def own_draft(target: Target, prompts: Sequence[tuple[int, ...]], *, tokens: int, steps: int, forced: bool) -> Path:
+def own_draft(
+    target: Target,
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    tokens: int,
+    steps: int,
+    forced: bool,
+    start: tuple[DraftShape, Path] | None = None,
+) -> Path:
     """Directory of a draft trained on the target's samples at temperature 1, from the cache or made now.
 
     Args:
         tokens: longest response; every response has so many if `forced`.
         steps: of training.
+        start: shape of the draft, and the directory of one with the same tensors whose training goes on.
     """
-    shape = draft_shape(target.shape)
-    recipe = (_RECIPE_VERSION, target.directory.name, list(prompts), tokens, steps, forced, shape, PHASES)
+    shape, phases = (start[0], TRAINED_ON) if start else (draft_shape(target.shape), PHASES)
+    origin = (start[1].name,) if start else ()
+    recipe = (_RECIPE_VERSION, target.directory.name, list(prompts), tokens, steps, forced, shape, phases, *origin)
     key = hashlib.sha256(repr(recipe).encode()).hexdigest()[:10]
     directory = cache_root(load_config([])) / f"{target.directory.name}-draft-{key}"
     if not (directory / "config.json").exists():
@@ -60,7 +71,8 @@ def own_draft(target: Target, prompts: Sequence[tuple[int, ...]], *, tokens: int
         with _all_cores():
             samples = sample(target, prompts, temperature=1.0, max_new_tokens=tokens, seed=SAMPLING_SEED, forced=forced)
             sequences = [(list(s.tokens), s.prompt_length) for s in samples]
-            write_draft(directory, shape, _train(target, shape, sequences, steps))
+            tensors = load_draft(start[1], target.shape)[1] if start else initial_draft(shape, target.model.head, 0)
+            write_draft(directory, shape, _train(target, shape, tensors, sequences, steps, phases))
     return directory
 
 
@@ -75,14 +87,18 @@ def _all_cores() -> Iterator[None]:
 
 
 def _train(
-    target: Target, shape: DraftShape, sequences: Sequence[tuple[Sequence[int], int]], steps: int
+    target: Target,
+    shape: DraftShape,
+    tensors: dict[str, torch.Tensor],
+    sequences: Sequence[tuple[Sequence[int], int]],
+    steps: int,
+    phases: Sequence[tuple[float, float]],
 ) -> dict[str, torch.Tensor]:
-    """The draft's tensors after `steps` steps, the last of them small."""
+    """The draft's tensors after `steps` steps from the given ones."""
     embedding, head = target.model.embedding, target.model.head
     examples = collect_examples(target.model, shape, sequences)
     kept = sum(len(tokens) for tokens, _ in sequences)
-    tensors = initial_draft(shape, head, seed=0)
-    for rate, share in PHASES:
+    for rate, share in phases:
         learning = DraftLearning(kept, learning_rate=rate, temperature=1.0, seed=0, recent_only=False)
         refresher = Refresher(shape, tensors, learning, "cpu", None)
         refresher.add(examples)

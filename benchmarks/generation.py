@@ -36,6 +36,7 @@ from benchmarks.contenders import (
     Contender,
     contenders,
 )
+from benchmarks.deep_target import deep_draft_shape
 from benchmarks.drafts import own_draft
 from benchmarks.generation_peers import against_peers, against_rejection, rules_on_text, rules_on_words
 from benchmarks.generation_plot import plot
@@ -88,7 +89,7 @@ class Sizes:
 
 QUICK = Sizes("tiny", (1, 8, 32), (1,), 32, 16, 2, 6, 2, 5, 192, 300)
 FULL = Sizes("small", BATCHES, (), 32, 32, 2, 20, 6, 16, 8192, 5000)
-DEEP = replace(FULL, model="deep", draft_samples=768, draft_steps=1500)
+DEEP = replace(FULL, model="deep", draft_samples=768, draft_steps=800)
 BY_MODEL = {"tiny": replace(FULL, model="tiny", draft_samples=192, draft_steps=300), "small": FULL, "deep": DEEP}
 
 
@@ -169,11 +170,20 @@ def live_samples(bench: Bench, scenario: Scenario, contender: Contender) -> list
     return watched.live
 
 
+def words_draft(target: Target, sizes: Sizes) -> Path:
+    """Directory of the draft of a target; that of "deep" is the small target's, trained on."""
+    training = word_prompts(sizes.draft_samples, target.tokenizer, "train")
+    start = None
+    if sizes.model == "deep":
+        small = words_draft(load_target(words_target(FULL.model)), FULL)
+        start = deep_draft_shape(small, target.shape), small
+    return own_draft(target, training, tokens=DRAFT_TOKENS, steps=sizes.draft_steps, forced=False, start=start)
+
+
 def prepare(sizes: Sizes) -> tuple[Bench, Target, Path]:
     """The engines; models and drafts are made on first use."""
     target = load_target(words_target(sizes.model))
-    training = word_prompts(sizes.draft_samples, target.tokenizer, "train")
-    draft = own_draft(target, training, tokens=DRAFT_TOKENS, steps=sizes.draft_steps, forced=False)
+    draft = words_draft(target, sizes)
     prompts = word_prompts(256, target.tokenizer, "eval")
     return Bench(target, draft, prompts, sizes.device, sizes.dtype, sizes.history), target, draft
 
