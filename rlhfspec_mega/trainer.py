@@ -156,7 +156,7 @@ def rollout(run: Run, step: int, refreshes: bool, prompts: list[Prompt] | None =
         samples = run.generator.sample(
             prompts, trainer.samples_per_prompt, step, run.console.progress, scoring, rewards.add
         )
-        system.rollout.share([sample.finished_text for sample in samples], "generate")
+        system.texts.add([sample.finished_text for sample in samples], "generate")
         tallies = system.rollout.take_tallies("generate")
     for note in collapse_notes(tallies):
         run.console.note(note)

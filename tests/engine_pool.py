@@ -85,8 +85,9 @@ class Pool:
         return calls[:1]
 
 
-def make_engine() -> TorchEngineWorker:
-    worker = TorchEngineWorker(SHAPE, CONFIG, "float32", "cpu")
+def make_engine(**given: Any) -> TorchEngineWorker:
+    """`given` are arguments of TorchEngineWorker."""
+    worker = TorchEngineWorker(SHAPE, CONFIG, "float32", "cpu", **given)
     worker.engine.begin_update(0, TENSORS)
     worker.engine.update_weights([(name, 0, tensor.flatten()) for name, tensor in initial_tensors(TENSORS, 1, seed=1)])
     worker.end_update(0)

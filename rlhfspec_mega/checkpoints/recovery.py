@@ -17,6 +17,7 @@ def driver_state(run: Run) -> dict[str, Any]:
         "ledger": run.ledger.state_dict(),
         "policy_version": run.system.policy_version,
         "algorithm": run.algorithm.state_dict(),
+        "texts": run.system.texts.state_dict(),
     }
 
 
@@ -27,10 +28,12 @@ def resume(run: Run) -> int:
         run.prompts.load_state_dict(run.beginning["prompts"])
         run.ledger.load_state_dict(run.beginning["ledger"])
         run.algorithm.load_state_dict(run.beginning["algorithm"])
+        run.system.texts.load_state_dict(())
         return 0
     run.prompts.load_state_dict(state["prompts"])
     run.ledger.load_state_dict(state["ledger"])
     run.algorithm.load_state_dict(state.get("algorithm", run.beginning["algorithm"]))
+    run.system.texts.load_state_dict(state.get("texts", ()))
     done = int(state["step"])
     if state["policy_version"] != done:
         raise UserError(

@@ -38,7 +38,7 @@ def _start_recalling(config: RunConfig) -> str:
         return "speculation=adaptive"
     if "history" not in speculation.sources:
         return "speculation.sources=[draft,history]"
-    return "rollout.engine=torch" if config.rollout.engine != "torch" else "trainer.deterministic=false"
+    return "rollout.engine=torch"
 
 
 def _move_frozen(config: RunConfig) -> str:

@@ -40,7 +40,6 @@ def recalls(config: RunConfig) -> bool:
         and config.speculation.policy != "off"
         and "history" in config.speculation.sources
         and config.rollout.engine == "torch"
-        and not config.trainer.deterministic
     )
 
 
@@ -112,11 +111,6 @@ def _check_sources(config: RunConfig) -> None:
             "SGLang drafts with a draft model only: use speculation.sources=[draft], rollout.engine=torch, or "
             "speculation=off."
         )
-    if "draft" not in sources and config.trainer.deterministic:
-        raise UserError(
-            "What engines have generated depends on timing, so trainer.deterministic does not draft from it: use "
-            "speculation.sources=[draft] or speculation=off."
-        )
     if "draft" not in sources and config.speculation.draft_model_path is not None:
         raise UserError(
             "speculation.draft_model_path has no effect without the draft among the sources: use "
@@ -161,5 +155,6 @@ def memory_of_draft(config: RunConfig, shape: ModelShape, max_sequence: int) -> 
     found = draft_memory(draft, plan) if draft else DraftMemory(0, verified_memory(shape, plan))
     # The index lies in host memory, which a run on GPUs does not plan.
     tokens = kept_tokens(speculation.history_tokens, rollout.max_running_requests)
-    index = BYTES * tokens if recalls(config) and device == "cpu" else 0
+    copies = 2 if config.trainer.deterministic else 1
+    index = copies * BYTES * tokens if recalls(config) and device == "cpu" else 0
     return DraftMemory(found.actor, found.engine + index)

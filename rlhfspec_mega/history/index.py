@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,20 @@ class History:
         self._last = np.full(slots, NOTHING)  # id of each slot's last token
         self._buckets = np.empty(len(ORDERS), np.int64)
         self._prompt: tuple[int, ...] = ()  # the newest one
+
+    def clear(self) -> None:
+        """Forget everything, also the samples in slots."""
+        store = self._store
+        store.chunks[:] = store.heads[:] = NOTHING  # chains begin at a head
+        store.clock[:] = 0
+        self._last[:], self._prompt = NOTHING, ()
+
+    def become(self, other: History) -> None:
+        """Forget everything and take over the texts of another history of the same sizes, whose slots are empty."""
+        pairs: Iterable[tuple[np.ndarray, np.ndarray]] = zip(self._store, other._store, strict=True)
+        for own, given in pairs:
+            own[:] = given
+        self._last[:], self._prompt = NOTHING, ()
 
     def admit(self, slot: int, prompt: Sequence[int], response: Sequence[int]) -> None:
         """Begin a sample in a slot."""

@@ -6,9 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
-from rlhfspec_mega.history.sizes import stored_tokens
 from rlhfspec_mega.ledger.ledger import Ledger
 from rlhfspec_mega.observe.timeline import Timeline
 from rlhfspec_mega.rollout.assignment import Assignment
@@ -17,7 +14,7 @@ from rlhfspec_mega.rollout.migration.messages import PeerInfo
 from rlhfspec_mega.rollout.reallocation import Reallocation
 from rlhfspec_mega.rollout.scoring import Scoring, ScoringLeft
 from rlhfspec_mega.rollout.session import EnginePool, FreedWork, Session
-from rlhfspec_mega.types import DraftingTally, FinishedText, GenerationRequest, GenerationResult, TailTally
+from rlhfspec_mega.types import DraftingTally, GenerationRequest, GenerationResult, TailTally
 
 Progress = Callable[[int, int], None]
 Ended = Callable[[GenerationResult], None]
@@ -43,7 +40,6 @@ class RolloutManager:
         poll_seconds: longest time an engine decodes before it reports.
         max_per_engine: most samples that an engine has while others wait, see Assignment.
         reallocation: migrates samples while they are decoded; not with `deterministic`.
-        history_tokens: tokens of earlier samples that each engine keeps to draft from; 0: none.
         timeline: records what the engines do.
         freed_work: other work for freed devices, offered when all finished samples are scored; only with
             `reallocation`, which predicts how long the devices are free.
@@ -59,14 +55,12 @@ class RolloutManager:
         deterministic: bool = False,
         max_per_engine: int | None = None,
         reallocation: Reallocation | None = None,
-        history_tokens: int = 0,
         timeline: Timeline | None = None,
         freed_work: FreedWork | None = None,
     ) -> None:
         self._engines, self._wait, self._revive = engines, wait, revive
         self._poll_seconds, self._deterministic, self._max_per_engine = poll_seconds, deterministic, max_per_engine
         self._reallocation, self._journal, self._freed_work = reallocation, Journal(timeline), freed_work
-        self._history_tokens = history_tokens
 
     def begin(
         self, requests: Sequence[GenerationRequest], ledger: Ledger, phase: str, scoring: Scoring | None = None
@@ -180,18 +174,6 @@ class RolloutManager:
         self._wait(calls, phase, first=False, check=False)
         tallies = [call.result() for call in calls if not call.dead]
         return [tally for tally in tallies if tally is not None]
-
-    def share(self, texts: Sequence[FinishedText], phase: str) -> None:
-        """Let all engines draft from samples that one of them has decoded, if they keep any history.
-
-        Of a large step only the last samples are sent: as many as fill half of an engine's history.
-        """
-        if not self._history_tokens or len(self._engines.serving()) < 2:
-            return
-        sizes = np.cumsum([stored_tokens(len(text.response)) for text in reversed(texts)])
-        sent = texts[len(texts) - int(np.searchsorted(sizes, self._history_tokens // 2, "right")) :]
-        calls = [self._engines.start(rank, "remember", sent) for rank in self._engines.serving()]
-        self._wait(calls, phase, first=False, check=False)
 
     def _join_migration(self, temperature: float, phase: str) -> dict[int, PeerInfo]:
         """Prepare each serving engine for migrations; what it says of itself, by rank."""

@@ -16,6 +16,7 @@ from rlhfspec_mega.planning.reallocation import Reallocator
 from rlhfspec_mega.planning.rollout_state import MigrationCost
 from rlhfspec_mega.planning.tail import Consolidator, TailPolicy
 from rlhfspec_mega.rollout.assignment import max_samples_per_engine
+from rlhfspec_mega.rollout.earlier_texts import EarlierTexts
 from rlhfspec_mega.rollout.manager import RolloutManager, Wait
 from rlhfspec_mega.rollout.reallocation import FIRST_DOWNTIME, Reallocation, ScoringWork
 from rlhfspec_mega.rollout.session import EnginePool, FreedWork
@@ -76,10 +77,15 @@ def make_manager(
             else None
         ),
         reallocation=_reallocation(setup, lengths) if reallocates(config, "adaptive") else None,
-        history_tokens=config.speculation.history_tokens if recalls(config) else 0,
         timeline=timeline,
         freed_work=freed_work,
     )
+
+
+def earlier_texts(config: RunConfig, engines: EnginePool, wait: Wait) -> EarlierTexts:
+    """What the engines of a run draft from besides the samples that they decode."""
+    tokens = config.speculation.history_tokens if recalls(config) else 0
+    return EarlierTexts(engines, wait, tokens, config.trainer.deterministic)
 
 
 def _reallocation(setup: Setup, lengths: LengthPredictor) -> Reallocation:

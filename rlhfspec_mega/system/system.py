@@ -16,7 +16,7 @@ from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.scoring import Scoring
 from rlhfspec_mega.rollout.session import Session
 from rlhfspec_mega.system.draft_refresh import DraftRefresh
-from rlhfspec_mega.system.generation import engine_specs, length_predictor, make_manager
+from rlhfspec_mega.system.generation import earlier_texts, engine_specs, length_predictor, make_manager
 from rlhfspec_mega.system.learnt import Learnt
 from rlhfspec_mega.system.scorers import Scorers
 from rlhfspec_mega.system.setup import Setup
@@ -90,6 +90,7 @@ class System:
                 self.draft.freed,
                 self._timeline,
             )
+        self.texts = earlier_texts(config, self._engines, self._cluster.wait)
 
     def _start_training(self) -> None:
         config, cluster = self._setup.config, self._cluster
@@ -169,8 +170,9 @@ class System:
         return self._weights.policy_version
 
     def reshard(self, version: int) -> None:
-        """See WeightSync.reshard."""
+        """See WeightSync.reshard. Engines that join get what the others draft from, too."""
         self._weights.reshard(self.training.resharder, version)
+        self.texts.complete("reshard")
 
     def rest_engines(self) -> None:
         """Engines that can do so free their GPU memory until the next reshard."""

@@ -10,6 +10,7 @@ import torch
 
 from rlhfspec_mega.config.schema.generation import RolloutConfig, SpeculationConfig
 from rlhfspec_mega.draft.directory import load_target_ids, read_draft_shape
+from rlhfspec_mega.history.index import History
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.rollout_state import Throughput
 from rlhfspec_mega.rollout.migration.messages import MigrationOrders
@@ -81,6 +82,9 @@ class TorchEngineWorker(EngineWorker):
             **given,
         )
         super().__init__(engine, device)
+        # Under `deterministic`, what each share of samples is drafted from besides its own text.
+        shared = deterministic and history_tokens > 0
+        self._shared_texts = History(config.max_running_requests, history_tokens) if shared else None
         self._plain_pace: PlainDecodingCost | None = None  # only for an engine without a draft
         self._length = MeanSampleLength(engine.max_positions // 2)
 
@@ -102,7 +106,9 @@ class TorchEngineWorker(EngineWorker):
         return report
 
     def prepare(self) -> None:
-        """Measure costs, once, or under `deterministic` reset what was learnt."""
+        """Measure costs, once, or under `deterministic` reset what was learnt, and history to the texts of all."""
+        if self._shared_texts and self.engine.idle:
+            self.engine.restart_history(self._shared_texts)
         if self._drafting and self.engine.speculates and self.engine.idle:
             self._drafting.prepare(lambda: profile(self.engine))
 
@@ -122,8 +128,20 @@ class TorchEngineWorker(EngineWorker):
         if self._drafting:
             self._drafting.policy.watch.weights_changed()
 
-    def remember(self, texts: Sequence[FinishedText]) -> None:
-        """Draft from these samples, too; see TorchEngine.remember."""
+    def remember(self, texts: Sequence[FinishedText], anew: bool) -> None:
+        """Draft from these samples, too; see TorchEngine.remember.
+
+        Args:
+            anew: forget all others; the engine is idle.
+        """
+        if self._shared_texts:
+            if anew:
+                self._shared_texts.clear()
+            for text in texts:
+                self._shared_texts.add(text.prompt, text.response)
+            return
+        if anew:
+            self.engine.restart_history()
         self.engine.remember(texts)
 
     def take_tally(self) -> DraftingTally | None:

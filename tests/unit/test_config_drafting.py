@@ -126,8 +126,10 @@ def test_history_drafts_without_a_draft(out: str, tmp_path: Path) -> None:
     few, many = (check_config(one).draft_memory for one in (config, more))
     assert few.actor == 0 < few.engine and many.engine - few.engine == 41 * 1_000_000
     assert speculation_note(load(out, model, "speculation.sources=[history]")) is None
-    for unread in ("speculation.sources=[draft]", "trainer.deterministic=true"):
-        assert "has no effect here: add" in refusal(out, model, unread, "speculation.history_tokens=2048")
+    twice = check_config(load(out, model, "trainer.deterministic=true")).draft_memory
+    assert twice.engine - few.engine == 41 * 262144, "a copy of what all shares are drafted from"
+    unread = "speculation.sources=[draft]"
+    assert "has no effect here: add" in refusal(out, model, unread, "speculation.history_tokens=2048")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,6 @@ def test_history_drafts_without_a_draft(out: str, tmp_path: Path) -> None:
         ("speculation.sources=[draft,draft]", "must name draft, history or both"),
         ("speculation.sources=[memory]", "there is draft, history"),
         ("speculation=off speculation.sources=[draft]", "has no effect here: add speculation=adaptive"),
-        ("speculation.sources=[history] trainer.deterministic=true", "trainer.deterministic does not draft from it"),
         ("speculation.sources=[history] speculation.refresh_every=2", "add speculation.sources=[draft]"),
         ("speculation.history_tokens=5", "speculation.history_tokens"),
     ],

@@ -21,7 +21,7 @@ from rlhfspec_mega.rollout.assignment import assign
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.reallocation import Reallocation
 from rlhfspec_mega.rollout.scoring import Scoring, ScoringTask
-from rlhfspec_mega.types import EngineReport, FinishedText, FinishReason, GenerationResult
+from rlhfspec_mega.types import EngineReport, FinishReason, GenerationResult
 from tests.engine_pool import SHAPE, TENSORS, Answered, Pool, generate, make_engine, opened, request
 from tests.replicas import TransformerReplicas
 
@@ -212,20 +212,3 @@ def test_a_rollout_does_not_wait_for_what_is_being_scored(
     manager.finish_scoring(scoring, "reference")
     assert scoring.done and scoring.results.keys() == results.keys()
     assert (manager.take_tail().fused_tasks > 0) != dies
-
-
-@pytest.mark.parametrize(("history_tokens", "sent"), [(0, 0), (1000, 4), (128, 2)])
-def test_engines_get_each_others_samples_as_far_as_their_history_reaches(history_tokens: int, sent: int) -> None:
-    class Engines(Pool):
-        sent: list[tuple[str, Any]]
-
-        def start(self, rank: int, method: str, *args: Any) -> Any:
-            self.sent.append((method, args))
-            return super().start(rank, method, *args)
-
-    pool = Engines(ENGINES[:2])
-    pool.sent = []
-    manager = RolloutManager(pool, pool.wait, revive=lambda: None, poll_seconds=0.0, history_tokens=history_tokens)
-    texts = [FinishedText(str(number), (1, 2), [3] * 4) for number in range(4)]
-    manager.share(texts, "generate")
-    assert pool.sent == [("remember", (texts[4 - sent :],))] * (2 if sent else 0)

@@ -105,7 +105,7 @@ class SpeculationConfig:
     sources: list[str] = option(
         ["draft", "history"],
         "where draft tokens come from: the draft model; what engines have generated before (only with the torch "
-        "engine, and not under trainer.deterministic)",
+        "engine)",
         choices=("draft", "history"),
         common=True,
         only_with="speculation.policy=adaptive|uniform|fixed",

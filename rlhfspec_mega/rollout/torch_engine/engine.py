@@ -177,6 +177,15 @@ class TorchEngine(UpdatedEngine):
                     self.history.add(text.prompt, text.response)
             self._ended_here.clear()
 
+    def restart_history(self, texts: History | None = None) -> None:
+        """Forget all texts of an idle engine but those of another history, if one is given."""
+        if self.history:
+            if texts:
+                self.history.become(texts)
+            else:
+                self.history.clear()
+            self._ended_here.clear()
+
     def request(self, sample_id: str) -> GenerationRequest:
         return self._held[sample_id].request
 
