@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
@@ -34,6 +37,8 @@ TRIAL_AT_LATEST = 5000  # steps after which a mode is tried whatever it loses
 # Plain steps in a row before one whose time is used. The first plain steps after drafting take longer (see
 # `oversight.CONTROL_STEPS`); by them drafting would look better than it is.
 SETTLING = 3
+
+_SAVED = ("measured", "overall", "kept", "forecast_gains")  # arrays of ModeChoice
 
 
 class ModeChoice:
@@ -213,6 +218,15 @@ class ModeChoice:
         tokens, work = self._tally.reshape(-1, 2).T.tolist()
         self._tally[:] = 0.0
         return tokens, work
+
+    def state_dict(self) -> dict[str, Any]:
+        """The gains as measured and forecast, as plain data for JSON."""
+        self._end_rest()
+        return {name: getattr(self, f"_{name}").tolist() for name in _SAVED}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in _SAVED:
+            getattr(self, f"_{name}")[:] = state[name]
 
     def _learn(self, bucket: int, mode: int, tokens: float, work: float) -> None:
         """Add tokens and time, both in those of plain steps, to what gains are taken from."""

@@ -11,7 +11,7 @@ from rlhfspec_mega.planning.acceptance import TEMPERATURE_EDGES, AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost, step_cost
 from rlhfspec_mega.planning.forecast import StepView, recalled_rate
 from rlhfspec_mega.planning.growth import Prices, drafting_seconds, most_worth, worth_children
-from rlhfspec_mega.planning.modes import DRAFTED, PLAIN, RECALLED, SETTLING, ModeChoice
+from rlhfspec_mega.planning.modes import DRAFTED, PLAIN, SETTLING, ModeChoice
 from rlhfspec_mega.planning.nodes import index_within_row, multiply_down, rank_nodes
 from rlhfspec_mega.planning.tree import Batch, DraftingPolicy, DraftTree, Floats, Ints, Recall, StepRecord
 
@@ -54,11 +54,6 @@ class CalibratedPolicy(DraftingPolicy):
         self._plain_steps = 0  # in a row, up to now
         self._mode: int | None = None  # of this step, once it was chosen
         self._forced = False  # whether a trial verifies more in this step than is worth it
-
-    @property
-    def recall_gain(self) -> float:
-        """Pace over that of plain steps, of those with tokens from history alone where they are quicker."""
-        return max(1.0, self.modes.overall(RECALLED)) if self.modes else 1.0
 
     def follows(self, size: int) -> bool:
         return self.modes is None or self.modes.follows(size)

@@ -10,6 +10,7 @@ from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.forecast import MARGIN, Forecast, drafting_rate
+from rlhfspec_mega.planning.modes import DRAFTED, RECALLED, ModeChoice
 from rlhfspec_mega.planning.rollout_state import EngineState, Floats, Ints, Throughput
 from rlhfspec_mega.planning.tree import Batch
 
@@ -212,7 +213,7 @@ def throughput_of(
     depth: int = 1,
     max_nodes: int = 1,
     fixed_depth: bool = False,
-    recall_gain: float = 1.0,
+    modes: ModeChoice | None = None,
 ) -> Throughput:
     """Predicted throughput of an engine at batches 1, 2, 4, .. and `slots`, with drafting where it is forecast to pay.
 
@@ -221,19 +222,22 @@ def throughput_of(
         length: tokens of prompt and response of a typical sample.
         width, depth, max_nodes: of the drafting policy.
         fixed_depth: see `ModeChoice`.
-        recall_gain: how many times faster than plain steps are those with draft tokens from earlier text; taken to be
-            the same for all batch sizes.
+        modes: of the engine's policy: gains that were measured count instead of forecasts. What history gives is not
+            forecast: where it was not measured, it is taken to be what it is over all batch sizes.
     """
     forecast = Forecast(acceptance, width, depth) if acceptance else None
     batches = tuple(sorted({*(2**k for k in range(slots.bit_length())), slots}))
     seconds = []
     for size in batches:
         kv_tokens = size * length
-        rate = max(recall_gain, 1.0) * size / float(cost.verify_seconds(size, kv_tokens, size))
+        plain = rate = size / float(cost.verify_seconds(size, kv_tokens, size))
+        if modes:
+            rate *= max(1.0, modes.measured(size, RECALLED) or modes.overall(RECALLED))
         if forecast:
             ones = np.ones(size, np.int64)
             batch = Batch(ones * length, ones * length, ones, np.full(size, temperature), size, np.arange(size))
-            drafting = drafting_rate(forecast.for_batch(batch), cost, batch, depth, max_nodes, fixed_depth)
+            drafting = plain * modes.measured(size, DRAFTED) if modes else 0.0
+            drafting = drafting or drafting_rate(forecast.for_batch(batch), cost, batch, depth, max_nodes, fixed_depth)
             rate = drafting if drafting > MARGIN * rate else rate
         seconds.append(size / rate)
     return Throughput(batches, tuple(seconds))

@@ -10,6 +10,7 @@ from rlhfspec_mega.draft.shape import DraftShape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost
+from rlhfspec_mega.planning.modes import ModeChoice
 from rlhfspec_mega.planning.oversight import MonitoredPolicy
 from rlhfspec_mega.planning.rollout_state import Throughput
 from rlhfspec_mega.planning.strategy import Adaptive, CalibratedPolicy, Uniform, make_policy
@@ -17,7 +18,7 @@ from rlhfspec_mega.planning.throughput import throughput_of
 from rlhfspec_mega.planning.tree import DraftingPolicy
 from rlhfspec_mega.types import DraftingTally
 
-FORMAT = 4  # of `DraftingController.state_dict`
+FORMAT = 5  # of `DraftingController.state_dict`
 
 
 class DraftingController:
@@ -61,10 +62,17 @@ class DraftingController:
         self.policy = MonitoredPolicy(self._decide(), config.collapse_ratio, not deterministic, temperature)
         if known:
             self.policy.watch.usual = state["usual"]
+            if self._modes and state["modes"]:
+                self._modes.load_state_dict(state["modes"])
 
     def _set_models(self) -> None:
         self._cost = CostModel.nominal(*self._sizes) if self._deterministic else CostModel()
         self._acceptance = AcceptanceModel()
+
+    @property
+    def _modes(self) -> ModeChoice | None:
+        policy = self.policy.policy
+        return policy.modes if isinstance(policy, CalibratedPolicy) else None
 
     def _decide(self) -> DraftingPolicy:
         policy = make_policy(self._config, self._acceptance, self._cost)
@@ -84,7 +92,7 @@ class DraftingController:
             self.policy.replace_policy(self._decide())
 
     def pace(self, slots: int, length: int, temperature: float) -> Throughput:
-        """Predicted decode throughput for samples of this many tokens, by batch size.
+        """Decode throughput for samples of this many tokens, by batch size: measured, or else predicted.
 
         A policy that does not go by costs may draft at any batch size; plain decoding is assumed for it.
         """
@@ -101,7 +109,7 @@ class DraftingController:
             depth=policy.max_depth,
             max_nodes=policy.max_nodes,
             fixed_depth=isinstance(policy, Uniform),
-            recall_gain=policy.recall_gain if isinstance(policy, CalibratedPolicy) else 1.0,
+            modes=self._modes,
         )
 
     def take_tally(self) -> DraftingTally:
@@ -123,4 +131,5 @@ class DraftingController:
             "usual": self.policy.watch.usual,
             "cost": self._cost.state_dict(),
             "acceptance": self._acceptance.state_dict(),
+            "modes": self._modes.state_dict() if self._modes else None,
         }

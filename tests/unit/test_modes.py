@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -181,3 +183,17 @@ def test_a_new_draft_is_tried_at_once() -> None:
     for _ in range(100):
         engine.step(8)
     assert engine.modes[-50:].count(DRAFTED) == 50
+
+
+def test_gains_outlive_their_process() -> None:
+    cost = measured_cost()
+    gains = {PLAIN: 1.0, RECALLED: 0.8, DRAFTED: 0.6}
+    engine = Engine(make_choice(cost), cost, gains)
+    for _ in range(600):
+        engine.step(4)
+    later = make_choice(cost)
+    later.load_state_dict(json.loads(json.dumps(engine.choice.state_dict())))
+    assert later.state_dict() == engine.choice.state_dict()
+    step = StepView(make_batch(4, np.random.default_rng(0)), cost)
+    assert later.choose(step, 8, False) == PLAIN
+    assert make_choice(cost).choose(step, 8, False) == DRAFTED, "it believes its forecast at first"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost
 from rlhfspec_mega.planning.forecast import MARGIN, Forecast
+from rlhfspec_mega.planning.modes import DRAFTED, RECALLED, ModeChoice
 from rlhfspec_mega.planning.rollout_state import EngineState, Throughput
 from rlhfspec_mega.planning.throughput import Decay, batch_seconds, decay_seconds, seconds_per_token, throughput_of
+from rlhfspec_mega.types import BATCH_BUCKETS, DECODE_MODES, batch_bucket
 from tests.synthetic_drafts import make_batch
 
 tokens = st.floats(1.0, 500.0)
@@ -208,8 +211,30 @@ def test_a_drafting_engine_s_curve_is_the_better_of_drafting_and_not(
         assert seconds == pytest.approx(size / (best if pays else plain))
 
 
-def test_history_makes_every_batch_faster_by_what_was_seen() -> None:
-    cost = CostModel.nominal(10**7, 10**6)
-    plain, faster = (throughput_of(cost, None, slots=8, length=100, recall_gain=gain) for gain in (0.7, 1.5))
-    assert plain.seconds == throughput_of(cost, None, slots=8, length=100).seconds
-    assert faster.seconds == pytest.approx([seconds / 1.5 for seconds in plain.seconds])
+@pytest.mark.parametrize(("recalled", "drafted"), [(0.7, 0.5), (1.5, 0.5), (0.7, 2.5), (1.5, 2.5)])
+def test_gains_that_were_measured_count_instead_of_forecasts(recalled: float, drafted: float) -> None:
+    """At the batch sizes at which they were; elsewhere history is taken to give what it gives in the mean."""
+    cost, acceptance = machine(1e-1, 1e-6), AcceptanceModel()
+    given: dict[str, Any] = {"slots": 8, "length": 100, "width": 2, "depth": 3, "max_nodes": 4}
+    modes = ModeChoice(acceptance, cost, 2, 3, 4, fixed_depth=False)
+    measured = np.zeros((BATCH_BUCKETS, len(DECODE_MODES), 2))
+    measured[batch_bucket(4), RECALLED] = 100.0 * recalled, 100.0
+    measured[batch_bucket(4), DRAFTED] = 100.0 * drafted, 100.0
+    overall = np.zeros((len(DECODE_MODES), 2))
+    overall[RECALLED] = 1e6 * recalled, 1e6
+    kept = np.ones(2)
+    modes.load_state_dict(
+        {"measured": measured, "overall": overall, "kept": kept, "forecast_gains": np.zeros(BATCH_BUCKETS)}
+    )
+    plain = throughput_of(cost, None, **given)
+    forecast = throughput_of(cost, acceptance, **given)
+    found = throughput_of(cost, acceptance, modes=modes, **given)
+    without_draft = throughput_of(cost, None, modes=modes, **given)
+    gains = np.array(plain.seconds) / np.array(found.seconds)
+    assert plain.batches == (1, 2, 4, 8)
+    assert gains[2] == pytest.approx(max(1.0, recalled, drafted))
+    rest = [0, 1, 3]
+    assert gains[rest] == pytest.approx((np.array(plain.seconds) / np.array(forecast.seconds))[rest]), (
+        "drafting is best"
+    )
+    assert np.array(plain.seconds) / np.array(without_draft.seconds) == pytest.approx(max(1.0, recalled), rel=1e-4)
