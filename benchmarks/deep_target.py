@@ -30,11 +30,12 @@ from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.observe.console import Console
 
 TIMES = 3  # layers for each of the small model's
-# What each of the neurons that come of one contributes of its output. The shares differ: neurons with the same weights
-# and gradients would stay the same for ever.
-SHARES = (0.75, 0.25)
+# What each of the neurons that come of one contributes of its output. The shares differ, and where outputs begin at
+# zero the inputs' weights are disturbed: neurons with the same weights and gradients would stay the same for ever.
+SHARES = (0.5, 0.3, 0.2)
 TRAINING = ("sft_warmup.max_steps=50", "sft_warmup.lr=5e-4", "sft_warmup.target_exact=0.6")
-_RECIPE_VERSION = 2  # part of the cache key: raise it when the recipe's code changes
+DISTURBANCE = 0.1  # in standard deviations of the weights
+_RECIPE_VERSION = 3  # part of the cache key: raise it when the recipe's code changes
 
 
 def deep_target() -> Path:
@@ -76,8 +77,17 @@ def expanded(weights: HfWeights, times: int, shares: Sequence[float]) -> Iterato
         elif part == "mlp.down_proj.weight":
             tensor = torch.cat([share * tensor for share in shares], dim=1)
         for copy in range(times):
-            adds = copy > 0 and part in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
-            yield f"model.layers.{times * number + copy}.{part}", torch.zeros_like(tensor) if adds else tensor
+            yield f"model.layers.{times * number + copy}.{part}", _added(tensor, part, copy) if copy else tensor
+
+
+def _added(tensor: torch.Tensor, part: str, copy: int) -> torch.Tensor:
+    """A tensor of a layer whose outputs begin at zero."""
+    if part in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+        return torch.zeros_like(tensor)
+    if part == "mlp.gate_proj.weight":
+        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(copy))
+        return tensor + DISTURBANCE * tensor.std() * noise.to(tensor)
+    return tensor
 
 
 def deep_draft_shape(small_draft: Path, deep: ModelShape) -> DraftShape:

@@ -8,9 +8,11 @@ import itertools
 import json
 import os
 import platform
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -101,11 +103,20 @@ def started(start: Callable[[], Any]) -> Any:
 
 
 def end(engine: Any) -> None:
-    """End the processes of an `sglang.Engine`: its own shutdown ends all that this process has started."""
+    """End the processes of an `sglang.Engine`: its own shutdown ends all that this process has started.
+
+    All of them are stopped before any is killed: a tensor-parallel rank whose peer has gone reports a crash, which
+    would end this process.
+    """
     watchdog = engine.tokenizer_manager._subprocess_watchdog
     watchdog.stop()
-    for process in watchdog._processes:
+    running = [process for process in watchdog._processes if process.is_alive()]
+    for process in running:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGSTOP)
+    for process in running:
         process.kill()
+    for process in watchdog._processes:
         process.join()
 
 

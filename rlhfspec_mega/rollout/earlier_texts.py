@@ -35,25 +35,27 @@ class EarlierTexts:
         forgotten = self._append(texts)
         if self._deterministic and forgotten:
             self._holders.clear()  # texts that were forgotten are not to be drafted from any more
-        self._holders &= self._serving()
-        if self._deterministic or len(self._holders) > 1:
+        self._holders &= self._alive()
+        if self._deterministic or self._engines.size > 1:
             kept = min(len(texts), len(self._texts))
-            self._send(self._holders, texts[len(texts) - kept :], False, phase)
+            self._send(self._holders, self._texts[len(self._texts) - kept :], False, phase)
         self.complete(phase)
 
     def complete(self, phase: str) -> None:
-        """Give all texts to the serving engines that lack them."""
+        """Give all texts to the engines that lack them, also to a silent one: it may serve again in a moment."""
         if self._most:
-            self._send(self._serving() - self._holders, self._texts, True, phase)
+            self._send(self._alive() - self._holders, self._texts, True, phase)
 
-    def state_dict(self) -> list[list[Any]]:
-        """As JSON: id, prompt and response of each text."""
-        return [[text.sample_id, list(text.prompt), list(text.response)] for text in self._texts]
+    def state_dict(self) -> list[FinishedText]:
+        """Id, prompt and response of each text, which are not changed any more; JSON can write them."""
+        return list(self._texts)
 
     def load_state_dict(self, state: Sequence[Sequence[Any]]) -> None:
-        """Replace the texts; `complete` gives them to the engines."""
-        self._texts = [FinishedText(*text) for text in state]
-        self._holders.clear()
+        """Replace the texts, as far as there is room; `complete` gives them to the engines."""
+        self._texts = []
+        self._append([FinishedText(*text) for text in state])
+        if self._deterministic:  # else engines keep what they have of abandoned steps: it will come again
+            self._holders.clear()
 
     def _append(self, texts: Sequence[FinishedText]) -> int:
         """Add texts and forget the oldest as there is no room; returns how many earlier ones were forgotten."""
@@ -69,8 +71,8 @@ class EarlierTexts:
         del self._texts[:forgotten]
         return min(forgotten, before)
 
-    def _serving(self) -> set[tuple[int, int]]:
-        return {(rank, self._engines.launches(rank)) for rank in self._engines.serving()}
+    def _alive(self) -> set[tuple[int, int]]:
+        return {(rank, self._engines.launches(rank)) for rank in self._engines.alive()}
 
     def _send(self, engines: set[tuple[int, int]], texts: Sequence[FinishedText], anew: bool, phase: str) -> None:
         calls = {one: self._engines.start(one[0], "remember", texts, anew) for one in sorted(engines)}

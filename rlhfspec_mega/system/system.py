@@ -38,6 +38,7 @@ class System:
         rollout: the rollout manager; only with engines.
         scorers: the frozen models on generation devices; None if there are none or they lie elsewhere.
         draft: refreshes of the draft.
+        texts: earlier samples, which engines draft from.
     """
 
     rollout: RolloutManager
@@ -215,6 +216,8 @@ class System:
         self._cluster.wait(
             calls, "restart actor", seconds=SETTLE_SECONDS, check=False
         )  # a dead engine holds no samples
+        if self._setup.with_engines:
+            self.rollout.take_tallies("restart actor")  # of samples that are decoded again
 
     def step_done(self, steps: int) -> None:
         """Record that this many steps are finished: a new maximum is progress, which allows new restarts."""

@@ -28,8 +28,8 @@ class DraftingController:
         draft: shape of the draft model; None: everything is drafted from history.
         recalls: whether the engine keeps earlier text to draft from.
         temperature: of training samples; acceptance is judged by these alone.
-        deterministic: decisions depend neither on the clock nor on earlier samples: costs are nominal, and an idle
-            engine resets its models, so that samples decode alike on every engine.
+        deterministic: decisions depend neither on the clock nor on what this engine has decoded before: costs are
+            nominal, and an idle engine resets its models, so that samples decode alike on every engine.
         machine: what costs depend on besides the two shapes: device, dtype, slots, threads.
         state: from `state_dict`; ignored if its format, machine or shapes differ. Without it costs are measured before
             the first sample.

@@ -25,7 +25,7 @@ _ACKNOWLEDGEMENT_SECONDS = 0.001  # pause between two polls while the engine is 
 class EngineWorker(ABC):
     """Has an engine, a receiver of weights and, once it has joined migration, a migration agent.
 
-    The driver calls the public methods here, and `take_tally` and `drafting_state` of the subclasses.
+    The driver calls the public methods here, and `take_tally`, `remember` and `drafting_state` of the subclasses.
 
     Args:
         engine: the engine; nobody else calls it.

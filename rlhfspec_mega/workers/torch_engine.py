@@ -28,7 +28,7 @@ class TorchEngineWorker(EngineWorker):
 
     Args:
         deterministic: refuse operations whose result depends on timing (torch.set_deterministic_debug_mode), draft by
-            nominal costs, and reset what was learnt whenever the engine is idle.
+            nominal costs, and before each share of samples reset what was learnt, and history to what `remember` gave.
         draft: directory of a draft, for its shape and vocabulary; weights arrive by resharding, like the actor's.
         drafting: options of speculation; None: plain decoding.
         history_tokens: tokens of earlier text that are kept to draft from; 0: none.
@@ -107,9 +107,10 @@ class TorchEngineWorker(EngineWorker):
 
     def prepare(self) -> None:
         """Measure costs, once, or under `deterministic` reset what was learnt, and history to the texts of all."""
-        if self._shared_texts and self.engine.idle:
+        if self._shared_texts:
+            assert self.engine.idle, "under trainer.deterministic an engine has one share of samples at a time"
             self.engine.restart_history(self._shared_texts)
-        if self._drafting and self.engine.speculates and self.engine.idle:
+        if self._drafting and self.engine.idle and (self.engine.speculates or self._shared_texts):
             self._drafting.prepare(lambda: profile(self.engine))
 
     def pace(self, temperature: float) -> Throughput:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from benchmarks.sglang_engines import end, finish  # noqa: E402
 from rlhfspec_mega.rollout.sglang_engine import launch  # noqa: E402
 from rlhfspec_mega.sampling.noise import sample_seed  # noqa: E402
 from rlhfspec_mega.types import GenerationRequest, GenerationResult  # noqa: E402
+from tests.sglang.forked import fork_processes  # noqa: E402
 
 torch.set_num_threads(1)
 SECONDS = 900  # of a test: several engines start in it, on a GPU each for minutes
@@ -37,16 +39,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def alive() -> Iterator[list[Any]]:
-    """Every engine that was started in this process and not ended: each takes 1.5 GB and, idle, a share of a core."""
+def alive(pytestconfig: pytest.Config) -> Iterator[list[Any]]:
+    """Every engine that was started in this process and not ended: each takes 1.5 GB and, idle, a share of a core.
+
+    A process of SGLang that crashes ends this one: what was captured is said before.
+    """
     found: list[Any] = []
-    start = launch.start
+    start, end_process = launch.start, launch._end
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
 
     def noted(*given: Any) -> Any:
         found.append(start(*given))
         return found[-1]
 
+    def told(*given: Any) -> None:
+        capture.suspend_global_capture(in_=True)
+        print(*capture.read_global_capture(), sep="\n", file=sys.stderr, flush=True)
+        end_process(*given)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "_end", told)
+        if DEVICE == "cpu":
+            launch.load_few_models()
+            fork_processes(patch)
         for module in (launch, sglang_worker):
             patch.setattr(module, "start", noted)
         yield found

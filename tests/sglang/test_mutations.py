@@ -48,7 +48,7 @@ NOTICED_BY = {
         r"KV of the \w+ differs in rows",
     ),
 }
-IN_SCHEDULERS = "import sys, multiprocessing\nif 'spawn_main' in ' '.join(sys.orig_argv):\n"
+IN_SCHEDULERS = "import re, sys\nif re.search('multiprocessing.(spawn|forkserver)', ' '.join(sys.orig_argv)):\n"
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +30,10 @@ def test_retraction(
     judge: Callable[[list[int]], torch.Tensor],
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # What forked processes write goes elsewhere.
+    monkeypatch.setattr("sglang.srt.entrypoints.engine.mp", multiprocessing)
     engine, control = ours(settings(*made, **FP32, shapes=shapes, options=PORTABLE | TIGHT), tmp_path / "engine")
     assert control is not None
     for count in (NOT_FIXED, 0, shapes.counts[-1]):

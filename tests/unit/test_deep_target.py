@@ -51,8 +51,7 @@ def test_an_expanded_model_computes_the_same(tmp_path: Path) -> None:
     assert of_deep == replace(of_small, target=DEEP, taps=of_deep.taps)
     for low, high in zip(of_small.taps, of_deep.taps, strict=True):
         torch.testing.assert_close(deep_outputs[high], small_outputs[low], rtol=1e-5, atol=1e-5)
-
-
-def test_neurons_of_one_do_not_stay_alike() -> None:
-    """With equal shares they would get equal gradients."""
-    assert sum(SHARES) == 1 and len(set(SHARES)) == len(SHARES)
+    for layer in range(DEEP.num_layers):
+        gate, up, down = (deep[f"model.layers.{layer}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        neurons = torch.cat((gate, up, down.t()), dim=1)
+        assert len(neurons.unique(dim=0)) == DEEP.ffn_size, "two neurons would stay the same for ever"

@@ -21,7 +21,6 @@ from rlhfspec_mega.workers.torch_engine import TorchEngineWorker
 from tests.engine_pool import Answered, Pool, make_engine, opened, request
 
 HISTORY = SpeculationConfig(policy="adaptive", sources=["history"])
-NONE_DIES: dict[int, dict[int, bool]] = {}
 
 
 class Recorder:
@@ -86,8 +85,12 @@ def test_engines_get_what_they_lack(deterministic: bool) -> None:
     resumed = EarlierTexts(pool, pool.wait, 1000, deterministic)
     resumed.load_state_dict(saved)
     resumed.complete("reshard")
+    smaller, off = (EarlierTexts(pool, pool.wait, tokens, deterministic) for tokens in (128, 0))
+    for other, kept in ((smaller, ["b", "c"]), (off, [])):
+        other.load_state_dict(saved)
+        assert [text.sample_id for text in other.state_dict()] == kept
     assert pool.taken() == [(0, ["a", "b", "c"], True), (1, ["a", "b", "c"], True)]
-    assert resumed.state_dict() == saved and len(saved[0][1]) == PROMPT_END
+    assert json.loads(json.dumps(resumed.state_dict())) == saved and len(saved[0][1]) == PROMPT_END
 
 
 def test_one_engine_has_its_own_samples_already_unless_all_begin_alike() -> None:
@@ -137,37 +140,85 @@ def test_an_engine_that_joins_late_has_what_the_others_have_bit_for_bit(steps: l
     assert (first.chains[:, filled] == second.chains[:, filled]).all()
 
 
-def rollouts(deaths: dict[int, dict[int, bool]]) -> tuple[list[dict[str, GenerationResult]], int]:
-    """Three steps of the same prompts, and the draft tokens accepted; `deaths` of a step as Pool has them."""
-    pool, found, accepted = Pool([worker(), worker()]), list[dict[str, GenerationResult]](), 0
-    manager = RolloutManager(pool, pool.wait, revive=pool.revive, poll_seconds=0.0, deterministic=True)
-    texts = EarlierTexts(pool, pool.wait, 1024, deterministic=True)
-    for step in range(3):
-        texts.complete("reshard")
-        pool.deaths, pool.calls = deaths.get(step, {}), 0
+class Launched(Pool):
+    """Engines whose place is taken by new ones when they have died."""
+
+    def __init__(self, texts: dict[str, EarlierTexts], **given: Any) -> None:
+        super().__init__([worker(), worker()], **given)
+        self._texts, self._numbers = texts, [1, 1]
+
+    def launches(self, rank: int) -> int:
+        return self._numbers[rank]
+
+    def replace_dead(self) -> None:
+        for rank in self.down:
+            self.engines[rank], self._numbers[rank] = worker(), self._numbers[rank] + 1
+        self.down.clear()
+
+    def revive(self) -> None:
+        self.replace_dead()
+        self._texts["now"].complete("revive")
+
+
+def rollouts(
+    deaths: dict[int, dict[int, bool]], silences: dict[int, dict[int, int]], resumed: int
+) -> tuple[list[dict[str, GenerationResult]], list[tuple[int, int]]]:
+    """Steps of the same prompts, and each step's draft tokens (verified, accepted).
+
+    Args:
+        deaths, silences: of each step's rollout, as Pool has them.
+        resumed: step before which all engines and the driver are started anew, from what the driver has saved.
+    """
+    texts: dict[str, EarlierTexts] = {}
+    pool, found, drafted = Launched(texts), list[dict[str, GenerationResult]](), list[tuple[int, int]]()
+    texts["now"] = EarlierTexts(pool, pool.wait, 1024, deterministic=True)
+    for step in range(4):
+        if step == resumed:
+            saved = json.loads(json.dumps(texts["now"].state_dict()))
+            pool = Launched(texts)
+            texts["now"] = EarlierTexts(pool, pool.wait, 1024, deterministic=True)
+            texts["now"].load_state_dict(saved)
+        texts["now"].complete("reshard")
+        pool.deaths, pool.silences, pool.calls = deaths.get(step, {}), silences.get(step, {}), 0
+        manager = RolloutManager(pool, pool.wait, revive=pool.revive, poll_seconds=0.0, deterministic=True)
         requests = [replace(request(group, member), temperature=0.0) for group in range(4) for member in range(2)]
         requests += [request(group, 2) for group in range(4)]
         found.append(manager.generate(requests, opened(requests), f"step {step}"))
-        pool.deaths = {}
-        for rank in pool.down:
-            pool.engines[rank] = worker()
-        pool.starts += bool(pool.down)
-        pool.down.clear()
+        pool.deaths, pool.silences = {}, {}
+        pool.replace_dead()
         ended = [FinishedText(one.sample_id, one.prompt_tokens, found[-1][one.sample_id].tokens) for one in requests]
-        texts.add(ended, f"step {step}")
-        accepted += sum(engine.take_tally().accepted for engine in pool.engines)
-    return found, accepted
+        texts["now"].add(ended, f"step {step}")
+        tallies = [engine.take_tally() for engine in pool.engines]
+        drafted.append((sum(tally.verified for tally in tallies), sum(tally.accepted for tally in tallies)))
+    return found, drafted
 
 
-def test_shares_are_drafted_for_alike_whatever_dies() -> None:
-    """The same bits of every log-prob: the steps had the same draft tokens."""
-    quiet, accepted = rollouts(NONE_DIES)
-    assert accepted > 60, "hardly anything was drafted: the comparison shows nothing"
-    for deaths in ({0: {3: True}}, {1: {2: False}}, {1: {0: True}, 2: {4: True}}):
-        for wanted, found in zip(quiet, rollouts(deaths)[0], strict=True):
-            assert {name: (one.tokens, one.logprobs) for name, one in found.items()} == {
-                name: (one.tokens, one.logprobs) for name, one in wanted.items()
-            }
+@pytest.mark.parametrize(
+    ("deaths", "silences", "resumed"),
+    [
+        ({0: {3: True}}, {}, -1),
+        ({1: {2: False}}, {}, -1),
+        ({0: {0: True}, 2: {4: True}}, {}, -1),
+        ({1: {2: True, 5: True}}, {}, -1),
+        ({}, {0: {1: 3}, 1: {2: 5}}, -1),
+        ({}, {}, 2),
+        ({1: {2: True}}, {2: {1: 4}}, 1),
+    ],
+    ids=["dies", "dies with its answer", "two die", "all die", "are silent", "resumed", "dies, silent, resumed"],
+)
+def test_shares_are_drafted_for_alike_whatever_happens(
+    deaths: dict[int, dict[int, bool]], silences: dict[int, dict[int, int]], resumed: int
+) -> None:
+    """The same bits of every log-prob: the steps had the same draft tokens. Those of a dead engine are not counted."""
+    quiet, wanted = rollouts({}, {}, -1)
+    assert wanted[3][1] > 20, "hardly anything was drafted: the comparison shows nothing"
+    disturbed, drafted = rollouts(deaths, silences, resumed)
+    assert [{name: (one.tokens, one.logprobs) for name, one in step.items()} for step in disturbed] == [
+        {name: (one.tokens, one.logprobs) for name, one in step.items()} for step in quiet
+    ]
+    assert [(step, both) for step, both in enumerate(drafted) if step not in deaths] == [
+        (step, both) for step, both in enumerate(wanted) if step not in deaths
+    ]
 
 
 def test_texts_that_are_sent_anew_replace_all_others() -> None:

@@ -112,7 +112,7 @@ class SpeculationConfig:
     )
     history_tokens: int = option(
         262144,
-        "newest tokens that each engine keeps to draft from, at most 41 bytes each",
+        "newest tokens that each engine keeps to draft from, at most 41 bytes each, twice under trainer.deterministic",
         unit="tokens",
         least=1024,
         only_with="draft tokens from history",
