@@ -22,6 +22,7 @@ SECONDS, PLAIN_SECONDS = 8.0, 2.0  # approximate time of a profile
 MOST_TOKENS = 384  # most tokens of a measured step; larger steps are slow and seldom worth it
 REPEATS = 3  # measurements of a step, of which the median is used
 PROMPT_TOKENS = (16, 192)
+KINDS_AT_ONCE = 4  # kinds of steps with the largest trees for which the same samples are decoded, where they fit
 
 
 class Shape(NamedTuple):
@@ -167,32 +168,36 @@ def _forget(engine: TorchEngine) -> None:
 
 
 def _measure(engine: TorchEngine, script: ScriptedPolicy, size: int, length: int, deadline: float) -> list[StepCost]:
-    requests = _made_up(engine, size, length, max(REPEATS * (script.max_depth + 1), CATCHING_UP.after + 2))
-    found = []
-    for script.shape in SHAPES:
-        if size * (1 + script.shape.verified) > MOST_TOKENS and script.shape.verified > 1:
-            break
-        settling = 0 if script.shape.depth else SETTLING
-        whole = _decode(engine, script, requests, settling + REPEATS, deadline)
-        whole = whole[settling:] or whole[-1:]
+    """The cost of each kind of step; the same samples decode for as many kinds as they have tokens left for."""
+    least = max(REPEATS * (script.max_depth + 1), CATCHING_UP.after + 2)
+    requests = _made_up(engine, size, length, max(least, min(KINDS_AT_ONCE * least, engine.max_positions - length)))
+    found, left = list[StepCost](), 0
+    for shape in SHAPES if script.recalls else (*SHAPES, CATCHING_UP):
+        script.shape = shape
+        if size * (1 + shape.verified) > MOST_TOKENS and shape.verified > 1:
+            continue
+        unused = shape.after if shape.depth else SETTLING
+        steps = unused + (1 if shape.after else REPEATS)
+        needed = steps * (1 + min(shape.depth, script.max_depth))
+        if needed >= left:
+            engine.clear()
+            engine.submit(requests)
+            left = requests[0].max_new_tokens
+        left -= needed
+        whole = _decode(engine, script, size, steps, deadline)
+        whole = whole[unused:] or ([] if shape.after else whole[-1:])
         if whole:
             found.append(sorted(whole, key=lambda cost: cost.draft_seconds + cost.verify_seconds)[len(whole) // 2])
-    if script.recalls:
-        return found
-    script.shape = CATCHING_UP
-    return found + _decode(engine, script, requests, CATCHING_UP.after + 1, deadline)[CATCHING_UP.after :]
+    engine.clear()
+    return found
 
 
-def _decode(
-    engine: TorchEngine, script: ScriptedPolicy, requests: list[GenerationRequest], steps: int, deadline: float
-) -> list[StepCost]:
+def _decode(engine: TorchEngine, script: ScriptedPolicy, size: int, steps: int, deadline: float) -> list[StepCost]:
     """Decode up to `steps` steps; returns the cost of those in which all samples were decoded."""
     script.costs.clear()
-    engine.submit(requests)
     while not engine.idle and len(script.costs) < steps and time.monotonic() < deadline:
         engine.poll(0)
-    engine.clear()
-    return [cost for cost in script.costs if cost.batch == len(requests)]
+    return [cost for cost in script.costs if cost.batch == size]
 
 
 def _made_up(engine: TorchEngine, size: int, length: int, tokens: int) -> list[GenerationRequest]:
