@@ -105,8 +105,8 @@ def started(start: Callable[[], Any]) -> Any:
 def end(engine: Any) -> None:
     """End the processes of an `sglang.Engine`: its own shutdown ends all that this process has started.
 
-    All of them are stopped before any is killed: a tensor-parallel rank whose peer has gone reports a crash, which
-    would end this process.
+    All of them are stopped before any is killed: a tensor-parallel rank whose peer has gone reports a crash to its
+    parent, which would end with that where it is this process.
     """
     watchdog = engine.tokenizer_manager._subprocess_watchdog
     watchdog.stop()

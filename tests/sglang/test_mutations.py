@@ -59,7 +59,7 @@ def test_a_mutation_is_noticed(mutation: str, tmp_path: Path) -> None:
     stand_ins = [str(PACKAGES)] if DEVICE == "cpu" else []
     path = os.pathsep.join([str(tmp_path), str(ROOT), *stand_ins])
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", NOTICED_BY[mutation][0]]
-    with (tmp_path / "log").open("wb") as log:  # a scheduler that does not start takes its parent along
+    with (tmp_path / "log").open("wb") as log:  # on a GPU, a scheduler that does not start takes its parent along
         status = subprocess.run(
             command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, stdout=log, stderr=log, timeout=250
         ).returncode
