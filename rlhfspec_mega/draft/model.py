@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from rlhfspec_mega.draft.shape import TAPS, DraftShape
 from rlhfspec_mega.models.packed_weights import PackedWeights
-from rlhfspec_mega.models.rope import rotate_
 from rlhfspec_mega.models.transformer import Attention, Transformer
 
 
@@ -83,17 +82,14 @@ class DraftModel:
         """
         shape = self.shape
         rotated = shape.num_heads + shape.num_kv_heads
-        embedded = F.embedding(tokens, self._target.embedding)
-        inputs = torch.cat((self._norm(embedded, self.input_norm), self._norm(states, self.hidden_norm)), dim=-1)
+        norm, embedded = self._target.norm, F.embedding(tokens, self._target.embedding)
+        inputs = torch.cat((norm(embedded, self.input_norm), norm(states, self.hidden_norm)), dim=-1)
         qkv = self._packed.linear(inputs, self.qkv).view(len(tokens), -1, shape.head_dim)
-        rotate_(qkv[:, :rotated], *self._target.rotation(positions))
+        self._target.rotary.at(positions)(qkv, heads=rotated)
         x = self._packed.added(states, attention(0, qkv).flatten(1), self.out)
-        gate, up = self._packed.linear(self._norm(x, self.post_norm), self.gate_up).chunk(2, dim=-1)
+        gate, up = self._packed.linear(norm(x, self.post_norm), self.gate_up).chunk(2, dim=-1)
         return self._packed.added(x, F.silu(gate).mul_(up), self.down)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """float32 [N, draft vocabulary] of the states that entries put out."""
-        return self._packed.linear(self._norm(states, self.norm), self.head).float()
-
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.shape.target.norm_eps)
+        return self._packed.linear(self._target.norm(states, self.norm), self.head).float()

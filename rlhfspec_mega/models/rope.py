@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Protocol
 
 import torch
 
+from rlhfspec_mega.models.host_kernels import rotate_heads_, suits_host_kernels
 from rlhfspec_mega.models.shape import ModelShape
 
 
+class Rotary:
+    """The rotary embedding of one model.
+
+    Args:
+        positions: most positions, of which (cos, sin) are kept.
+    """
+
+    def __init__(self, shape: ModelShape, positions: int, dtype: torch.dtype, device: torch.device | str):
+        cos, sin = rope_table(shape, positions, device)
+        self._cos, self._sin = cos.to(dtype), sin.to(dtype)
+        self._on_host = suits_host_kernels(self._cos)
+
+    def at(self, positions: torch.Tensor) -> Rotation:
+        """The rotation of tokens at these positions, int64 [N]."""
+        if self._on_host:
+            return partial(rotate_heads_, cos=self._cos, sin=self._sin, positions=positions)
+        return partial(_rotate_heads_, cos=self._cos[positions, None], sin=self._sin[positions, None])
+
+
+class Rotation(Protocol):
+    """The rotation of some tokens, for all layers."""
+
+    def __call__(self, qkv: torch.Tensor, *, heads: int) -> None:
+        """Rotate the first `heads` heads of qkv [N, ..., head_dim] in place."""
+
+
 def rope_table(shape: ModelShape, positions: int, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) float32 [positions, head_dim] for `rotate_`; the first half of sin carries the rotation's minus sign.
+    """(cos, sin) float32 [positions, head_dim] for `Rotary`; the first half of sin carries the rotation's minus sign.
 
     Angles are float32 products, as in the models' reference implementations: at long positions a more exact angle
     would be a different one from the angle the weights were trained with.
@@ -20,10 +49,10 @@ def rope_table(shape: ModelShape, positions: int, device: torch.device | str) ->
     return torch.cat((cos, cos), dim=-1).to(device), torch.cat((-sin, sin), dim=-1).to(device)
 
 
-def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate heads in place: x [..., heads, head_dim], cos and sin [..., 1, head_dim] in x's dtype."""
-    swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    x.mul_(cos).addcmul_(swapped, sin)
+def _rotate_heads_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> None:
+    rotated = qkv[:, :heads]
+    swapped = rotated.roll(rotated.shape[-1] // 2, dims=-1)
+    rotated.mul_(cos).addcmul_(swapped, sin)
 
 
 def _inverse_frequencies(shape: ModelShape) -> torch.Tensor:

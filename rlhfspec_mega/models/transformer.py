@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.models.host_kernels import rms_norm, suits_host_kernels
 from rlhfspec_mega.models.packed_weights import PackedWeights
-from rlhfspec_mega.models.rope import rope_table, rotate_
+from rlhfspec_mega.models.rope import Rotary
 from rlhfspec_mega.models.shape import ModelShape
 
 
@@ -66,9 +67,9 @@ class Transformer:
         self.layers = [_empty_layer(shape, zeros) for _ in range(shape.num_layers)]
         self.final_norm = zeros(shape.hidden_size)
         self.head = self.embedding if shape.tie_embeddings else zeros(shape.vocab_size, shape.hidden_size)
-        cos, sin = rope_table(shape, max_positions, device)
-        self._cos, self._sin = cos.to(dtype), sin.to(dtype)
+        self.rotary = Rotary(shape, max_positions, dtype, device)
         self._packed = PackedWeights()
+        self._on_host = suits_host_kernels(self.embedding)
 
     def hf_tensors(self) -> dict[str, torch.Tensor]:
         """Weights under its Hugging Face name, as a contiguous view; no lm_head.weight when embeddings are tied."""
@@ -101,38 +102,37 @@ class Transformer:
         self._packed.pack(w for layer in self.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down))
         self._packed.pack([self.head])
 
-    def rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) [..., 1, head_dim] of positions [...], for `rope.rotate_`."""
-        return self._cos[positions].unsqueeze(-2), self._sin[positions].unsqueeze(-2)
-
     def hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention, tap: Tap | None = None
     ) -> torch.Tensor:
         """Final normed states [..., hidden] of int64 tokens [...] at int64 positions [...]."""
         shape, heads = self.shape, self.shape.num_heads
         rotated, linear, added = heads + shape.num_kv_heads, self._packed.linear, self._packed.added
-        cos, sin = self.rotation(positions)
+        rotate = self.rotary.at(positions.flatten())
         x = F.embedding(tokens.flatten(), self.embedding)
         for index, layer in enumerate(self.layers):
-            qkv = linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
-            qkv = qkv.view(*tokens.shape, -1, shape.head_dim)
+            qkv = linear(self.norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
+            qkv = qkv.view(len(x), -1, shape.head_dim)
             if layer.q_norm is not None and layer.k_norm is not None:
-                qkv[..., :heads, :] = self._norm(qkv[..., :heads, :], layer.q_norm)
-                qkv[..., heads:rotated, :] = self._norm(qkv[..., heads:rotated, :], layer.k_norm)
-            rotate_(qkv[..., :rotated, :], cos, sin)
-            mixed = attention(index, qkv)
+                qkv[:, :heads] = self.norm(qkv[:, :heads], layer.q_norm)
+                qkv[:, heads:rotated] = self.norm(qkv[:, heads:rotated], layer.k_norm)
+            rotate(qkv, heads=rotated)
+            mixed = attention(index, qkv.view(*tokens.shape, -1, shape.head_dim))
             x = added(x, mixed.reshape(len(x), -1), layer.out)
-            gate, up = linear(self._norm(x, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
+            gate, up = linear(self.norm(x, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
             x = added(x, F.silu(gate).mul_(up), layer.down)
             if tap is not None:
                 tap(index, x)
-        return self._norm(x, self.final_norm).view(*tokens.shape, -1)
+        return self.norm(x, self.final_norm).view(*tokens.shape, -1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [..., vocab_size]."""
         return self._packed.linear(hidden.flatten(0, -2), self.head).float().unflatten(0, hidden.shape[:-1])
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """RMSNorm of x [..., hidden] with the model's epsilon."""
+        if self._on_host and x.dim() == 2:
+            return rms_norm(x, weight, self.shape.norm_eps)
         return F.rms_norm(x, weight.shape, weight, self.shape.norm_eps)
 
 

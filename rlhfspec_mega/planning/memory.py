@@ -186,8 +186,8 @@ def engine_memory(shape: ModelShape, slots: int, positions: int, dtype: str, dev
     """Bytes of one engine: weights, keys and values of every slot at full length, and scores for choosing tokens.
 
     kv = slots x positions x layers x 2 x KV heads x head_dim x bytes per number. On a CPU every matrix of the layers
-    and the head counts twice, because a repacked copy is kept. This overestimates: matrices with few outputs in fp32
-    are not repacked, nor is bfloat16 on a CPU that cannot compute in it.
+    and the head counts twice, because a copy in another layout is kept; where a CPU cannot compute in bfloat16, this
+    overestimates.
     """
     head = shape.vocab_size * shape.hidden_size
     packed = shape.num_layers * _matrices(shape, shape.hidden_size) + head if device == "cpu" else 0

@@ -42,15 +42,18 @@ def test_attention_is_that_of_float32(counts):
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=NEEDS_BFLOAT16)])
 @pytest.mark.parametrize("rows", [1, 8, 100])
 def test_packed_products_are_those_of_the_weights(rows, dtype):
-    """Of few rows and of many, with a bias, and added to a residual; after an update those of the new weights."""
+    """Of few rows and of many, with a bias, and added to a residual; after an update those of the new weights.
+
+    Without AVX-512 oneDNN takes the wide one; with it, and in bfloat16, both have the same layout.
+    """
     generator = torch.Generator().manual_seed(2)
-    weight, narrow = torch.zeros(520, 48, dtype=dtype), torch.zeros(48, 48, dtype=dtype)
+    weight, narrow = torch.zeros(5500, 48, dtype=dtype), torch.zeros(48, 48, dtype=dtype)
     packed = PackedWeights()
     for _ in range(2):
         for matrix in (weight, narrow):
             matrix.copy_(torch.randn(matrix.shape, generator=generator))
         packed.pack((weight, narrow))
-        assert len(packed._packed) == (1 if dtype is torch.float32 else 2)
+        assert packed.bytes == (5500 + 48) * 48 * weight.element_size()
         for matrix in (weight, narrow):
             x = torch.randn(rows, 48, generator=generator).to(dtype)
             other = torch.randn(rows, len(matrix), generator=generator).to(dtype)

@@ -15,8 +15,9 @@ from rlhfspec_mega.history.index import History
 from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.planning.memory import LOGITS_AT_ONCE
 from rlhfspec_mega.planning.tree import ROOT, Batch, Bools, DraftingPolicy, DraftTree, Ints, StepRecord
-from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, KVCache
+from rlhfspec_mega.rollout.torch_engine.cache import KVCache
 from rlhfspec_mega.rollout.torch_engine.drafter import Drafter, GrownTree
+from rlhfspec_mega.rollout.torch_engine.host_attention import step_attention
 from rlhfspec_mega.rollout.torch_engine.recall import join, recall
 from rlhfspec_mega.rollout.torch_engine.scheduler import Admission
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState, StepNoise
@@ -227,7 +228,7 @@ class Decoder:
     def _select(self, verification: Verification, noise: StepNoise, features: Features | None) -> Selection:
         """Run the target: the token it chooses after every input, with its log-prob."""
         inputs = verification.inputs
-        hidden = self.model.hidden(inputs.tokens, inputs.positions, CachedAttention(self.cache, inputs), features)
+        hidden = self.model.hidden(inputs.tokens, inputs.positions, step_attention(self.cache, inputs), features)
         at_once = max(1, LOGITS_AT_ONCE // self.model.shape.vocab_size)
         pieces = []
         for first in range(0, len(hidden), at_once):

@@ -24,7 +24,8 @@ from rlhfspec_mega.planning.tree import (
     most_drafted,
 )
 from rlhfspec_mega.rollout.protocol import DraftPast
-from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, Inputs, KVCache, number_in_row
+from rlhfspec_mega.rollout.torch_engine.cache import Inputs, KVCache, number_in_row
+from rlhfspec_mega.rollout.torch_engine.host_attention import step_attention
 from rlhfspec_mega.rollout.torch_engine.prefixes import PrefixPast, UnreadPrefixes
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState, StepNoise
 from rlhfspec_mega.rollout.torch_engine.unread import Features, Unread
@@ -284,7 +285,7 @@ class Drafter:
             batch=batch,
             queries=int(numbers.max()) + 1,
         )
-        return self.model.advance(inputs.tokens, states, inputs.positions, CachedAttention(self.cache, inputs))
+        return self.model.advance(inputs.tokens, states, inputs.positions, step_attention(self.cache, inputs))
 
     def _read_unread(self, counts: Ints) -> torch.Tensor:
         """Read the first counts[i] unread tokens of slot i.
@@ -311,7 +312,7 @@ class Drafter:
             queries=int(counts.max()),
         )
         states = self.model.fuse(unread.features[device_rows, device_columns])
-        put_out = self.model.advance(inputs.tokens, states, inputs.positions, CachedAttention(self.cache, inputs))
+        put_out = self.model.advance(inputs.tokens, states, inputs.positions, step_attention(self.cache, inputs))
         last = np.maximum(np.cumsum(counts) - 1, 0)
         self._read[:batch] += counts
         unread.drop_first(counts)
