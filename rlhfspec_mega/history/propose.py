@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhfspec_mega.compiled import compiled
-from rlhfspec_mega.history.noise import gumbel_of_token
 from rlhfspec_mega.history.store import ORDERS, Doubles, Ints, Store, find_matches, follower, place_of
 from rlhfspec_mega.planning.acceptance import GAP_EDGES, GAPS, MATCH_EDGES, MATCH_RANKS
+from rlhfspec_mega.sampling.token_noise import gumbel_of_token
 
 Bools = NDArray[np.bool_]
 

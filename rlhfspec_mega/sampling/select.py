@@ -51,11 +51,6 @@ def select_tokens(
         tokens and log_softmax(logits / T) of each over the full vocabulary, as the actor's, with T = 1 in greedy rows.
     """
     scaled = scaled_logits(logits, temperatures)
-    return best_tokens(scaled, perturbed_scores(scaled, temperatures, noise, banned))
-
-
-def best_tokens(scaled: torch.Tensor, scores: torch.Tensor) -> Selection:
-    """The token of the best `perturbed_scores` in each row, and its log-prob under `scaled_logits`."""
-    tokens = scores.argmax(dim=-1)
+    tokens = perturbed_scores(scaled, temperatures, noise, banned).argmax(dim=-1)
     logprobs = scaled.log_softmax(dim=-1).gather(-1, tokens[..., None])
     return Selection(tokens, logprobs[..., 0])

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhfspec_mega.history.index import History
-from rlhfspec_mega.history.noise import gumbel_of_token
 from rlhfspec_mega.history.propose import LENGTHS, WIDTH, Proposed
 from rlhfspec_mega.history.sizes import BYTES, CHUNK, PROMPT_END, kept_tokens
 from rlhfspec_mega.history.store import (
@@ -30,6 +29,7 @@ from rlhfspec_mega.planning.acceptance import GAPS, MATCH_CELLS, AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.sampling.noise import gumbel, seed_states
+from rlhfspec_mega.sampling.token_noise import gumbel_of_token
 from rlhfspec_mega.types import FinishedText, GenerationRequest
 from tests.any_policy import any_policy
 from tests.engine_samples import MAX_POSITIONS, SHAPE, send_weights

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from rlhfspec_mega.draft.shape import draft_shape
+from rlhfspec_mega.models import rope, transformer
 from rlhfspec_mega.models.packed_weights import PackedWeights
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer, causal_attention
@@ -20,7 +21,7 @@ from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.strategy import CalibratedPolicy
 from rlhfspec_mega.planning.tree import DraftingPolicy
-from rlhfspec_mega.rollout.torch_engine import decoder, drafter
+from rlhfspec_mega.rollout.torch_engine import cache, decoder, drafter, host_attention, step_noise
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.sampling.noise import sample_seed
 from rlhfspec_mega.types import FinishReason, GenerationRequest, GenerationResult
@@ -168,6 +169,20 @@ def test_scores_made_in_pieces_choose_the_same_tokens(plain, monkeypatch):
     accepted, expected = ([int(record.accepted.sum()) for record in p.records] for p in (policy, whole))
     assert max(scored) == 5 and accepted == expected and sum(accepted) > 20, "the draft's tokens are the same as well"
     assert_same({name: plain[name] for name in found}, found, REQUESTS[:18], make_judge(SHAPE, WEIGHTS))
+
+
+@pytest.mark.parametrize("name", ["adaptive", "random trees"])
+def test_torch_gives_the_tokens_of_compiled_loops(plain, name, monkeypatch):
+    """As on a device, and on several threads."""
+    monkeypatch.setattr(step_noise, "COMPILES", False)
+    for module in (host_attention, rope, transformer):
+        monkeypatch.setattr(module, "suits_host_kernels", lambda weights: False)
+    monkeypatch.setattr(cache, "COMPILES", False)
+    engine, requests = make_engine(9, make(name, True), sources="both"), REQUESTS[:36]
+    assert not engine._model._on_host
+    engine.submit(requests)
+    found = finish(engine)
+    assert_same({name: plain[name] for name in found}, found, requests, make_judge(SHAPE, WEIGHTS))
 
 
 # Wide enough for packed weights (gate and up: 512 outputs, the head: 520).

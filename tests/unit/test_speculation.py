@@ -16,7 +16,8 @@ from rlhfspec_mega.planning.tree import ROOT
 from rlhfspec_mega.rollout.protocol import DraftPast
 from rlhfspec_mega.rollout.torch_engine import verification
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
-from rlhfspec_mega.rollout.torch_engine.slots import SlotState, StepNoise
+from rlhfspec_mega.rollout.torch_engine.slots import SlotState
+from rlhfspec_mega.rollout.torch_engine.step_noise import DeviceNoise
 from rlhfspec_mega.sampling.noise import gumbel_from_states
 from rlhfspec_mega.types import TensorInfo, WeightTarget
 from tests.near_tie import assert_same
@@ -163,22 +164,24 @@ def test_noise_is_made_no_deeper_than_asked_and_is_the_same_in_pieces(monkeypatc
     slots = SlotState(3, 29, "cpu")
     slots.noise[:], slots.lengths[:] = torch.tensor([5, 6, 7]), [4, 9, 30]
     slots.temperatures[:] = slots.host_temperatures[:] = 1.0
-    rows, depths = torch.arange(3).repeat_interleave(5), torch.arange(5).repeat(3)
+    rows, depths = np.repeat(np.arange(3), 5), np.tile(np.arange(5), 3)
     logits = torch.zeros(15, 29)
-    whole = StepNoise(slots, 3, 5).scores(logits, rows, depths)[1]
+    whole = DeviceNoise(slots, 3, 5).scores(logits, rows, depths)[1]
     assert torch.equal(
-        whole, gumbel_from_states(slots.noise[rows], torch.from_numpy(slots.lengths)[rows] - 1 + depths, 29)
+        whole, gumbel_from_states(slots.noise[rows], torch.from_numpy(slots.lengths[rows] - 1 + depths), 29)
     )
     made = []
-    monkeypatch.setattr("rlhfspec_mega.rollout.torch_engine.slots._BLOCK_CELLS", 2 * 3 * 29)
+    monkeypatch.setattr("rlhfspec_mega.rollout.torch_engine.step_noise._BLOCK_CELLS", 2 * 3 * 29)
     monkeypatch.setattr(
-        "rlhfspec_mega.rollout.torch_engine.slots.gumbel_from_states",
+        "rlhfspec_mega.rollout.torch_engine.step_noise.gumbel_from_states",
         lambda states, positions, vocab: (
             made.append(positions.shape[1]) or gumbel_from_states(states, positions, vocab)
         ),
     )
-    noise = StepNoise(slots, 3, 5)
-    assert torch.equal(noise.scores(logits[:3], torch.arange(3), 1)[1], whole[depths == 1]) and made == [2]
+    noise = DeviceNoise(slots, 3, 5)
+    assert torch.equal(
+        noise.scores(logits[:3], np.arange(3), np.ones(3, np.int64))[1], whole[depths == 1]
+    ) and made == [2]
     shallow = depths < 3
     assert torch.equal(noise.scores(logits[shallow], rows[shallow], depths[shallow])[1], whole[shallow])
     assert made == [2, 2]

@@ -72,9 +72,9 @@ def test_tokens_are_found_again(data, kept):
                 counts = np.array(data.draw(st.lists(st.integers(1, 3), min_size=used, max_size=used)))
                 rejected = data.draw(st.booleans())
                 inputs = np.arange(mark, mark + counts.sum() * (2 if rejected else 1))
-                taken = torch.arange(len(inputs)) % 2 == 0 if rejected else None
+                taken = np.arange(len(inputs)) % 2 == 0 if rejected else None
                 chosen = inputs[::2] if rejected else inputs
-                unread.add(states_of(inputs), taken, torch.from_numpy(chosen), counts)
+                unread.add(states_of(inputs), taken, chosen, counts)
                 naive.add([part.tolist() for part in np.split(chosen, np.cumsum(counts)[:-1])])
                 mark += len(inputs)
             elif action == "read":

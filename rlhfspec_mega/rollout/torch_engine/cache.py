@@ -7,7 +7,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
+from rlhfspec_mega.compiled import COMPILES, compiled
 from rlhfspec_mega.draft.shape import DraftShape
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.tree import Ints
@@ -60,6 +62,8 @@ class KVCache:
     ):
         size = (shape.num_layers, 2, slots, shape.num_kv_heads, places, shape.head_dim)
         self.kv = torch.zeros(size, dtype=dtype, device=device)
+        on_host = COMPILES and self.kv.device.type == "cpu"
+        self._words = self.kv.view(torch.int32).numpy() if on_host else None  # the same memory
         self.scale = shape.head_dim**-0.5
         self.heads = shape.num_heads
 
@@ -75,12 +79,30 @@ class KVCache:
         """View [layers, 2, kv_heads, length, head_dim] of a slot's first places."""
         return self.kv[:, :, slot, :, :length]
 
-    def commit(self, rows: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    def commit(self, rows: Ints, sources: Ints, targets: Ints) -> None:
         """Move accepted draft tokens to their positions: from place sources[i] of slot rows[i] to place targets[i].
 
-        Arguments are int64 [n]. All places are read before any is written.
+        Of a row, no place may be written before it is read: places of targets and sources ascend, and a target is not
+        behind its source.
         """
-        self.kv[:, :, rows, :, targets] = self.kv[:, :, rows, :, sources]
+        if self._words is not None:
+            _move_places(self._words, rows, sources, targets)
+            return
+        at, read, written = (torch.from_numpy(array).to(self.kv.device) for array in (rows, sources, targets))
+        self.kv[:, :, at, :, written] = self.kv[:, :, at, :, read]
+
+
+@compiled
+def _move_places(words: NDArray[np.int32], rows: Ints, sources: Ints, targets: Ints) -> None:
+    layers, parts, _, heads, _, width = words.shape
+    for layer in range(layers):
+        for part in range(parts):
+            for one in range(len(rows)):
+                for head in range(heads):
+                    places = words[layer, part, rows[one], head]
+                    source, target = sources[one], targets[one]
+                    for word in range(width):
+                        places[target, word] = places[source, word]
 
 
 class CachedAttention:

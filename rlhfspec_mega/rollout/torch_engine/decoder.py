@@ -20,10 +20,11 @@ from rlhfspec_mega.rollout.torch_engine.drafter import Drafter, GrownTree
 from rlhfspec_mega.rollout.torch_engine.host_attention import step_attention
 from rlhfspec_mega.rollout.torch_engine.recall import join, recall
 from rlhfspec_mega.rollout.torch_engine.scheduler import Admission
-from rlhfspec_mega.rollout.torch_engine.slots import SlotState, StepNoise
+from rlhfspec_mega.rollout.torch_engine.slots import SlotState
+from rlhfspec_mega.rollout.torch_engine.step_noise import StepNoise, step_noise
 from rlhfspec_mega.rollout.torch_engine.unread import Features
 from rlhfspec_mega.rollout.torch_engine.verification import Verification, plain, with_drafts
-from rlhfspec_mega.sampling.select import Selection, best_tokens
+from rlhfspec_mega.sampling.host_select import Best
 from rlhfspec_mega.sampling.verify import accepted_nodes
 
 
@@ -63,6 +64,7 @@ class Decoder:
         history: History | None,
     ):
         weights, room = model.embedding, policy.max_nodes if policy else 0
+        self._device = weights.device
         self._policy, self.history = policy, history
         self.model, self.slots = model, SlotState(slots, model.shape.vocab_size, weights.device)
         self.drafter = Drafter(draft, model, policy, slots=slots, vocabulary=vocabulary) if draft and policy else None
@@ -157,8 +159,8 @@ class Decoder:
         return decoded
 
     def _plain(self, features: Features | None, batch: int) -> Decoded:
-        verification = plain(self.slots.tokens[:batch], self.slots.lengths[:batch])
-        noise = StepNoise(self.slots, batch, 1)
+        verification = plain(self.slots.tokens[:batch], self.slots.lengths[:batch], self._device)
+        noise = step_noise(self.slots, batch, 1)
         return self._accept(verification, self._select(verification, noise, features), features)[0]
 
     def _rest(self, policy: DraftingPolicy, drafter: Drafter | None, batch: int) -> Decoded:
@@ -187,9 +189,12 @@ class Decoder:
         tree, chosen = grown.tree, np.zeros(0, np.int64)
         if tree.size:
             chosen = policy.choose(state, tree)
-        noise = noise or StepNoise(slots, batch, 1 + int(tree.depths[chosen].max(initial=0)))
-        last, lengths = slots.tokens[:batch], slots.lengths[:batch]
-        verification = with_drafts(last, lengths, tree, chosen, grown.tokens) if len(chosen) else plain(last, lengths)
+        noise = noise or step_noise(slots, batch, 1 + int(tree.depths[chosen].max(initial=0)))
+        last, lengths, device = slots.tokens[:batch], slots.lengths[:batch], self._device
+        if len(chosen):
+            verification = with_drafts(last, lengths, tree, chosen, grown.tokens, device)
+        else:
+            verification = plain(last, lengths, device)
         features = drafter.tap(batch) if drafter else None
         proposed = time.perf_counter()
         decoded, accepted = self._accept(verification, self._select(verification, noise, features), features)
@@ -215,9 +220,9 @@ class Decoder:
             recalled = recall(self.history, ask, state, slots, policy.max_depth)
             state = replace(state, recalled=recalled.survival) if len(recalled.rows) else state
         depth = policy.depth(state) if drafter else 0
-        grown, noise = GrownTree(slots.tokens.device), None
+        grown, noise = GrownTree(), None
         if drafter and depth > 0:
-            noise = StepNoise(slots, state.size, 1 + (policy.max_depth if len(state.recalled) else depth))
+            noise = step_noise(slots, state.size, 1 + (policy.max_depth if len(state.recalled) else depth))
             grown = drafter.grow(state, slots, noise, depth)
         elif drafter:
             drafter.make_room(state.size)
@@ -225,57 +230,47 @@ class Decoder:
             join(grown, recalled, state.size)
         return state, grown, noise
 
-    def _select(self, verification: Verification, noise: StepNoise, features: Features | None) -> Selection:
+    def _select(self, verification: Verification, noise: StepNoise, features: Features | None) -> Best:
         """Run the target: the token it chooses after every input, with its log-prob."""
         inputs = verification.inputs
         hidden = self.model.hidden(inputs.tokens, inputs.positions, step_attention(self.cache, inputs), features)
         at_once = max(1, LOGITS_AT_ONCE // self.model.shape.vocab_size)
         pieces = []
         for first in range(0, len(hidden), at_once):
-            part = slice(first, first + at_once)
-            depths = verification.depths[part] if verification.depth else 0
-            pieces.append(best_tokens(*noise.scores(self.model.logits(hidden[part]), inputs.rows[part], depths)))
-        return pieces[0] if len(pieces) == 1 else Selection(*map(torch.cat, zip(*pieces, strict=True)))
+            some = slice(first, first + at_once)
+            logits = self.model.logits(hidden[some])
+            pieces.append(noise.best(logits, verification.rows[some], verification.depths[some], 1))
+        return pieces[0] if len(pieces) == 1 else Best(*map(np.concatenate, zip(*pieces, strict=True)))
 
-    def _accept(
-        self, verification: Verification, selection: Selection, features: Features | None
-    ) -> tuple[Decoded, np.ndarray]:
-        """Keep the path that the target takes through each tree; also bool [chosen nodes], whether a node is on it."""
-        inputs, batch = verification.inputs, verification.inputs.batch
-        choices, logprobs = selection
-        taken = None
-        if verification.depth:
-            taken = accepted_nodes(choices, inputs.tokens, verification.parents, verification.roots, verification.depth)
-            choices, logprobs, rows, depths = (
-                values[taken] for values in (choices, logprobs, inputs.rows, verification.depths)
-            )
-            self._commit_kv(inputs.places[taken], rows, depths)
-            counts = torch.bincount(rows, minlength=batch).cpu().numpy()
-        else:
-            rows, depths, counts = inputs.rows, verification.depths, np.ones(batch, np.int64)
+    def _accept(self, verification: Verification, best: Best, features: Features | None) -> tuple[Decoded, Bools]:
+        """Keep the path that the target takes through each tree; also [chosen nodes], whether a node is on it."""
+        choices, logprobs, batch = best.columns[:, 0], best.logprobs, verification.inputs.batch
+        taken, counts, accepted = None, np.ones(batch, np.int64), np.zeros(0, np.bool_)
+        if verification.has_drafts:
+            taken = accepted_nodes(choices, verification.tokens, verification.parents)
+            self._commit_kv(verification, np.flatnonzero(taken))
+            choices, logprobs = choices[taken], logprobs[taken]
+            counts = np.bincount(verification.rows[taken], minlength=batch)
+            drafted = verification.nodes != ROOT
+            accepted = taken[drafted][np.argsort(verification.nodes[drafted])]
         if features is not None and self.drafter is not None:
             self.drafter.unread.add(features.outputs(), taken, choices, counts)
-        last = torch.from_numpy(np.cumsum(counts) - 1).to(choices.device)
-        self.slots.grow(choices[last], counts)
-        accepted = np.zeros(0, np.bool_)
-        if taken is not None:
-            drafted = verification.nodes != ROOT
-            accepted = taken.cpu().numpy()[drafted][np.argsort(verification.nodes[drafted])]
+        self.slots.grow(choices[np.cumsum(counts) - 1], counts)
         return Decoded(choices.tolist(), logprobs.tolist(), counts, None), accepted
 
-    def _commit_kv(self, places: torch.Tensor, rows: torch.Tensor, depths: torch.Tensor) -> None:
+    def _commit_kv(self, verification: Verification, taken: Ints) -> None:
         """Move the KV of accepted draft tokens to their positions; it was written behind the longest sample."""
-        lengths = torch.from_numpy(self.slots.lengths).to(rows.device)
-        targets = lengths[rows] - 1 + depths
-        moved = (targets != places).nonzero()[:, 0]
+        rows, places = verification.rows[taken], verification.places[taken]
+        targets = self.slots.lengths[rows] - 1 + verification.depths[taken]
+        moved = np.flatnonzero(targets != places)
         if len(moved):
             self.cache.commit(rows[moved], places[moved], targets[moved])
 
 
-def _root_hits(tree: DraftTree, tokens: torch.Tensor, decoded: Decoded) -> Bools:
+def _root_hits(tree: DraftTree, tokens: Ints, decoded: Decoded) -> Bools:
     """bool [samples with a tree]: whether the target chose the draft's best first token; `tokens` are the tree's."""
     if not tree.depth:
         return np.zeros(0, np.bool_)
     first = np.flatnonzero((tree.depths == 1) & (tree.ranks == 0))
     came = np.array(decoded.tokens)[np.cumsum(decoded.counts) - decoded.counts]
-    return tokens[torch.from_numpy(first).to(tokens.device)].cpu().numpy() == came[tree.rows[first]]
+    return np.asarray(tokens[first] == came[tree.rows[first]])

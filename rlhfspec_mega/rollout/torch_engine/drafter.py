@@ -27,7 +27,8 @@ from rlhfspec_mega.rollout.protocol import DraftPast
 from rlhfspec_mega.rollout.torch_engine.cache import Inputs, KVCache, number_in_row
 from rlhfspec_mega.rollout.torch_engine.host_attention import step_attention
 from rlhfspec_mega.rollout.torch_engine.prefixes import PrefixPast, UnreadPrefixes
-from rlhfspec_mega.rollout.torch_engine.slots import SlotState, StepNoise
+from rlhfspec_mega.rollout.torch_engine.slots import SlotState
+from rlhfspec_mega.rollout.torch_engine.step_noise import StepNoise
 from rlhfspec_mega.rollout.torch_engine.unread import Features, Unread
 
 # Share of a batch that the draft follows, below which nothing is drafted.
@@ -38,12 +39,12 @@ class GrownTree:
     """A draft tree with its tokens.
 
     Attributes:
-        tokens: int64 [nodes] on the device.
+        tokens: [nodes].
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         self.tree = DraftTree()
-        self.tokens = torch.zeros(0, dtype=torch.int64, device=device)
+        self.tokens = np.zeros(0, np.int64)
 
 
 class Drafter:
@@ -73,6 +74,7 @@ class Drafter:
         vocabulary: torch.Tensor | None = None,
     ):
         self.model = DraftModel(shape, target)
+        self._host_ids = None if vocabulary is None else vocabulary.cpu().numpy()
         if vocabulary is not None:
             self.model.target_ids = vocabulary.to(target.embedding.device)
         self.policy = policy
@@ -198,7 +200,7 @@ class Drafter:
 
     def grow(self, batch: Batch, slots: SlotState, noise: StepNoise, depth: int) -> GrownTree:
         """Grow a tree of up to `depth` layers; the policy chooses the nodes to expand and may stop earlier."""
-        grown, able = GrownTree(self.unread.tokens.device), np.flatnonzero(self.can_draft(batch))
+        grown, able = GrownTree(), np.flatnonzero(self.can_draft(batch))
         tree = grown.tree
         if not len(able):
             self.make_room(batch.size)
@@ -237,25 +239,22 @@ class Drafter:
         Returns:
             the number of children of each parent.
         """
-        tree, device_rows = grown.tree, torch.from_numpy(rows).to(states.device)
-        ids = self.model.target_ids
+        tree, ids = grown.tree, self.model.target_ids
         most = self.model.shape.vocab_size
         wanted, at_once = min(max(self.policy.width, 2), most), LOGITS_AT_ONCE // self.model.shape.target.vocab_size
-        pieces = []
+        depths, pieces = np.full(len(rows), tree.depth), []
         for first in range(0, len(states), max(1, at_once)):
             some = slice(first, first + max(1, at_once))
-            _, scores = noise.scores(self.model.logits(states[some]), device_rows[some], tree.depth, ids)
-            pieces.append(scores.topk(wanted, dim=-1))
-        values, indices = pieces[0] if len(pieces) == 1 else map(torch.cat, zip(*pieces, strict=True))
+            pieces.append(noise.best(self.model.logits(states[some]), rows[some], depths[some], wanted, ids))
+        columns, scores, _ = pieces[0] if len(pieces) == 1 else map(np.concatenate, zip(*pieces, strict=True))
         width = min(self.policy.width, most)
-        tokens = indices[:, :width].flatten()
-        tokens = tokens if ids is None else ids[tokens]
-        host, host_values = tokens.cpu().numpy(), values.cpu().numpy()
+        tokens = columns[:, :width].flatten()
+        tokens = tokens if self._host_ids is None else self._host_ids[tokens]
         children = np.repeat(rows, width)
-        gaps = np.repeat(host_values[:, 0] - host_values[:, 1], width)
+        gaps = np.repeat(scores[:, 0] - scores[:, 1], width)
         ranks = np.tile(np.arange(width), len(rows))
-        tree.add_layer(children, np.repeat(parents, width), ranks, gaps, slots.ends(children, host))
-        grown.tokens = torch.cat((grown.tokens, tokens))
+        tree.add_layer(children, np.repeat(parents, width), ranks, gaps, slots.ends(children, tokens))
+        grown.tokens = np.concatenate((grown.tokens, tokens))
         return width
 
     def _draft_from(
@@ -276,7 +275,7 @@ class Drafter:
         places = (settled[rows] - 1 + tree.depth, rows, numbers, longest + columns)
         positions, device_rows, device_numbers, device_places = (torch.from_numpy(a).to(device) for a in places)
         inputs = Inputs(
-            tokens=grown.tokens[torch.from_numpy(nodes).to(device)],
+            tokens=torch.from_numpy(grown.tokens[nodes]).to(device),
             positions=positions,
             rows=device_rows,
             columns=device_numbers,

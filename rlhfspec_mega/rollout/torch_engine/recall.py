@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from rlhfspec_mega.compiled import compiled
 from rlhfspec_mega.history.index import History
@@ -51,8 +50,8 @@ def recall(history: History, ask: Recall, batch: Batch, slots: SlotState, depth:
 
 def join(grown: GrownTree, proposed: Proposed, samples: int) -> None:
     """Add proposed nodes to the draft tree of so many samples; a token that both give under a parent is one node."""
-    tree, device = grown.tree, grown.tokens.device
-    joined = _join(tree.rows, tree.parents, grown.tokens.cpu().numpy(), proposed, samples)
+    tree = grown.tree
+    joined = _join(tree.rows, tree.parents, grown.tokens, proposed, samples)
     new = joined.places >= tree.size
     tree.matches[joined.followed] = OTHER_FOLLOWS
     tree.matches[joined.places[~new]] = MATCHED + proposed.cells[~new]
@@ -64,7 +63,7 @@ def join(grown: GrownTree, proposed: Proposed, samples: int) -> None:
         MATCHED + proposed.cells[new],
         joined.drafted[new],
     )
-    grown.tokens = torch.cat((grown.tokens, torch.from_numpy(tokens).to(device)))
+    grown.tokens = np.concatenate((grown.tokens, tokens))
 
 
 @compiled

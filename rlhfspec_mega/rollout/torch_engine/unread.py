@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from rlhfspec_mega.planning.tree import STEPS_KEPT, Ints
+from rlhfspec_mega.planning.tree import STEPS_KEPT, Bools, Ints
 from rlhfspec_mega.rollout.torch_engine.cache import number_in_row
 
 NOBODY = -1  # number of a slot whose sample is not followed
@@ -39,14 +39,14 @@ class _Step(NamedTuple):
 
     Attributes:
         states: [inputs, features].
-        taken: bool [inputs], the inputs whose states belong to the tokens; None: all of them.
-        tokens: int64 [n].
+        taken: [inputs], the inputs whose states belong to the tokens; None: all of them.
+        tokens: [n].
         numbers, places, counts: [batch] of each sample its number, its unread tokens before the step, and its new ones.
     """
 
     states: torch.Tensor
-    taken: torch.Tensor | None
-    tokens: torch.Tensor
+    taken: Bools | None
+    tokens: Ints
     numbers: Ints
     places: Ints
     counts: Ints
@@ -104,7 +104,7 @@ class Unread:
             array[target] = array[source]
         self.end(source)
 
-    def add(self, states: list[torch.Tensor], taken: torch.Tensor | None, tokens: torch.Tensor, counts: Ints) -> None:
+    def add(self, states: list[torch.Tensor], taken: Bools | None, tokens: Ints, counts: Ints) -> None:
         """Add a step's new tokens, counts[i] of the sample in slot i; see _Step.
 
         Args:
@@ -132,9 +132,10 @@ class Unread:
         kept = np.flatnonzero((self._numbers[slots] == numbers) & (numbers != NOBODY))
         if not len(kept):
             return
-        rows, columns, from_steps = self._on_device(slots[kept], np.concatenate(places)[kept], kept)
+        tokens = np.concatenate([step.tokens for step in steps])[kept]
+        rows, columns, from_steps, new = self._on_device(slots[kept], np.concatenate(places)[kept], kept, tokens)
         self.features[rows, columns] = torch.cat([_taken(step.states, step.taken) for step in steps])[from_steps]
-        self.tokens[rows, columns] = torch.cat([step.tokens for step in steps])[from_steps]
+        self.tokens[rows, columns] = new
 
     def drop_first(self, counts: Ints) -> None:
         """Forget the first counts[i] tokens of slot i, which were read; after `gather`."""
@@ -153,5 +154,5 @@ def _rows(counts: Ints) -> Ints:
     return np.repeat(np.arange(len(counts)), counts)
 
 
-def _taken(states: torch.Tensor, taken: torch.Tensor | None) -> torch.Tensor:
-    return states if taken is None else states[taken]
+def _taken(states: torch.Tensor, taken: Bools | None) -> torch.Tensor:
+    return states if taken is None else states[torch.from_numpy(taken).to(states.device)]

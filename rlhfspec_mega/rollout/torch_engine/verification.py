@@ -17,52 +17,52 @@ class Verification(NamedTuple):
 
     Attributes:
         inputs: the flat inputs; a sample's last token has column 0.
-        depths: int64 [N], 0 for roots.
-        parents: int64 [N], flat index of the parent; a root is its own parent.
-        roots: bool [N], the samples' last tokens.
-        depth: depth of the deepest input.
-        nodes: int64 [N] on the host, index into the chosen nodes, or ROOT.
-        longest: tokens of the longest sample; the KV of draft tokens is cached behind this position.
+        tokens, rows, places: [N], those of the inputs, on the host.
+        depths: [N], 0 for roots.
+        parents: [N], flat index of the parent; a root is its own parent.
+        nodes: [N], index into the chosen nodes, or ROOT.
     """
 
     inputs: Inputs
-    depths: torch.Tensor
-    parents: torch.Tensor
-    roots: torch.Tensor
-    depth: int
+    tokens: Ints
+    rows: Ints
+    places: Ints
+    depths: Ints
+    parents: Ints
     nodes: Ints
-    longest: int
+
+    @property
+    def has_drafts(self) -> bool:
+        return len(self.nodes) > self.inputs.batch
 
 
-def plain(last_tokens: torch.Tensor, lengths: Ints) -> Verification:
+def plain(last_tokens: Ints, lengths: Ints, device: torch.device) -> Verification:
     """A pass without draft tokens: only the last tokens [B] of samples of these lengths."""
-    batch, device = len(lengths), last_tokens.device
-    rows = torch.arange(batch, device=device)
-    positions = torch.from_numpy(lengths - 1).to(device)
-    zeros = torch.zeros_like(rows)
-    longest = int(lengths.max())
-    visible = torch.arange(longest, device=device) <= positions[:, None]
-    inputs = Inputs(last_tokens, positions, rows, zeros, positions, visible, batch, 1)
-    return Verification(inputs, zeros, rows, torch.ones_like(rows, dtype=torch.bool), 0, np.full(batch, ROOT), longest)
+    batch, positions, longest = len(lengths), lengths - 1, int(lengths.max())
+    rows, zeros = np.arange(batch), np.zeros(batch, np.int64)
+    visible = np.arange(longest) <= positions[:, None]
+    arrays = (last_tokens, positions, rows, zeros, visible)
+    tokens, places, slots, columns, seen = (torch.from_numpy(a).to(device) for a in arrays)
+    inputs = Inputs(tokens, places, slots, columns, places, seen, batch, 1)
+    return Verification(inputs, last_tokens, rows, positions, zeros, rows, np.full(batch, ROOT))
 
 
 def with_drafts(
-    last_tokens: torch.Tensor, lengths: Ints, tree: DraftTree, chosen: Ints, tokens: torch.Tensor
+    last_tokens: Ints, lengths: Ints, tree: DraftTree, chosen: Ints, tokens: Ints, device: torch.device
 ) -> Verification:
     """A pass over the last tokens [B] and the chosen draft tokens.
 
     Args:
         chosen: indices of the chosen nodes of `tree`, ascending and with their parents.
-        tokens: int64 [nodes], the tokens of all nodes of `tree`.
+        tokens: [nodes], the tokens of all nodes of `tree`.
     """
-    device, longest = last_tokens.device, int(lengths.max())
+    longest = int(lengths.max())
     made = _flat_inputs(lengths, tree.rows, tree.parents, tree.depths, chosen, longest)
-    order, positions, rows, columns, places, depths, parents = (torch.from_numpy(a).to(device) for a in made.arrays)
-    flat = torch.cat((last_tokens, tokens[torch.from_numpy(chosen).to(device)]))[order]
-    visible, queries = torch.from_numpy(made.visible).to(device), made.visible.shape[1] - longest + 1
-    inputs = Inputs(flat, positions, rows, columns, places, visible, len(lengths), queries)
-    depth = int(tree.depths[chosen].max(initial=0))
-    return Verification(inputs, depths, parents, depths == 0, depth, made.nodes, longest)
+    order, positions, rows, columns, places, depths, parents = made.arrays
+    flat = np.concatenate((last_tokens, tokens[chosen]))[order]
+    on_device = [torch.from_numpy(array).to(device) for array in (flat, positions, rows, columns, places, made.visible)]
+    inputs = Inputs._make((*on_device, len(lengths), made.visible.shape[1] - longest + 1))
+    return Verification(inputs, flat, rows, places, depths, parents, made.nodes)
 
 
 class _FlatInputs(NamedTuple):

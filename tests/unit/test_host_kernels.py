@@ -1,0 +1,187 @@
+"""Compiled loops of a decode step against torch, in float64 where they round."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from rlhfspec_mega.models.host_kernels import rms_norm, suits_host_kernels
+from rlhfspec_mega.models.rope import Rotary
+from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.rollout.torch_engine import cache as cache_module
+from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, Inputs, KVCache, number_in_row
+from rlhfspec_mega.rollout.torch_engine.host_attention import HostAttention, step_attention
+from rlhfspec_mega.rollout.torch_engine.slots import SlotState
+from rlhfspec_mega.rollout.torch_engine.step_noise import DeviceNoise, step_noise
+from rlhfspec_mega.sampling.exponential import exponential
+from rlhfspec_mega.sampling.host_select import best_tokens
+from rlhfspec_mega.sampling.noise import gumbel, seed_states
+from rlhfspec_mega.sampling.select import perturbed_scores, scaled_logits, select_tokens
+from tests.unit.test_torch_engine import one_thread
+
+__all__ = ["one_thread"]
+PLACES = 40
+
+
+def shape_of(heads: int, kv_heads: int, head_dim: int) -> ModelShape:
+    return ModelShape("llama", 32, 2, heads, kv_heads, head_dim, 48, 29, 64, 1e4, 1e-6, True)
+
+
+def test_exponential_is_accurate() -> None:
+    values = np.concatenate((np.linspace(-87, 0, 4001), [-1e-8, -0.34657, -0.34658])).astype(np.float32)
+    expected = np.exp(values.astype(np.float64))
+    found = np.array([exponential(value) for value in values], np.float64)
+    assert np.abs(found / expected - 1.0).max() < 3e-7
+    assert exponential(np.float32(0.0)) == 1.0
+    assert 0.0 < exponential(np.float32(-500.0)) < 2e-38 and 0.0 < exponential(np.float32(-np.inf)) < 2e-38
+    assert np.isnan(exponential(np.float32(np.nan)))
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize("hidden", [1, 30, 128])
+def test_rms_norm_is_torchs(rows: int, hidden: int) -> None:
+    x, weight = torch.randn(rows, hidden), torch.randn(hidden)
+    expected = F.rms_norm(x.double(), (hidden,), weight.double(), 0.1)
+    assert torch.allclose(rms_norm(x, weight, 0.1).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_rotation_on_the_host_is_torchs() -> None:
+    shape = shape_of(4, 2, 12)
+    on_host, other = (Rotary(shape, 64, dtype, "cpu") for dtype in (torch.float32, torch.float64))
+    positions, qkv = torch.tensor([0, 5, 63]), torch.randn(3, 8, 12)
+    expected = qkv.double()
+    on_host.at(positions)(qkv, heads=6)
+    other.at(positions)(expected, heads=6)
+    assert torch.allclose(qkv.double(), expected, atol=1e-6)
+    assert suits_host_kernels(torch.zeros(1)) and not suits_host_kernels(torch.zeros(1, dtype=torch.float64))
+
+
+@given(
+    counts=st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (3, 3)]),
+    head_dim=st.sampled_from([2, 12, 16]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_attention_on_the_host_is_that_of_matrix_products(
+    counts: list[int], heads: tuple[int, int], head_dim: int, seed: int
+) -> None:
+    """Of rows with different numbers of inputs, each of which sees any places of its slot, also its own."""
+    generator, shape = torch.Generator().manual_seed(seed), shape_of(*heads, head_dim)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    columns = number_in_row(rows)
+    visible = torch.rand(len(rows), PLACES, generator=generator) < 0.3
+    places = torch.from_numpy(20 + columns)
+    visible[torch.arange(len(rows)), places] = True
+    tensors = [torch.from_numpy(array) for array in (rows, columns)]
+    inputs = Inputs(places, places, *tensors, places, visible, len(counts), max(counts))
+    qkv = torch.randn(len(rows), heads[0] + 2 * heads[1], head_dim, generator=generator)
+    caches = [KVCache(shape, slots=6, places=PLACES, dtype=dtype, device="cpu") for dtype in (torch.float32,) * 2]
+    caches[0].kv.copy_(torch.randn(caches[0].kv.shape, generator=generator))
+    caches[1].kv.copy_(caches[0].kv)
+    found, expected = HostAttention(caches[0], inputs)(1, qkv), CachedAttention(caches[1], inputs)(1, qkv)
+    assert torch.allclose(found, expected, atol=2e-5) and torch.equal(caches[0].kv, caches[1].kv)
+
+
+def test_much_work_is_left_to_matrix_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = KVCache(shape_of(4, 2, 12), slots=2, places=PLACES, dtype=torch.float32, device="cpu")
+    zeros = torch.zeros(8, dtype=torch.int64)
+    inputs = Inputs(zeros, zeros, zeros, zeros, zeros, torch.ones(8, PLACES, dtype=torch.bool), 2, 4)
+    assert isinstance(step_attention(made, inputs), HostAttention)
+    monkeypatch.setattr("rlhfspec_mega.rollout.torch_engine.host_attention.MOST_WORK", 3 * PLACES * 12 - 1)
+    assert isinstance(step_attention(made, inputs), CachedAttention)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_accepted_kv_moves_as_in_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 0 ends where draft tokens begin: its second token comes to the place from which the first one went."""
+    rows, sources, targets = np.array([0, 0, 0, 2]), np.array([21, 23, 26, 20]), np.array([20, 21, 22, 9])
+    on_host, in_torch = (KVCache(shape_of(4, 2, 12), slots=3, places=PLACES, dtype=dtype, device="cpu") for _ in "ab")
+    on_host.kv.copy_(torch.randn(on_host.kv.shape))
+    in_torch.kv.copy_(on_host.kv)
+    on_host.commit(rows, sources, targets)
+    monkeypatch.setattr(in_torch, "_words", None)
+    in_torch.commit(rows, sources, targets)
+    assert torch.equal(on_host.kv, in_torch.kv) and cache_module.COMPILES
+
+
+def slots_of(count: int, vocabulary: int, temperatures: list[float], forced: list[bool]) -> SlotState:
+    slots = SlotState(count, vocabulary, "cpu")
+    noise = seed_states(torch.arange(count) * 2**33 + 7)
+    slots.noise[:], slots.host_noise[:] = noise, noise.numpy()
+    slots.lengths[:] = np.arange(count) * 3 + 1
+    slots.temperatures[:], slots.host_temperatures[:] = torch.tensor(temperatures), temperatures
+    slots.forced[:], slots.host_forced[:] = torch.tensor(forced), forced
+    slots.host_stops[:, ::5] = True
+    slots.stops[:] = torch.from_numpy(slots.host_stops)
+    slots.any_forced = any(forced)
+    return slots
+
+
+@given(
+    rows=st.lists(st.tuples(st.sampled_from([0.0, 0.3, 1.0, 2.5]), st.booleans()), min_size=1, max_size=6),
+    vocabulary=st.sampled_from([3, 29, 64, 300, 3000]),
+    spread=st.sampled_from([0.0, 1.0, 1000.0]),
+    count=st.integers(1, 3),
+    some=st.booleans(),
+    seed=st.integers(0, 999),
+)
+@example(rows=[(0.0, False), (1.0, True)], vocabulary=3, spread=0.0, count=3, some=False, seed=0)
+@settings(max_examples=200, deadline=None)
+def test_the_best_tokens_are_those_of_all_noise(
+    rows: list[tuple[float, bool]], vocabulary: int, spread: float, count: int, some: bool, seed: int
+) -> None:
+    """Also where tokens are banned, logits are equal, and for a part of the vocabulary in another order."""
+    temperatures, forced = zip(*rows, strict=True)
+    slots = slots_of(len(rows), vocabulary, list(temperatures), list(forced))
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randperm(vocabulary, generator=generator)[: max(3, vocabulary // 2)] if some else None
+    width = vocabulary if ids is None else len(ids)
+    at = np.repeat(np.arange(len(rows)), 2)
+    depths = np.tile([0, 3], len(rows))
+    logits = spread * torch.randn(len(at), width, generator=generator)
+    noise = gumbel(
+        torch.arange(len(rows))[at] * 2**33 + 7,
+        torch.from_numpy(slots.lengths[at] - 1 + depths),
+        vocabulary if ids is None else ids,
+    )
+    T = slots.temperatures[at]
+    banned = slots.stops[at] & slots.forced[at, None]
+    banned = banned if ids is None else banned[:, ids]
+    scores = perturbed_scores(scaled_logits(logits, T), T, noise, banned)
+    order = torch.argsort(scores, dim=-1, descending=True, stable=True)[:, :count]
+    expected = select_tokens(logits, T, noise, banned)
+    found = best_tokens(logits.numpy(), slots.next_tokens, at, depths, count, None if ids is None else ids.numpy())
+    real = torch.isfinite(scores.gather(-1, order)).numpy()
+    assert real[:, 0].all() or banned.all(-1).any()
+    assert (found.columns[real] == order.numpy()[real]).all()
+    assert np.allclose(found.scores[real], scores.gather(-1, order).numpy()[real], rtol=1e-12, atol=1e-12)
+    sure = real[:, 0]
+    assert np.allclose(found.logprobs[sure], expected.logprobs.numpy()[sure], rtol=1e-6, atol=1e-5)
+    device = DeviceNoise(slots, len(rows), 4).best(logits, at, depths, count, ids)
+    assert (device.columns[real] == found.columns[real]).all() or spread == 0.0  # of equal ones torch takes any
+    assert np.allclose(device.scores[real], found.scores[real], rtol=1e-12, atol=1e-12)
+    assert np.allclose(device.logprobs[sure], found.logprobs[sure], rtol=1e-6, atol=1e-5) or spread == 0.0
+
+
+def test_a_wrong_bound_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With bounds that are too low the best token would be left out: what the test above would not let pass."""
+    slots = slots_of(1, 300, [1.0], [False])
+    zeros, logits = np.zeros(64, np.int64), np.zeros((64, 300), np.float32)
+    depths = np.arange(64)
+    right = best_tokens(logits, slots.next_tokens, zeros, depths, 1).columns
+    monkeypatch.setattr(
+        "rlhfspec_mega.sampling.host_select._most_noise", lambda: np.linspace(-9, 0, 1024).astype(np.float32)
+    )
+    assert (best_tokens(logits, slots.next_tokens, zeros, depths, 1).columns != right).any()
+
+
+def test_logits_that_are_not_numbers_have_no_logprob() -> None:
+    slots = slots_of(1, 29, [1.0], [False])
+    logits = torch.full((1, 29), float("nan"))
+    found = step_noise(slots, 1, 1).best(logits, np.zeros(1, np.int64), np.zeros(1, np.int64), 1)
+    assert np.isnan(found.logprobs[0]) and 0 <= found.columns[0, 0] < 29
