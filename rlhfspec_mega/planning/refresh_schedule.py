@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 BLOCK = 4  # steps, at least, over which gain and cost are compared
-SELDOM = 8  # times more seldom: what the draft has learnt must not be too old if it is needed again
+# Rare refreshes, which only keep the draft from getting too old to be of use again: so many times more seldom, or as
+# seldom as they take this share of the time.
+SELDOM, RARE_SHARE = 8, 0.01
 
 
 class RefreshSchedule:
@@ -13,10 +16,11 @@ class RefreshSchedule:
 
     A draft that never learns ends up accepted nowhere, so all that it gains, the time of the tokens that it has given,
     is what learning is worth at most. Where the target is small, batches are large, or history gives most tokens, that
-    is less than refreshes and the log-prob passes for them take.
+    is less than refreshes and the log-prob passes for them take. The first comparison comes before the first refresh.
 
     Args:
         every: steps between refreshes; 0: never.
+        seconds: of a refresh, which is not measured before the first one.
         backs_off: whether they become rarer where they cost more than the draft gains. Not under
             trainer.deterministic, where nothing may depend on the clock.
         needs_pass: whether the actor has a log-prob pass only because the draft learns from it.
@@ -25,16 +29,18 @@ class RefreshSchedule:
         rare: whether they have become rarer.
     """
 
-    def __init__(self, every: int, *, backs_off: bool, needs_pass: bool) -> None:
+    def __init__(self, every: int, seconds: float, *, backs_off: bool, needs_pass: bool) -> None:
         self._every, self._backs_off = every, backs_off
         self._phases = ("draft", "logprobs") if needs_pass else ("draft",)
-        self._steps, self._gained, self._paid = 0, 0.0, 0.0  # in this block
-        self._usual_cost = 0.0  # seconds per step, while refreshes are not rare
+        self._steps, self._gained, self._paid, self._seconds = 0, 0.0, 0.0, 0.0  # in this block
+        self._seldom = SELDOM
+        self._usual_cost = seconds / max(every, 1)  # seconds per step, while refreshes are not rare
+        self._compared = every == 1  # whether gain and cost were compared; every step has a refresh if `every` is 1
         self.rare = False
 
     def due(self, step: int) -> bool:
         """Whether the draft is refreshed in this step (from 0)."""
-        every = self._every * (SELDOM if self.rare else 1)
+        every = self._every * (self._seldom if self.rare else 1)
         return every > 0 and (step + 1) % every == 0
 
     def needs_states(self, step: int) -> bool:
@@ -52,17 +58,23 @@ class RefreshSchedule:
         tokens = metrics.get("speculation/sample_steps", 0.0) + accepted
         self._gained += seconds.get("generate", 0.0) * (accepted - recalled) / max(tokens, 1.0)
         self._paid += sum(seconds.get(phase, 0.0) for phase in self._phases)
+        self._seconds += sum(seconds.values())
         self._steps += 1
-        if not self._every or not self._backs_off or self._steps < max(self._every, BLOCK):
+        block = max(self._every, BLOCK) if self._compared else self._every - 1
+        if not self._every or not self._backs_off or self._steps < block:
             return []
-        gained, paid = self._gained / self._steps, self._paid / self._steps
-        self._steps, self._gained, self._paid = 0, 0.0, 0.0
-        if not self.rare:
+        sums = self._gained, self._paid, self._seconds
+        gained, paid, whole = (total / self._steps for total in sums)
+        self._steps, self._gained, self._paid, self._seconds = 0, 0.0, 0.0, 0.0
+        if not self.rare and self._compared:
             self._usual_cost = paid
+        self._compared = True
         before, self.rare = self.rare, gained < self._usual_cost
         if self.rare == before:
             return []
-        often, seldom = self._every, self._every * SELDOM
+        if self.rare:
+            self._seldom = max(SELDOM, math.ceil(self._usual_cost / (RARE_SHARE * whole)))
+        often, seldom = self._every, self._every * self._seldom
         return [
             f"The draft model saves at most {gained:.2g} s a step and learning costs {self._usual_cost:.2g} s: it "
             f"learns every {seldom if self.rare else often} steps from now on, not every "

@@ -36,6 +36,7 @@ class DraftRefresh:
         config, sizes = setup.config, setup.sizes
         self.schedule = RefreshSchedule(
             speculation.refresh_every if now else 0,
+            speculation.refresh_seconds,
             backs_off=not config.trainer.deterministic,
             needs_pass=update_gives_logprobs(config.algorithm, sizes.samples_per_step, sizes.samples_per_update),
         )

@@ -22,6 +22,7 @@ SECONDS, PLAIN_SECONDS = 8.0, 2.0  # approximate time of a profile
 MOST_TOKENS = 384  # most tokens of a measured step; larger steps are slow and seldom worth it
 REPEATS = 3  # measurements of a step, of which the median is used
 PROMPT_TOKENS = (16, 192)
+LONG_SIZES = 3  # batch sizes that are measured with long prompts, too: one number says what a token of KV costs
 KINDS_AT_ONCE = 4  # kinds of steps with the largest trees for which the same samples are decoded, where they fit
 
 
@@ -112,7 +113,7 @@ def profile(engine: TorchEngine, seconds: float = SECONDS) -> list[StepCost]:
     """Decode synthetic samples in batches and trees of many sizes; returns the cost of the measured steps.
 
     The engine must be idle and have all weights, including those of its draft, if it has one. Every batch size gets an
-    equal share of the remaining time, the largest and smallest first.
+    equal share of the remaining time, the largest and smallest first; long prompts come last.
 
     Args:
         seconds: time for all measurements.
@@ -123,7 +124,8 @@ def profile(engine: TorchEngine, seconds: float = SECONDS) -> list[StepCost]:
     deadline, measured = time.monotonic() + seconds, list[StepCost]()
     engine.policy, engine.history = script, None if engine.drafting else ScriptedHistory()
     try:
-        turns = [(length, size) for length in PROMPT_TOKENS for size in _outside_in(engine.load().slots)]
+        sizes, (short, long) = _outside_in(engine.load().slots), PROMPT_TOKENS
+        turns = [(short, size) for size in sizes] + [(long, size) for size in sizes[:LONG_SIZES]]
         for turn, (length, size) in enumerate(turns):
             now = time.monotonic()
             if now > deadline:
