@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,16 +93,9 @@ class Calibration:
 
     def add(self, conditional: Floats, accepted: Bools, predicted_tokens: float, accepted_tokens: int) -> None:
         """Add a step: predictions and outcomes of nodes whose parent was accepted, and total accepted tokens."""
-        bins = np.minimum((conditional * BINS).astype(np.int64), BINS - 1)
-        self._observations += len(bins)
-        self._bins *= NODES_DECAY
-        self._bins[0] += np.bincount(bins, minlength=BINS)
-        self._bins[1] += np.bincount(bins, conditional, BINS)
-        self._bins[2] += np.bincount(bins, accepted, BINS)
-        step = (1.0, predicted_tokens, float(accepted_tokens))
-        self._steps += step
-        self._recent *= STEPS_DECAY
-        self._recent += step
+        self._observations += len(conditional)
+        _add_to_bins(self._bins, conditional, accepted)
+        _add_step(self._steps, self._recent, predicted_tokens, float(accepted_tokens))
 
     def report(self) -> CalibrationReport:
         """The current report; all values are 0 before the first step."""
@@ -119,6 +113,25 @@ class Calibration:
         self._observations = state["observations"]
         self._bins, self._steps = np.array(state["bins"]), np.array(state["steps"])
         self._recent = np.array(state["recent"])
+
+
+@compiled
+def _add_to_bins(bins: Floats, conditional: Floats, accepted: Bools) -> None:
+    bins *= NODES_DECAY
+    for node in range(len(conditional)):
+        own = min(int(conditional[node] * BINS), BINS - 1)
+        bins[0, own] += 1.0
+        bins[1, own] += conditional[node]
+        bins[2, own] += accepted[node]
+
+
+@compiled
+def _add_step(steps: Floats, recent: Floats, predicted: float, realised: float) -> None:
+    recent *= STEPS_DECAY
+    for sums in (steps, recent):
+        sums[0] += 1.0
+        sums[1] += predicted
+        sums[2] += realised
 
 
 class AcceptanceModel:
@@ -250,29 +263,35 @@ class AcceptanceModel:
     def _entries(self, batch: Batch, tree: DraftTree, nodes: slice | Ints) -> Ints:
         """Table entries [FACTORS, k] whose sum is the log-odds of each node."""
         if batch is not self._batch:
-            self._batch, self._row_entries = batch, _row_entries(batch)
-            self._reset_new_samples(batch.samples)
+            classes = TEMPERATURE_EDGES.searchsorted(batch.temperatures)
+            self._batch, self._row_entries = batch, _row_entries(classes, batch.lengths, batch.samples)
+            _reset_new_samples(batch.samples, self._owners, self._log_odds, self._information)
         rows, ranks, gaps, depths = tree.rows[nodes], tree.ranks[nodes], tree.gaps[nodes], tree.depths[nodes]
         return _node_entries(self._row_entries, rows, ranks, gaps, depths, tree.matches[nodes])
 
-    def _reset_new_samples(self, samples: Ints) -> None:
-        """Give samples that have no place yet one with entries of 0."""
-        places = samples % SAMPLE_PLACES
-        new = places[self._owners[places] != samples]
-        if len(new):
-            self._owners[places] = samples
-            own = SHARED_ENTRIES + np.concatenate((new, new + SAMPLE_PLACES))
-            self._log_odds[own], self._information[own] = 0.0, PRIOR_INFORMATION[-1]
+
+@compiled
+def _reset_new_samples(samples: Ints, owners: Ints, log_odds: Floats, information: Floats) -> None:
+    """Give samples that have no place yet one with entries of 0."""
+    for sample in samples:
+        place = sample % SAMPLE_PLACES
+        if owners[place] != sample:
+            owners[place] = sample
+            for entry in (SHARED_ENTRIES + place, SHARED_ENTRIES + SAMPLE_PLACES + place):
+                log_odds[entry], information[entry] = 0.0, PRIOR_INFORMATION[3]
 
 
-def _row_entries(batch: Batch) -> Ints:
+@compiled
+def _row_entries(classes: Ints, lengths: Ints, samples: Ints) -> Ints:
     """Indices of table entries [FACTORS, B] of each sample, to which those of rank, gap, depth and match are added."""
-    classes = TEMPERATURE_EDGES.searchsorted(batch.temperatures)
-    positions = CELLS + 2 * DEPTHS + np.minimum(np.frexp(batch.lengths)[1], POSITIONS - 1)
-    samples = SHARED_ENTRIES + batch.samples % SAMPLE_PLACES
-    before_first_depth = np.full(len(classes), CELLS - 1)
-    matches = FIRST_MATCH + classes * (KINDS * CODES)
-    return np.stack((classes * (RANKS * GAPS), before_first_depth, positions, samples, matches))
+    entries = np.empty((FACTORS, len(classes)), np.int64)
+    for row in range(len(classes)):
+        entries[0, row] = classes[row] * (RANKS * GAPS)
+        entries[1, row] = CELLS - 1  # before the first depth
+        entries[2, row] = CELLS + 2 * DEPTHS + min(math.frexp(float(lengths[row]))[1], POSITIONS - 1)
+        entries[3, row] = SHARED_ENTRIES + samples[row] % SAMPLE_PLACES
+        entries[4, row] = FIRST_MATCH + classes[row] * (KINDS * CODES)
+    return entries
 
 
 @compiled

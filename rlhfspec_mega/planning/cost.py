@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhfspec_mega.compiled import compiled
 from rlhfspec_mega.planning.regression import RecursiveRegression, isotonic_regression
 from rlhfspec_mega.planning.tree import Floats, StepRecord
 
@@ -121,6 +122,11 @@ class CostModel:
         seconds = np.interp(tokens, self._verify_x, self._verify_y)
         seconds = seconds + (b * batch + c * kv_tokens) + drafting * np.greater(tokens, batch)
         return np.maximum(seconds, MIN_SECONDS)
+
+    def verify_seconds_up_to(self, batch: int, kv_tokens: int, count: int) -> Floats:
+        """Seconds [count] of a step that verifies 0, 1, .. count - 1 draft tokens: `verify_seconds`, but quicker."""
+        b, c, drafting = self._verify_rest
+        return _line(self._verify_x, self._verify_y, batch, count, b * batch + c * kv_tokens, drafting)
 
     def plain_seconds(self, batch: int, kv_tokens: int) -> float:
         """Seconds of a plain step: `verify_seconds` of as many tokens as samples, in a fraction of the time."""
@@ -248,6 +254,22 @@ class CostModel:
         self._first_y, self._later_y = (_monotone(self._draft_knots, self._draft, start) for start in (0, count))
         self._draft_lines = self._first_y.tolist(), self._later_y.tolist()
         self._draft_rest = self._draft.coefficients[2 * count :].tolist()
+
+
+@compiled
+def _line(xs: Floats, ys: Floats, first: int, count: int, added: float, drafting: float) -> Floats:
+    """Linear interpolation at first, first + 1, ..., below `FAR_KNOT`, and what is added to it."""
+    found, right = np.empty(count), 0
+    for place in range(count):
+        value = first + place
+        while xs[right] < value:
+            right += 1
+        seconds = ys[0]
+        if right:
+            share = (value - xs[right - 1]) / (xs[right] - xs[right - 1])
+            seconds = ys[right - 1] + share * (ys[right] - ys[right - 1])
+        found[place] = max(seconds + added + (drafting if place else 0.0), MIN_SECONDS)
+    return found
 
 
 def _interpolate(xs: list[float], ys: list[float], value: float) -> float:

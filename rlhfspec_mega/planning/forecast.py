@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -25,22 +25,26 @@ class StepView:
 
     Attributes:
         least_remaining: smallest `Batch.remaining` of the batch.
-        temperature: that of all samples; None if they differ.
+        plain_seconds: of a plain step.
     """
 
     def __init__(self, batch: Batch, cost: CostModel) -> None:
         self.batch, self.size, self.kv_tokens = batch, batch.size, batch.kv_tokens
         self.least_remaining = int(batch.remaining.min())
-        first = float(batch.temperatures[0])
-        self.temperature = first if (batch.temperatures == first).all() else None
         self._cost = cost
+        self.plain_seconds = cost.plain_seconds(self.size, self.kv_tokens)
         self._verify = np.zeros(0)
+
+    @cached_property
+    def temperature(self) -> float | None:
+        """That of all samples; None if they differ."""
+        first = float(self.batch.temperatures[0])
+        return first if (self.batch.temperatures == first).all() else None
 
     def verify_seconds(self, count: int) -> Floats:
         """Seconds [count] of a step that verifies 0, 1, .. count - 1 draft tokens, without drafting."""
         if len(self._verify) < count:
-            tokens = np.arange(self.size, self.size + 2 * count, dtype=np.float64)
-            self._verify = self._cost.verify_seconds(self.size, self.kv_tokens, tokens)
+            self._verify = self._cost.verify_seconds_up_to(self.size, self.kv_tokens, 2 * count)
         return self._verify[:count]
 
     def draft_seconds(self, depth: int, drafted: int) -> float:

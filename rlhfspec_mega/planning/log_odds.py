@@ -47,8 +47,11 @@ def learn(
                 gradient[entry] += difference
                 curvature[entry] += spread
                 damping[entry] += active * spread
-    for entry in range(len(log_odds)):
-        if damping[entry] > 0.0:
-            moved = log_odds[entry] + gradient[entry] / (information[entry] + damping[entry])
-            log_odds[entry] = min(max(moved, -MAX_LOG_ODDS), MAX_LOG_ODDS)
-            information[entry] = min(information[entry] + curvature[entry], most[entry])
+    for node in range(len(accepted)):
+        for factor in range(entries.shape[0]):
+            entry = entries[factor, node]
+            if damping[entry] > 0.0:
+                moved = log_odds[entry] + gradient[entry] / (information[entry] + damping[entry])
+                log_odds[entry] = min(max(moved, -MAX_LOG_ODDS), MAX_LOG_ODDS)
+                information[entry] = min(information[entry] + curvature[entry], most[entry])
+                damping[entry] = 0.0  # other nodes may have the same entry

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from rlhfspec_mega.compiled import compiled
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.forecast import Forecast, StepView, drafting_rate
-from rlhfspec_mega.planning.tree import StepRecord
+from rlhfspec_mega.planning.tree import Floats, StepRecord
 from rlhfspec_mega.types import BATCH_BUCKETS, DECODE_MODES, batch_bucket
 
 # A plain step; one with draft tokens from history; one for which the draft model runs, too. See DECODE_MODES.
@@ -162,7 +164,7 @@ class ModeChoice:
         Args:
             forced: more was verified than was worth it: nothing is learnt of the mode's gain.
         """
-        plain, reading = float(step.verify_seconds(1)[0]), self._reading_seconds(record)
+        plain, reading = step.plain_seconds, self._reading_seconds(record)
         seconds = record.draft_seconds + record.verify_seconds
         if self._cost.frozen or seconds <= 0.0:
             seconds = step.draft_seconds(record.tree.depth, record.drafted)
@@ -178,7 +180,7 @@ class ModeChoice:
         settled = mode != PLAIN or self._plain_steps >= SETTLING
         self._plain_steps = self._plain_steps + 1 if mode == PLAIN else 0
         bucket, work = batch_bucket(step.size), seconds / plain
-        self._tally[bucket, mode] += tokens, work
+        _decay_and_add(self._tally[bucket, mode], 1.0, tokens, work)
         if settled and not forced:
             usual = self._overall[mode]
             pace = usual[1] / usual[0] if usual[0] > FORECAST_WEIGHT else 1.0
@@ -230,13 +232,11 @@ class ModeChoice:
 
     def _learn(self, bucket: int, mode: int, tokens: float, work: float) -> None:
         """Add tokens and time, both in those of plain steps, to what gains are taken from."""
-        older = np.exp(-work / MEMORY)
-        for sums in (self._measured[bucket, mode], self._overall[mode]):
-            sums *= older
-            sums += tokens, work
+        older = math.exp(-work / MEMORY)
+        _decay_and_add(self._measured[bucket, mode], older, tokens, work)
+        _decay_and_add(self._overall[mode], older, tokens, work)
         if mode == DRAFTED and self._forecast_gains[bucket]:
-            self._kept *= older
-            self._kept += tokens, work * self._forecast_gains[bucket]
+            _decay_and_add(self._kept, older, tokens, work * self._forecast_gains[bucket])
 
     def _forecast_gain(self, step: StepView) -> float:
         key = step.size, step.temperature
@@ -245,7 +245,7 @@ class ModeChoice:
             self._rates[key] = drafting_rate(
                 expected, self._cost, step.batch, self._depth, self._max_nodes, self._fixed_depth
             )
-        return self._rates[key] * float(step.verify_seconds(1)[0]) / step.size
+        return self._rates[key] * step.plain_seconds / step.size
 
     def _reading_seconds(self, record: StepRecord) -> float:
         """Seconds that the draft took to read what plain steps had left unread: later steps have them, too."""
@@ -271,3 +271,9 @@ class ModeChoice:
         share = TRIAL_SHARE * (1.0 if mode == PLAIN else max(1.0, FIRST_TRIALS / (1 + self._trials[mode])))
         self._due[mode] = self._steps + min(lost / share, TRIAL_AT_LATEST)
         self._trials[mode] += 1
+
+
+@compiled
+def _decay_and_add(sums: Floats, older: float, tokens: float, work: float) -> None:
+    sums[0] = sums[0] * older + tokens
+    sums[1] = sums[1] * older + work

@@ -9,10 +9,12 @@ from rlhfspec_mega.planning.tree import Bools, DraftTree, Floats, Ints
 
 
 @compiled
-def multiply_down(parents: Ints, survival: Floats) -> None:
-    """Turn conditional acceptance into survival, in place; parents come before children."""
+def multiply_down(parents: Ints, rows: Ints, depths: Ints, remaining: Ints, survival: Floats) -> None:
+    """Turn conditional acceptance into survival, in place: 0 beyond the length limit; parents come before children."""
     for node in range(len(parents)):
-        if parents[node] >= 0:
+        if depths[node] >= remaining[rows[node]]:
+            survival[node] = 0.0
+        elif parents[node] >= 0:
             survival[node] *= survival[parents[node]]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
@@ -26,6 +27,12 @@ LEAST_FOR = 16  # steps for which that bound is kept
 
 NO_NODES = np.zeros(0, np.int64)
 NO_NODES.flags.writeable = False
+
+
+@cache
+def _some_numbers(most: int) -> Ints:
+    """About a dozen numbers from 1 to `most`, each a multiple of the one before."""
+    return np.unique(np.geomspace(1, most, 12).astype(np.int64))
 
 
 class CalibratedPolicy(DraftingPolicy):
@@ -91,7 +98,7 @@ class CalibratedPolicy(DraftingPolicy):
         size = batch.size
         known, least = self._least.get(size, (-LEAST_FOR, 0.0))
         if self._steps - known >= LEAST_FOR:
-            more = np.unique(np.geomspace(1, size * self.max_nodes, 12).astype(np.int64))
+            more = _some_numbers(size * self.max_nodes)
             seconds = self.cost.verify_seconds(size, batch.kv_tokens, size + np.append(0.0, more))
             pays = float(((seconds[1:] / seconds[0] - 1.0) * size / more).min())
             least = max(LEAST_RECALLED, RECALL_ALSO * pays)
@@ -107,7 +114,7 @@ class CalibratedPolicy(DraftingPolicy):
             return 0
         if len(batch.recalled) and not self.modes.trying:
             step = self._step(batch)
-            plain = step.size / float(step.verify_seconds(1)[0])
+            plain = step.size / step.plain_seconds
             if recalled_rate(step) > self.modes.gain(step, DRAFTED) * plain:
                 return 0
         return usable
@@ -166,8 +173,7 @@ class CalibratedPolicy(DraftingPolicy):
     def _fill_all_survival(self, batch: Batch, tree: DraftTree) -> None:
         """Set the survival of all nodes, after `add_recalled` has changed what is known of them."""
         survival = self.acceptance.conditional(batch, tree, slice(0, tree.size))
-        survival[tree.depths >= batch.remaining[tree.rows]] = 0.0
-        multiply_down(tree.parents, survival)
+        multiply_down(tree.parents, tree.rows, tree.depths, batch.remaining, survival)
         tree.survival = survival
 
     def _possible_parents(self, batch: Batch, tree: DraftTree) -> Ints:
@@ -255,7 +261,7 @@ class Adaptive(CalibratedPolicy):
         """Of this step, with up to `count` draft tokens."""
         if self._step_prices is None or len(self._step_prices.verify) < count:
             gain = self.modes.measured(step.size, DRAFTED if self._mode is None else self._mode)
-            pace = gain * step.size / float(step.verify_seconds(1)[0])
+            pace = gain * step.size / step.plain_seconds
             self._step_prices = Prices(float(step.size), pace, step.verify_seconds(count), *step.draft_prices())
         return self._step_prices
 

@@ -14,7 +14,7 @@ from rlhfspec_mega.draft.shape import DraftShape
 from rlhfspec_mega.history.index import History
 from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.planning.memory import LOGITS_AT_ONCE
-from rlhfspec_mega.planning.tree import ROOT, Batch, Bools, DraftingPolicy, DraftTree, Ints, StepRecord
+from rlhfspec_mega.planning.tree import Batch, Bools, DraftingPolicy, DraftTree, Ints, StepRecord
 from rlhfspec_mega.rollout.torch_engine.cache import KVCache
 from rlhfspec_mega.rollout.torch_engine.drafter import Drafter, GrownTree
 from rlhfspec_mega.rollout.torch_engine.host_attention import step_attention
@@ -23,9 +23,8 @@ from rlhfspec_mega.rollout.torch_engine.scheduler import Admission
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState
 from rlhfspec_mega.rollout.torch_engine.step_noise import StepNoise, step_noise
 from rlhfspec_mega.rollout.torch_engine.unread import Features
-from rlhfspec_mega.rollout.torch_engine.verification import Verification, plain, with_drafts
+from rlhfspec_mega.rollout.torch_engine.verification import Verification, accept, plain, with_drafts
 from rlhfspec_mega.sampling.host_select import Best
-from rlhfspec_mega.sampling.verify import accepted_nodes
 
 
 class Decoded(NamedTuple):
@@ -232,39 +231,29 @@ class Decoder:
 
     def _select(self, verification: Verification, noise: StepNoise, features: Features | None) -> Best:
         """Run the target: the token it chooses after every input, with its log-prob."""
-        inputs = verification.inputs
+        inputs, nodes = verification
         hidden = self.model.hidden(inputs.tokens, inputs.positions, step_attention(self.cache, inputs), features)
         at_once = max(1, LOGITS_AT_ONCE // self.model.shape.vocab_size)
         pieces = []
         for first in range(0, len(hidden), at_once):
             some = slice(first, first + at_once)
             logits = self.model.logits(hidden[some])
-            pieces.append(noise.best(logits, verification.rows[some], verification.depths[some], 1))
+            pieces.append(noise.best(logits, nodes.rows[some], nodes.depths[some], 1))
         return pieces[0] if len(pieces) == 1 else Best(*map(np.concatenate, zip(*pieces, strict=True)))
 
     def _accept(self, verification: Verification, best: Best, features: Features | None) -> tuple[Decoded, Bools]:
         """Keep the path that the target takes through each tree; also [chosen nodes], whether a node is on it."""
         choices, logprobs, batch = best.columns[:, 0], best.logprobs, verification.inputs.batch
-        taken, counts, accepted = None, np.ones(batch, np.int64), np.zeros(0, np.bool_)
+        taken, counts, last, accepted = None, np.ones(batch, np.int64), choices, np.zeros(0, np.bool_)
         if verification.has_drafts:
-            taken = accepted_nodes(choices, verification.tokens, verification.parents)
-            self._commit_kv(verification, np.flatnonzero(taken))
+            taken, counts, last, accepted, moves = accept(verification.nodes, choices, self.slots.lengths)
             choices, logprobs = choices[taken], logprobs[taken]
-            counts = np.bincount(verification.rows[taken], minlength=batch)
-            drafted = verification.nodes != ROOT
-            accepted = taken[drafted][np.argsort(verification.nodes[drafted])]
+            if moves.shape[1]:
+                self.cache.commit(*moves)
         if features is not None and self.drafter is not None:
             self.drafter.unread.add(features.outputs(), taken, choices, counts)
-        self.slots.grow(choices[np.cumsum(counts) - 1], counts)
+        self.slots.grow(last, counts)
         return Decoded(choices.tolist(), logprobs.tolist(), counts, None), accepted
-
-    def _commit_kv(self, verification: Verification, taken: Ints) -> None:
-        """Move the KV of accepted draft tokens to their positions; it was written behind the longest sample."""
-        rows, places = verification.rows[taken], verification.places[taken]
-        targets = self.slots.lengths[rows] - 1 + verification.depths[taken]
-        moved = np.flatnonzero(targets != places)
-        if len(moved):
-            self.cache.commit(rows[moved], places[moved], targets[moved])
 
 
 def _root_hits(tree: DraftTree, tokens: Ints, decoded: Decoded) -> Bools:

@@ -51,6 +51,11 @@ def recall(history: History, ask: Recall, batch: Batch, slots: SlotState, depth:
 def join(grown: GrownTree, proposed: Proposed, samples: int) -> None:
     """Add proposed nodes to the draft tree of so many samples; a token that both give under a parent is one node."""
     tree = grown.tree
+    if not tree.size:
+        undrafted = np.zeros(len(proposed.rows), np.bool_)
+        tree.add_recalled(proposed.rows, proposed.parents, proposed.depths, MATCHED + proposed.cells, undrafted)
+        grown.tokens = proposed.tokens
+        return
     joined = _join(tree.rows, tree.parents, grown.tokens, proposed, samples)
     new = joined.places >= tree.size
     tree.matches[joined.followed] = OTHER_FOLLOWS

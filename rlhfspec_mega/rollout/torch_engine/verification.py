@@ -10,30 +10,77 @@ import torch
 from rlhfspec_mega.compiled import compiled
 from rlhfspec_mega.planning.tree import ROOT, Bools, DraftTree, Ints
 from rlhfspec_mega.rollout.torch_engine.cache import Inputs
+from rlhfspec_mega.sampling.verify import accepted_nodes
 
 
-class Verification(NamedTuple):
-    """Inputs of a verifying forward pass and the trees that they form. A sample's last token is the root of its tree.
+class TreeNodes(NamedTuple):
+    """Arrays [N] on the host about the inputs of a pass; a sample's last token is the root of its tree.
 
     Attributes:
-        inputs: the flat inputs; a sample's last token has column 0.
-        tokens, rows, places: [N], those of the inputs, on the host.
-        depths: [N], 0 for roots.
-        parents: [N], flat index of the parent; a root is its own parent.
-        nodes: [N], index into the chosen nodes, or ROOT.
+        tokens, rows, places: as in `Inputs`.
+        depths: 0 for roots.
+        parents: flat index of the parent, which comes before; a root is its own parent.
+        numbers: index into the chosen nodes, or ROOT.
     """
 
-    inputs: Inputs
     tokens: Ints
     rows: Ints
     places: Ints
     depths: Ints
     parents: Ints
-    nodes: Ints
+    numbers: Ints
+
+
+class Verification(NamedTuple):
+    """Inputs of a verifying forward pass, in which a sample's last token has column 0, and the trees that they form."""
+
+    inputs: Inputs
+    nodes: TreeNodes
 
     @property
     def has_drafts(self) -> bool:
-        return len(self.nodes) > self.inputs.batch
+        return len(self.nodes.rows) > self.inputs.batch
+
+
+class Accepted(NamedTuple):
+    """The path that the target takes through the trees of B samples.
+
+    Attributes:
+        taken: [N] whether an input is on it; roots are.
+        counts: [B] inputs on the path of each sample: its new tokens.
+        last: [B] the newest token of each sample.
+        nodes: [chosen nodes] whether a node is on it.
+        moves: [3, n] slots, places and positions of the draft tokens whose KV moves from place to position: it was
+            written behind the longest sample.
+    """
+
+    taken: Bools
+    counts: Ints
+    last: Ints
+    nodes: Bools
+    moves: Ints
+
+
+@compiled
+def accept(nodes: TreeNodes, choices: Ints, lengths: Ints) -> Accepted:
+    """Follow the target's choices [N] after all inputs; `lengths` are the samples' tokens before the step."""
+    taken = accepted_nodes(choices, nodes.tokens, nodes.parents)
+    count, batch = len(taken), nodes.rows[-1] + 1
+    counts, last = np.zeros(batch, np.int64), np.empty(batch, np.int64)
+    chosen, moves, moved = np.zeros(count - batch, np.bool_), np.empty((3, count), np.int64), 0
+    for node in range(count):
+        row, depth = nodes.rows[node], nodes.depths[node]
+        if depth:
+            chosen[nodes.numbers[node]] = taken[node]
+        if not taken[node]:
+            continue
+        counts[row] += 1
+        last[row] = choices[node]
+        target = lengths[row] - 1 + depth
+        if target != nodes.places[node]:
+            moves[0, moved], moves[1, moved], moves[2, moved] = row, nodes.places[node], target
+            moved += 1
+    return Accepted(taken, counts, last, chosen, moves[:, :moved])
 
 
 def plain(last_tokens: Ints, lengths: Ints, device: torch.device) -> Verification:
@@ -44,7 +91,7 @@ def plain(last_tokens: Ints, lengths: Ints, device: torch.device) -> Verificatio
     arrays = (last_tokens, positions, rows, zeros, visible)
     tokens, places, slots, columns, seen = (torch.from_numpy(a).to(device) for a in arrays)
     inputs = Inputs(tokens, places, slots, columns, places, seen, batch, 1)
-    return Verification(inputs, last_tokens, rows, positions, zeros, rows, np.full(batch, ROOT))
+    return Verification(inputs, TreeNodes(last_tokens, rows, positions, zeros, rows, np.full(batch, ROOT)))
 
 
 def with_drafts(
@@ -62,7 +109,7 @@ def with_drafts(
     flat = np.concatenate((last_tokens, tokens[chosen]))[order]
     on_device = [torch.from_numpy(array).to(device) for array in (flat, positions, rows, columns, places, made.visible)]
     inputs = Inputs._make((*on_device, len(lengths), made.visible.shape[1] - longest + 1))
-    return Verification(inputs, flat, rows, places, depths, parents, made.nodes)
+    return Verification(inputs, TreeNodes(flat, rows, places, depths, parents, made.nodes))
 
 
 class _FlatInputs(NamedTuple):
