@@ -21,7 +21,7 @@ setup(
         "tensorboard",
         "rich",
         "numpy",
-        "numba",  # compiles the index of earlier text, and searches of planning/
+        "numba",  # compiles decode steps on a CPU, the index of earlier text, and searches of planning/
         "pyarrow",
         "matplotlib",
     ],

@@ -31,7 +31,7 @@ NO_NODES.flags.writeable = False
 
 @cache
 def _some_numbers(most: int) -> Ints:
-    """About a dozen numbers from 1 to `most`, each a multiple of the one before."""
+    """About a dozen numbers from 1 to `most`, closer to each other where they are small."""
     return np.unique(np.geomspace(1, most, 12).astype(np.int64))
 
 

@@ -63,18 +63,30 @@ class _Scratch(NamedTuple):
     most: Keys
 
 
+class Chosen(NamedTuple):
+    """Tokens [n], and log_softmax(logits / T) [n] of each, with T = 1 where it is 0."""
+
+    tokens: Ints
+    logprobs: Singles
+
+
 class Best(NamedTuple):
     """The best tokens of each of n rows of logits, best first.
 
     Attributes:
-        columns: [n, count].
+        columns: [n, count], all different; those of a score of -inf, or that is no number, are any.
         scores: [n, count] their `select.perturbed_scores`.
-        logprobs: [n] log_softmax(logits / T) of the best one, with T = 1 where it is 0.
     """
 
     columns: Ints
     scores: Doubles
-    logprobs: Singles
+
+
+def choose_tokens(logits: Singles, slots: NextTokens, rows: Ints, depths: Ints) -> Chosen:
+    """The best token of each row of logits, as `select.select_tokens`; arguments as `best_tokens`."""
+    logprobs = np.empty(len(logits), np.float32)
+    best = _search(logits, slots, rows, depths, 1, None, logprobs)
+    return Chosen(best.columns[:, 0], logprobs)
 
 
 def best_tokens(
@@ -85,15 +97,27 @@ def best_tokens(
     Args:
         logits: [n, V].
         rows, depths: [n] slots, and how many tokens after the sample's last one the node stands whose logits they are.
+        count: at most V.
         token_ids: [V] the target's token ids of the columns, if they are not 0 .. V - 1.
     """
-    size = (len(logits), count)
-    columns, scores, logprobs = np.zeros(size, np.int64), np.empty(size), np.empty(len(logits), np.float32)
+    return _search(logits, slots, rows, depths, count, token_ids, np.empty(0, np.float32))
+
+
+def _search(
+    logits: Singles,
+    slots: NextTokens,
+    rows: Ints,
+    depths: Ints,
+    count: int,
+    token_ids: Ints | None,
+    logprobs: Singles,
+) -> Best:
+    columns, scores = np.empty((len(logits), count), np.int64), np.empty((len(logits), count))
     words = _words(slots.stops.shape[1])
     ids = np.arange(logits.shape[1]) if token_ids is None else token_ids
     noise = _Noise(words if token_ids is None else words[token_ids], _most_noise())
-    _choose(logits, slots, rows, depths, ids, noise, columns, scores, logprobs)
-    return Best(columns, scores, logprobs)
+    _fill_best(logits, slots, rows, depths, ids, noise, columns, scores, logprobs)
+    return Best(columns, scores)
 
 
 @lru_cache(maxsize=8)
@@ -120,7 +144,7 @@ def _most_noise() -> Singles:
 
 
 @compiled
-def _choose(
+def _fill_best(
     logits: Singles,
     slots: NextTokens,
     rows: Ints,
@@ -131,30 +155,32 @@ def _choose(
     scores: Doubles,
     logprobs: Singles,
 ) -> None:
-    """Fill in the last three arguments; see `best_tokens`."""
+    """Fill in columns and scores, and the log-prob of each best one if `logprobs` has room for it."""
     vocabulary = logits.shape[1]
     scratch = _Scratch(
         np.empty(vocabulary, np.float32), np.empty(vocabulary, np.uint32), np.empty(vocabulary, np.int32)
     )
     for one in range(len(logits)):
         row, scaled = rows[one], scratch.scaled
-        temperature = slots.temperatures[row]
-        total = _scale(logits[one], np.float32(temperature) if temperature > 0 else np.float32(1.0), scaled)
-        scores[one] = -np.inf
+        temperature = np.float32(slots.temperatures[row])
+        sampled = bool(temperature > 0)
+        best = _scale(logits[one], temperature if sampled else np.float32(1.0), scaled)
+        total = _log_total(scaled, best) if len(logprobs) else 0.0
         if slots.forced[row]:
             for column in range(vocabulary):
                 if slots.stops[row, ids[column]]:
                     scaled[column] = -np.inf
-        if temperature > 0:
+        if sampled:
             prefix = absorbed(slots.states[row] & _MASK, (slots.lengths[row] - 1 + depths[one]) & _MASK)
             _hash(np.uint32((prefix << 13 | prefix >> 19) & _MASK), noise.words, scratch.hashes)
             _bound(scaled, scratch.hashes, noise.most, scratch.most)
         else:
             for column in range(vocabulary):
                 scratch.most[column] = _key(scaled[column])
-        _take_best(scratch, temperature > 0, columns[one], scores[one])
-        chosen = logits[one, columns[one, 0]]
-        logprobs[one] = (chosen / np.float32(temperature) if temperature > 0 else chosen) - total
+        _take_best(scratch, sampled, columns[one], scores[one])
+        if len(logprobs):
+            chosen = logits[one, columns[one, 0]]
+            logprobs[one] = (chosen / temperature if sampled else chosen) - total
 
 
 @vectorized
@@ -166,16 +192,21 @@ def _key(x: np.float32) -> np.int32:
 
 @vectorized
 def _scale(logits: Singles, temperature: np.float32, scaled: Singles) -> Any:
-    """Fill in logits / T; returns log sum exp of it."""
+    """Fill in logits / T; returns the largest of them."""
     largest = np.int32(-(2**31))
     for column in range(len(logits)):
         scaled[column] = logits[column] / temperature
         largest = max(largest, _key(scaled[column]))
-    best = np.int32(largest ^ (largest >> np.int32(31) & np.int32(0x7FFFFFFF))).view(np.float32)  # `_key` inverted
+    return np.int32(largest ^ (largest >> np.int32(31) & np.int32(0x7FFFFFFF))).view(np.float32)  # `_key` inverted
+
+
+@vectorized
+def _log_total(scaled: Singles, best: np.float32) -> Any:
+    """log sum exp of logits / T, of which `best` is the largest."""
     total: Any = 0.0
-    for first in range(0, len(logits), _BLOCK):
+    for first in range(0, len(scaled), _BLOCK):
         some = np.float32(0.0)
-        for column in range(first, min(first + _BLOCK, len(logits))):
+        for column in range(first, min(first + _BLOCK, len(scaled))):
             some += exponential(scaled[column] - best)
         total += some
     return best + math.log(total)
@@ -200,7 +231,8 @@ def _bound(scaled: Singles, hashes: Words, noise: Singles, most: Keys) -> None:
 
 @compiled
 def _take_best(scratch: _Scratch, sampled: bool, columns: Ints, scores: Doubles) -> None:
-    """Fill in the best columns and their scores, which begin at -inf."""
+    """Fill in the best columns and their scores; places for which there are no scores get other columns."""
+    columns[:], scores[:] = -1, -np.inf
     bar = _key(np.float32(-np.inf))
     for first in range(0, len(scratch.most), _LOOK):
         some = scratch.most[first : first + _LOOK]
@@ -212,6 +244,12 @@ def _take_best(scratch: _Scratch, sampled: bool, columns: Ints, scores: Doubles)
                 noise = gumbel_of_hash(scratch.hashes[column]) if sampled else 0.0
                 _insert(scratch.scaled[column] + noise, column, columns, scores)
                 bar = _key(np.float32(scores[len(scores) - 1]))
+    unused = 0
+    for place in range(len(columns)):
+        if columns[place] < 0:
+            while (columns == unused).any():
+                unused += 1
+            columns[place] = unused
 
 
 @compiled

@@ -25,10 +25,12 @@ def accepted_nodes(choices: Ints, tokens: Ints, parents: Ints) -> Bools:
             accepted.
 
     Returns:
-        [N]; in each tree the accepted nodes are one path from the root.
+        [N]; in each tree the accepted nodes are one path from the root, also if siblings have the same token.
     """
-    accepted = np.empty(len(tokens), np.bool_)
+    accepted, passed = np.empty(len(tokens), np.bool_), np.zeros(len(tokens), np.bool_)
     for node in range(len(tokens)):
         parent = parents[node]
-        accepted[node] = parent == node or (accepted[parent] and tokens[node] == choices[parent])
+        chosen = not passed[parent] and accepted[parent] and tokens[node] == choices[parent]
+        accepted[node] = parent == node or chosen
+        passed[parent] |= chosen
     return accepted

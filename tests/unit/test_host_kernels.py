@@ -1,6 +1,8 @@
-"""Compiled loops of a decode step against torch, in float64 where they round."""
+"""Compiled loops of a decode step against torch."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from rlhfspec_mega.rollout.torch_engine.host_attention import HostAttention, ste
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState
 from rlhfspec_mega.rollout.torch_engine.step_noise import DeviceNoise, step_noise
 from rlhfspec_mega.sampling.exponential import exponential
-from rlhfspec_mega.sampling.host_select import best_tokens
+from rlhfspec_mega.sampling.host_select import best_tokens, choose_tokens
 from rlhfspec_mega.sampling.noise import gumbel, seed_states
 from rlhfspec_mega.sampling.select import perturbed_scores, scaled_logits, select_tokens
 from tests.unit.test_torch_engine import one_thread
@@ -80,7 +82,7 @@ def test_attention_on_the_host_is_that_of_matrix_products(
     tensors = [torch.from_numpy(array) for array in (rows, columns)]
     inputs = Inputs(places, places, *tensors, places, visible, len(counts), max(counts))
     qkv = torch.randn(len(rows), heads[0] + 2 * heads[1], head_dim, generator=generator)
-    caches = [KVCache(shape, slots=6, places=PLACES, dtype=dtype, device="cpu") for dtype in (torch.float32,) * 2]
+    caches = [KVCache(shape, slots=6, places=PLACES, dtype=torch.float32, device="cpu") for _ in range(2)]
     caches[0].kv.copy_(torch.randn(caches[0].kv.shape, generator=generator))
     caches[1].kv.copy_(caches[0].kv)
     found, expected = HostAttention(caches[0], inputs)(1, qkv), CachedAttention(caches[1], inputs)(1, qkv)
@@ -155,17 +157,42 @@ def test_the_best_tokens_are_those_of_all_noise(
     scores = perturbed_scores(scaled_logits(logits, T), T, noise, banned)
     order = torch.argsort(scores, dim=-1, descending=True, stable=True)[:, :count]
     expected = select_tokens(logits, T, noise, banned)
-    found = best_tokens(logits.numpy(), slots.next_tokens, at, depths, count, None if ids is None else ids.numpy())
+    host_ids = None if ids is None else ids.numpy()
+    found = best_tokens(logits.numpy(), slots.next_tokens, at, depths, count, host_ids)
     real = torch.isfinite(scores.gather(-1, order)).numpy()
     assert real[:, 0].all() or banned.all(-1).any()
     assert (found.columns[real] == order.numpy()[real]).all()
-    assert np.allclose(found.scores[real], scores.gather(-1, order).numpy()[real], rtol=1e-12, atol=1e-12)
-    sure = real[:, 0]
-    assert np.allclose(found.logprobs[sure], expected.logprobs.numpy()[sure], rtol=1e-6, atol=1e-5)
-    device = DeviceNoise(slots, len(rows), 4).best(logits, at, depths, count, ids)
-    assert (device.columns[real] == found.columns[real]).all() or spread == 0.0  # of equal ones torch takes any
-    assert np.allclose(device.scores[real], found.scores[real], rtol=1e-12, atol=1e-12)
-    assert np.allclose(device.logprobs[sure], found.logprobs[sure], rtol=1e-6, atol=1e-5) or spread == 0.0
+    assert all(len(set(columns)) == count and 0 <= min(columns) <= max(columns) < width for columns in found.columns)
+    close = partial(np.allclose, rtol=1e-12, atol=1e-12)
+    assert close(found.scores[real], scores.gather(-1, order).numpy()[real])
+    on_device = DeviceNoise(slots, len(rows), 4)
+    device = on_device.best(logits, at, depths, count, ids)
+    assert close(device.scores[real], found.scores[real])
+    ties = (T == 0) & (spread == 0.0)  # of equal ones torch takes any
+    untied = real & ~ties.numpy()[:, None]
+    assert (device.columns[untied] == found.columns[untied]).all()
+    if ids is None:
+        sure, close = real[:, 0], partial(np.allclose, rtol=1e-6, atol=1e-5)
+        chosen = choose_tokens(logits.numpy(), slots.next_tokens, at, depths)
+        assert (chosen.tokens == found.columns[:, 0]).all()
+        assert close(chosen.logprobs[sure], expected.logprobs.numpy()[sure])
+        assert close(on_device.choose(logits, at, depths).logprobs[sure], chosen.logprobs[sure])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")])
+def test_columns_differ_whatever_the_logits_are(value: float) -> None:
+    """Else siblings in a draft tree would have the same token."""
+    slots, logits = slots_of(1, 29, [1.0], [False]), np.full((1, 29), value, np.float32)
+    logits[0, 2] = 0.5
+    found = best_tokens(logits, slots.next_tokens, np.zeros(1, np.int64), np.zeros(1, np.int64), 4)
+    assert len(set(found.columns[0])) == 4 and (value != float("-inf") or found.columns[0, 0] == 2)
+
+
+def test_a_temperature_too_small_for_float32_is_greedy() -> None:
+    slots, logits = slots_of(1, 29, [1e-50], [False]), np.arange(29, dtype=np.float32)[None]
+    zero = np.zeros(1, np.int64)
+    assert choose_tokens(logits, slots.next_tokens, zero, zero).tokens[0] == 28
+    assert DeviceNoise(slots, 1, 1).choose(torch.from_numpy(logits), zero, zero).tokens[0] == 28
 
 
 def test_a_wrong_bound_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,5 +210,5 @@ def test_a_wrong_bound_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_logits_that_are_not_numbers_have_no_logprob() -> None:
     slots = slots_of(1, 29, [1.0], [False])
     logits = torch.full((1, 29), float("nan"))
-    found = step_noise(slots, 1, 1).best(logits, np.zeros(1, np.int64), np.zeros(1, np.int64), 1)
-    assert np.isnan(found.logprobs[0]) and 0 <= found.columns[0, 0] < 29
+    found = step_noise(slots, 1, 1).choose(logits, np.zeros(1, np.int64), np.zeros(1, np.int64))
+    assert np.isnan(found.logprobs[0]) and 0 <= found.tokens[0] < 29

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from rlhfspec_mega.draft.shape import draft_shape
-from rlhfspec_mega.models import rope, transformer
+from rlhfspec_mega.models import packed_weights, rope, transformer
 from rlhfspec_mega.models.packed_weights import PackedWeights
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer, causal_attention
@@ -173,7 +173,7 @@ def test_scores_made_in_pieces_choose_the_same_tokens(plain, monkeypatch):
 
 @pytest.mark.parametrize("name", ["adaptive", "random trees"])
 def test_torch_gives_the_tokens_of_compiled_loops(plain, name, monkeypatch):
-    """As on a device, and on several threads."""
+    """As on a device."""
     monkeypatch.setattr(step_noise, "COMPILES", False)
     for module in (host_attention, rope, transformer):
         monkeypatch.setattr(module, "suits_host_kernels", lambda weights: False)
@@ -185,14 +185,34 @@ def test_torch_gives_the_tokens_of_compiled_loops(plain, name, monkeypatch):
     assert_same({name: plain[name] for name in found}, found, requests, make_judge(SHAPE, WEIGHTS))
 
 
-# Wide enough for packed weights (gate and up: 512 outputs, the head: 520).
+# Not all sizes are multiples of a SIMD register.
 WIDE = ModelShape("llama", 32, 2, 4, 2, 12, 256, 520, 160, 10000.0, 1e-6, False)
 
 
-def test_packed_weights_follow_an_update_in_mid_run(monkeypatch):
+@pytest.mark.parametrize("name", ["adaptive", "fixed", "random trees"])
+def test_a_draft_that_overflows_changes_no_token(plain, name):
+    """Its weights are finite, what it puts out is not."""
+    engine, requests = make_engine(9, make(name)), REQUESTS[:36]
+    send_draft(engine, {key: 1e19 * weights for key, weights in draft_weights(draft_shape(SHAPE)).items()}, 2)
+    engine.submit(requests)
+    found = finish(engine)
+    assert_same({key: plain[key] for key in found}, found, requests, make_judge(SHAPE, WEIGHTS))
+
+
+@pytest.fixture(params=["transposed", "oneDNN"])
+def layout(request, monkeypatch):
+    """Of the packed weights: as on a core with AVX-512, and as of large ones on a core without."""
+    monkeypatch.setattr(packed_weights, "_LEAST_FP32_SIZE", 1)
+    capability = {"transposed": "AVX512", "oneDNN": "AVX2"}[request.param]
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    return request.param
+
+
+def test_packed_weights_follow_an_update_in_mid_run(layout, monkeypatch):
     """Samples go on under the weights that came, as in an engine that packs nothing and never held others."""
     policy, requests = RandomTrees(3), [dataclasses.replace(request(n), max_new_tokens=50) for n in range(16)]
     engine = make_engine(8, policy, WIDE)
+    assert bool(engine._model._packed._packed) == (layout == "oneDNN")
     engine.submit(requests)
     for _ in range(8):
         engine.poll(0)
@@ -217,7 +237,7 @@ def test_packed_weights_follow_an_update_in_mid_run(monkeypatch):
     assert_same(expected, found, requests, make_judge(WIDE, random_weights(4, WIDE)))
 
 
-def test_packed_weights_of_a_draft_follow_its_update():
+def test_packed_weights_of_a_draft_follow_its_update(layout):
     engine = make_engine(8, RandomTrees(3), WIDE)
     send_draft(engine, weights := draft_weights(draft_shape(WIDE), seed=2), 2)
     states = torch.randn(4, WIDE.hidden_size, generator=torch.Generator().manual_seed(0))

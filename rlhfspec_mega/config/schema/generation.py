@@ -161,8 +161,8 @@ class SpeculationConfig:
     )
     refresh_every: int = option(
         4,
-        "steps of task=rl between refreshes of the draft, eight times as many where learning costs more than "
-        "the draft gains; 0: never, and no memory is kept for them",
+        "steps of task=rl between refreshes of the draft; more, so that they take 1% of the time, where learning costs "
+        "more than the draft gains; 0: never, and no memory is kept for them",
         unit="steps",
         least=0,
         common=True,

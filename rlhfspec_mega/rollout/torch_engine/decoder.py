@@ -24,7 +24,7 @@ from rlhfspec_mega.rollout.torch_engine.slots import SlotState
 from rlhfspec_mega.rollout.torch_engine.step_noise import StepNoise, step_noise
 from rlhfspec_mega.rollout.torch_engine.unread import Features
 from rlhfspec_mega.rollout.torch_engine.verification import Verification, accept, plain, with_drafts
-from rlhfspec_mega.sampling.host_select import Best
+from rlhfspec_mega.sampling.host_select import Chosen
 
 
 class Decoded(NamedTuple):
@@ -229,7 +229,7 @@ class Decoder:
             join(grown, recalled, state.size)
         return state, grown, noise
 
-    def _select(self, verification: Verification, noise: StepNoise, features: Features | None) -> Best:
+    def _select(self, verification: Verification, noise: StepNoise, features: Features | None) -> Chosen:
         """Run the target: the token it chooses after every input, with its log-prob."""
         inputs, nodes = verification
         hidden = self.model.hidden(inputs.tokens, inputs.positions, step_attention(self.cache, inputs), features)
@@ -238,12 +238,12 @@ class Decoder:
         for first in range(0, len(hidden), at_once):
             some = slice(first, first + at_once)
             logits = self.model.logits(hidden[some])
-            pieces.append(noise.best(logits, nodes.rows[some], nodes.depths[some], 1))
-        return pieces[0] if len(pieces) == 1 else Best(*map(np.concatenate, zip(*pieces, strict=True)))
+            pieces.append(noise.choose(logits, nodes.rows[some], nodes.depths[some]))
+        return pieces[0] if len(pieces) == 1 else Chosen(*map(np.concatenate, zip(*pieces, strict=True)))
 
-    def _accept(self, verification: Verification, best: Best, features: Features | None) -> tuple[Decoded, Bools]:
+    def _accept(self, verification: Verification, chosen: Chosen, features: Features | None) -> tuple[Decoded, Bools]:
         """Keep the path that the target takes through each tree; also [chosen nodes], whether a node is on it."""
-        choices, logprobs, batch = best.columns[:, 0], best.logprobs, verification.inputs.batch
+        (choices, logprobs), batch = chosen, verification.inputs.batch
         taken, counts, last, accepted = None, np.ones(batch, np.int64), choices, np.zeros(0, np.bool_)
         if verification.has_drafts:
             taken, counts, last, accepted, moves = accept(verification.nodes, choices, self.slots.lengths)

@@ -246,12 +246,13 @@ class Drafter:
         for first in range(0, len(states), max(1, at_once)):
             some = slice(first, first + max(1, at_once))
             pieces.append(noise.best(self.model.logits(states[some]), rows[some], depths[some], wanted, ids))
-        columns, scores, _ = pieces[0] if len(pieces) == 1 else map(np.concatenate, zip(*pieces, strict=True))
+        columns, scores = pieces[0] if len(pieces) == 1 else map(np.concatenate, zip(*pieces, strict=True))
         width = min(self.policy.width, most)
         tokens = columns[:, :width].flatten()
         tokens = tokens if self._host_ids is None else self._host_ids[tokens]
         children = np.repeat(rows, width)
-        gaps = np.repeat(scores[:, 0] - scores[:, 1], width)
+        with np.errstate(invalid="ignore"):  # a draft may overflow
+            gaps = np.repeat(scores[:, 0] - scores[:, 1], width)
         ranks = np.tile(np.arange(width), len(rows))
         tree.add_layer(children, np.repeat(parents, width), ranks, gaps, slots.ends(children, tokens))
         grown.tokens = np.concatenate((grown.tokens, tokens))

@@ -10,7 +10,7 @@ import torch
 from rlhfspec_mega.compiled import COMPILES
 from rlhfspec_mega.planning.tree import Ints
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState
-from rlhfspec_mega.sampling.host_select import Best, best_tokens
+from rlhfspec_mega.sampling.host_select import Best, Chosen, best_tokens, choose_tokens
 from rlhfspec_mega.sampling.noise import gumbel_from_states
 from rlhfspec_mega.sampling.select import perturbed_scores, scaled_logits
 
@@ -19,6 +19,9 @@ _BLOCK_CELLS = 2**14  # samples x depths x vocabulary of noise computed at once;
 
 class StepNoise(Protocol):
     """The noise of one step for all samples at their next positions, shared by draft and target."""
+
+    def choose(self, logits: torch.Tensor, rows: Ints, depths: Ints) -> Chosen:
+        """The token after each node, with its log-prob; arguments as `best`."""
 
     def best(
         self, logits: torch.Tensor, rows: Ints, depths: Ints, count: int, token_ids: torch.Tensor | None = None
@@ -45,6 +48,9 @@ class _HostNoise:
 
     def __init__(self, slots: SlotState) -> None:
         self._next_tokens = slots.next_tokens
+
+    def choose(self, logits: torch.Tensor, rows: Ints, depths: Ints) -> Chosen:
+        return choose_tokens(logits.numpy(), self._next_tokens, rows, depths)
 
     def best(
         self, logits: torch.Tensor, rows: Ints, depths: Ints, count: int, token_ids: torch.Tensor | None = None
@@ -74,14 +80,19 @@ class DeviceNoise:
         self._made, self._at_once = 0, max(1, _BLOCK_CELLS // (batch * self._vocab_size))
         self._banned = slots.stops[:batch] & slots.forced[:batch, None] if slots.any_forced else None
 
+    def choose(self, logits: torch.Tensor, rows: Ints, depths: Ints) -> Chosen:
+        """See StepNoise."""
+        scaled, scores = self.scores(logits, rows, depths)
+        tokens = scores.argmax(dim=-1)
+        logprobs = scaled.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0]
+        return Chosen(tokens.cpu().numpy(), logprobs.cpu().numpy())
+
     def best(
         self, logits: torch.Tensor, rows: Ints, depths: Ints, count: int, token_ids: torch.Tensor | None = None
     ) -> Best:
         """See StepNoise."""
-        scaled, scores = self.scores(logits, rows, depths, token_ids)
-        values, columns = scores.topk(count, dim=-1) if count > 1 else scores.max(dim=-1, keepdim=True)
-        logprobs = scaled.log_softmax(dim=-1).gather(-1, columns[:, :1])[:, 0]
-        return Best(columns.cpu().numpy(), values.cpu().numpy(), logprobs.cpu().numpy())
+        values, columns = self.scores(logits, rows, depths, token_ids)[1].topk(count, dim=-1)
+        return Best(columns.cpu().numpy(), values.cpu().numpy())
 
     def scores(
         self, logits: torch.Tensor, rows: Ints, depths: Ints, token_ids: torch.Tensor | None = None
