@@ -27,10 +27,11 @@ def accepted_nodes(choices: Ints, tokens: Ints, parents: Ints) -> Bools:
     Returns:
         [N]; in each tree the accepted nodes are one path from the root, also if siblings have the same token.
     """
-    accepted, passed = np.empty(len(tokens), np.bool_), np.zeros(len(tokens), np.bool_)
+    accepted, passed = np.zeros(len(tokens), np.bool_), np.zeros(len(tokens), np.bool_)
     for node in range(len(tokens)):
         parent = parents[node]
-        chosen = not passed[parent] and accepted[parent] and tokens[node] == choices[parent]
-        accepted[node] = parent == node or chosen
-        passed[parent] |= chosen
+        if parent == node:
+            accepted[node] = True
+        elif accepted[parent] and not passed[parent] and tokens[node] == choices[parent]:
+            accepted[node] = passed[parent] = True
     return accepted
