@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhfspec_mega.compiled import compiled, vectorized
+from rlhfspec_mega.compiled import compiled, inlined, vectorized
 from rlhfspec_mega.sampling.exponential import exponential
 from rlhfspec_mega.sampling.token_noise import absorbed, gumbel_of_hash, mixed_word
 
@@ -84,9 +84,9 @@ class Best(NamedTuple):
 
 def choose_tokens(logits: Singles, slots: NextTokens, rows: Ints, depths: Ints) -> Chosen:
     """The best token of each row of logits, as `select.select_tokens`; arguments as `best_tokens`."""
-    logprobs = np.empty(len(logits), np.float32)
-    best = _search(logits, slots, rows, depths, 1, None, logprobs)
-    return Chosen(best.columns[:, 0], logprobs)
+    tokens, logprobs = best_tokens(logits, slots, rows, depths, 1).columns[:, 0], np.empty(len(logits), np.float32)
+    _fill_logprobs(logits, slots.temperatures, rows, tokens, logprobs)
+    return Chosen(tokens, logprobs)
 
 
 def best_tokens(
@@ -100,23 +100,11 @@ def best_tokens(
         count: at most V.
         token_ids: [V] the target's token ids of the columns, if they are not 0 .. V - 1.
     """
-    return _search(logits, slots, rows, depths, count, token_ids, np.empty(0, np.float32))
-
-
-def _search(
-    logits: Singles,
-    slots: NextTokens,
-    rows: Ints,
-    depths: Ints,
-    count: int,
-    token_ids: Ints | None,
-    logprobs: Singles,
-) -> Best:
     columns, scores = np.empty((len(logits), count), np.int64), np.empty((len(logits), count))
     words = _words(slots.stops.shape[1])
     ids = np.arange(logits.shape[1]) if token_ids is None else token_ids
     noise = _Noise(words if token_ids is None else words[token_ids], _most_noise())
-    _fill_best(logits, slots, rows, depths, ids, noise, columns, scores, logprobs)
+    _fill_best(logits, slots, rows, depths, ids, noise, columns, scores)
     return Best(columns, scores)
 
 
@@ -153,9 +141,8 @@ def _fill_best(
     noise: _Noise,
     columns: Ints,
     scores: Doubles,
-    logprobs: Singles,
 ) -> None:
-    """Fill in columns and scores, and the log-prob of each best one if `logprobs` has room for it."""
+    """Fill in columns and scores; see `best_tokens`."""
     vocabulary = logits.shape[1]
     scratch = _Scratch(
         np.empty(vocabulary, np.float32), np.empty(vocabulary, np.uint32), np.empty(vocabulary, np.int32)
@@ -164,8 +151,7 @@ def _fill_best(
         row, scaled = rows[one], scratch.scaled
         temperature = np.float32(slots.temperatures[row])
         sampled = bool(temperature > 0)
-        best = _scale(logits[one], temperature if sampled else np.float32(1.0), scaled)
-        total = _log_total(scaled, best) if len(logprobs) else 0.0
+        _scale(logits[one], temperature if sampled else np.float32(1.0), scaled)
         if slots.forced[row]:
             for column in range(vocabulary):
                 if slots.stops[row, ids[column]]:
@@ -178,12 +164,9 @@ def _fill_best(
             for column in range(vocabulary):
                 scratch.most[column] = _key(scaled[column])
         _take_best(scratch, sampled, columns[one], scores[one])
-        if len(logprobs):
-            chosen = logits[one, columns[one, 0]]
-            logprobs[one] = (chosen / temperature if sampled else chosen) - total
 
 
-@vectorized
+@inlined
 def _key(x: np.float32) -> np.int32:
     """An integer in the order of x: the compiler finds the largest integer with SIMD instructions, unlike a float."""
     bits = np.float32(x).view(np.int32)
@@ -191,25 +174,31 @@ def _key(x: np.float32) -> np.int32:
 
 
 @vectorized
-def _scale(logits: Singles, temperature: np.float32, scaled: Singles) -> Any:
-    """Fill in logits / T; returns the largest of them."""
-    largest = np.int32(-(2**31))
-    for column in range(len(logits)):
-        scaled[column] = logits[column] / temperature
-        largest = max(largest, _key(scaled[column]))
-    return np.int32(largest ^ (largest >> np.int32(31) & np.int32(0x7FFFFFFF))).view(np.float32)  # `_key` inverted
+def _fill_logprobs(logits: Singles, temperatures: Doubles, rows: Ints, tokens: Ints, logprobs: Singles) -> None:
+    """Fill in log_softmax(logits / T) of the tokens."""
+    vocabulary = logits.shape[1]
+    for one in range(len(logits)):
+        temperature = np.float32(temperatures[rows[one]])
+        if not temperature > 0:
+            temperature = np.float32(1.0)
+        largest = np.int32(-(2**31))
+        for column in range(vocabulary):
+            largest = max(largest, _key(logits[one, column] / temperature))
+        best = np.int32(largest ^ (largest >> np.int32(31) & np.int32(0x7FFFFFFF))).view(np.float32)  # `_key` inverted
+        total: Any = 0.0
+        for first in range(0, vocabulary, _BLOCK):
+            some = np.float32(0.0)
+            for column in range(first, min(first + _BLOCK, vocabulary)):
+                some += exponential(logits[one, column] / temperature - best)
+            total += some
+        logprobs[one] = logits[one, tokens[one]] / temperature - best - math.log(total)
 
 
 @vectorized
-def _log_total(scaled: Singles, best: np.float32) -> Any:
-    """log sum exp of logits / T, of which `best` is the largest."""
-    total: Any = 0.0
-    for first in range(0, len(scaled), _BLOCK):
-        some = np.float32(0.0)
-        for column in range(first, min(first + _BLOCK, len(scaled))):
-            some += exponential(scaled[column] - best)
-        total += some
-    return best + math.log(total)
+def _scale(logits: Singles, temperature: np.float32, scaled: Singles) -> None:
+    """Fill in logits / T."""
+    for column in range(len(logits)):
+        scaled[column] = logits[column] / temperature
 
 
 @vectorized

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rlhfspec_mega.compiled import compiled, vectorized
+from rlhfspec_mega.compiled import compiled, inlined, vectorized
 from rlhfspec_mega.models.host_kernels import Single, Singles, suits_host_kernels
 from rlhfspec_mega.models.transformer import Attention
 from rlhfspec_mega.planning.tree import Bools, Ints
@@ -79,7 +79,7 @@ def _attend(qkv: Singles, kv: Singles, rows: Ints, seen: Ints, counts: Ints, sca
             _add_up(values, places, weights, np.float32(1.0) / total, mixed[one, head])
 
 
-@vectorized
+@inlined
 def _weigh(query: Singles, keys: Singles, places: Ints, scale: Single, weights: Singles) -> Single:
     """Fill in exp(score - best score) of each place; returns their sum."""
     count, width = len(places), len(query)
@@ -111,7 +111,7 @@ def _weigh(query: Singles, keys: Singles, places: Ints, scale: Single, weights: 
     return total
 
 
-@vectorized
+@inlined
 def _add_up(values: Singles, places: Ints, weights: Singles, factor: Single, mixed: Singles) -> None:
     """Fill in factor x the weighted sum of the values at these places."""
     count, width = len(places), len(mixed)
