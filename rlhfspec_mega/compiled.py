@@ -37,9 +37,9 @@ def compiled(function: Function) -> Function:
 def vectorized(function: Function) -> Function:
     """As `compiled`, for loops over floats whose sums may be taken in any order; to divide by 0 is no error.
 
-    Such a function calls only `inlined` ones, and if it adds up, only Python calls it: whether the compiler merges it with
-    others depends on which of them were kept from earlier processes, and with that the order of sums. Equal runs would
-    differ in the last bit.
+    Such a function calls only `inlined` ones, and if it adds up, only Python calls it: whether the compiler merges it
+    with others depends on which of them were kept from earlier processes, and with that the order of sums. Equal runs
+    would differ in the last bit.
     """
     return _compiled(function, fastmath=_REORDERED, error_model="numpy")
 
