@@ -1,7 +1,8 @@
-"""Operations that torch makes of many small ones, in one pass each: for float32 on one thread of a CPU.
+"""Operations that torch makes of many small ones, in one pass each: for one thread of a CPU.
 
 Where a model is small, a decode step consists of calls, not of arithmetic: RMSNorm takes torch 7 to 15 microseconds
-for a single token, and the rotary embedding ten, in every layer. Matrix products stay BLAS's.
+for a single token in float32 and 60 in bfloat16, and the rotary embedding ten, in every layer. Matrix products stay
+BLAS's.
 """
 
 from __future__ import annotations
@@ -11,55 +12,61 @@ import torch
 from numpy.typing import NDArray
 
 from rlhfspec_mega.compiled import COMPILES, vectorized
+from rlhfspec_mega.models.host_floats import HOST_DTYPES, Floats, Single, host_array, load, store
 
-Singles = NDArray[np.float32]
-Single = float | np.float32
 Ints = NDArray[np.int64]
 
 
 def suits_host_kernels(weights: torch.Tensor) -> bool:
     """Whether a model with weights like these is computed with compiled functions."""
     one_thread = torch.get_num_threads() == 1
-    return COMPILES and one_thread and weights.device.type == "cpu" and weights.dtype == torch.float32
+    return COMPILES and one_thread and weights.device.type == "cpu" and weights.dtype in HOST_DTYPES
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm of float32 x [N, hidden], as torch.nn.functional.rms_norm."""
+    """RMSNorm of x [N, hidden], as torch.nn.functional.rms_norm."""
     normed = torch.empty_like(x)
-    _rms_norm(x.numpy(), weight.numpy(), np.float32(eps), normed.numpy())
+    _rms_norm(host_array(x), host_array(weight), np.float32(eps), host_array(normed))
     return normed
 
 
 def rotate_heads_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, heads: int) -> None:
-    """Rotate the first `heads` heads of float32 qkv [N, heads and more, head_dim] in place, as `rope.Rotary` does.
+    """Rotate the first `heads` heads of qkv [N, heads and more, head_dim] in place, as `rope.Rotary` does.
 
     Args:
-        cos, sin: float32 [positions, head_dim], from `rope.rope_table`.
+        cos, sin: [positions, head_dim], from `rope.rope_table`.
         positions: int64 [N].
     """
-    _rotate_heads(qkv.numpy(), cos.numpy(), sin.numpy(), positions.numpy(), heads)
+    _rotate_heads(host_array(qkv), host_array(cos), host_array(sin), positions.numpy(), heads)
 
 
 @vectorized
-def _rms_norm(x: Singles, weight: Singles, eps: Single, normed: Singles) -> None:
+def _rms_norm(x: Floats, weight: Floats, eps: Single, normed: Floats) -> None:
     rows, width = x.shape
+    results = np.empty(width, np.float32)
     for row in range(rows):
-        squares = np.float32(0.0)
+        values, squares = x[row], np.float32(0.0)
         for place in range(width):
-            squares += x[row, place] * x[row, place]
+            squares += load(values, place) * load(values, place)
         scale = np.float32(1.0) / np.sqrt(squares / np.float32(width) + eps)
         for place in range(width):
-            normed[row, place] = x[row, place] * scale * weight[place]
+            results[place] = load(values, place) * scale * load(weight, place)
+        store(normed[row], results)
 
 
 @vectorized
-def _rotate_heads(qkv: Singles, cos: Singles, sin: Singles, positions: Ints, heads: int) -> None:
-    half = qkv.shape[2] // 2
+def _rotate_heads(qkv: Floats, cos: Floats, sin: Floats, positions: Ints, heads: int) -> None:
+    width = qkv.shape[2]
+    half, results = width // 2, np.empty(width, np.float32)
+    firsts, seconds = results[:half], results[half:]
     for row in range(len(qkv)):
         cosines, sines = cos[positions[row]], sin[positions[row]]
+        cos1, sin1, cos2, sin2 = cosines[:half], sines[:half], cosines[half:], sines[half:]
         for head in range(heads):
             values = qkv[row, head]
+            first, second = values[:half], values[half:]
             for place in range(half):
-                first, second = values[place], values[place + half]
-                values[place] = first * cosines[place] + second * sines[place]
-                values[place + half] = second * cosines[place + half] + first * sines[place + half]
+                firsts[place] = load(first, place) * load(cos1, place) + load(second, place) * load(sin1, place)
+            for place in range(half):
+                seconds[place] = load(second, place) * load(cos2, place) + load(first, place) * load(sin2, place)
+            store(values, results)

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from rlhfspec_mega.models.host_floats import HOST_DTYPES, host_array, load, store
 from rlhfspec_mega.models.host_kernels import rms_norm, suits_host_kernels
 from rlhfspec_mega.models.rope import Rotary
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.rollout.torch_engine import cache as cache_module
 from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, Inputs, KVCache, number_in_row
-from rlhfspec_mega.rollout.torch_engine.host_attention import HostAttention, step_attention
+from rlhfspec_mega.rollout.torch_engine.host_attention import MOST_WORK, HostAttention, step_attention
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState
 from rlhfspec_mega.rollout.torch_engine.step_noise import DeviceNoise, step_noise
 from rlhfspec_mega.sampling.exponential import exponential
@@ -43,22 +44,43 @@ def test_exponential_is_accurate() -> None:
     assert np.isnan(exponential(np.float32(np.nan)))
 
 
+def rounded(exact: torch.Tensor, dtype: torch.dtype) -> dict[str, float]:
+    """What a result may differ by from the exact one: half of the last place in bfloat16."""
+    return {"rtol": 2**-8 + 1e-5 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-6}
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=9))
+@example([0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x3F808000, 0x3F818000, 1])
+def test_bfloat16_is_read_and_rounded_as_in_torch(words: list[int]) -> None:
+    """All float32 values: halves go to the even neighbour, the largest ones to infinity, and NaN stays NaN."""
+    numbers = np.array(words, np.uint32).view(np.float32)
+    halves = torch.zeros(len(words), dtype=torch.bfloat16)
+    store(host_array(halves), numbers)
+    expected = torch.from_numpy(numbers.copy()).bfloat16()
+    assert torch.allclose(halves, expected, rtol=0.0, atol=0.0, equal_nan=True)
+    widened = torch.tensor([float(load(host_array(halves), place)) for place in range(len(words))])
+    assert torch.allclose(widened, expected.float(), rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", HOST_DTYPES)
 @pytest.mark.parametrize("rows", [1, 7])
 @pytest.mark.parametrize("hidden", [1, 30, 128])
-def test_rms_norm_is_torchs(rows: int, hidden: int) -> None:
-    x, weight = torch.randn(rows, hidden), torch.randn(hidden)
+def test_rms_norm_is_torchs(rows: int, hidden: int, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(rows, hidden).to(dtype), torch.randn(hidden).to(dtype)
     expected = F.rms_norm(x.double(), (hidden,), weight.double(), 0.1)
-    assert torch.allclose(rms_norm(x, weight, 0.1).double(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(rms_norm(x, weight, 0.1).double(), expected, **rounded(expected, dtype))
 
 
-def test_the_rotation_on_the_host_is_torchs() -> None:
+@pytest.mark.parametrize("dtype", HOST_DTYPES)
+def test_the_rotation_on_the_host_is_torchs(dtype: torch.dtype) -> None:
     shape = shape_of(4, 2, 12)
-    on_host, other = (Rotary(shape, 64, dtype, "cpu") for dtype in (torch.float32, torch.float64))
-    positions, qkv = torch.tensor([0, 5, 63]), torch.randn(3, 8, 12)
-    expected = qkv.double()
+    on_host = Rotary(shape, 64, dtype, "cpu")
+    positions, qkv = torch.tensor([0, 5, 63]), torch.randn(3, 8, 12).to(dtype)
+    exact, other = qkv.double(), Rotary(shape, 64, torch.float64, "cpu")
+    other._cos, other._sin = on_host._cos.double(), on_host._sin.double()  # as rounded
+    other.at(positions)(exact, heads=6)
     on_host.at(positions)(qkv, heads=6)
-    other.at(positions)(expected, heads=6)
-    assert torch.allclose(qkv.double(), expected, atol=1e-6)
+    assert torch.allclose(qkv.double(), exact, **rounded(exact, dtype))
     assert suits_host_kernels(torch.zeros(1)) and not suits_host_kernels(torch.zeros(1, dtype=torch.float64))
 
 
@@ -67,12 +89,16 @@ def test_the_rotation_on_the_host_is_torchs() -> None:
     heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (3, 3)]),
     head_dim=st.sampled_from([2, 12, 16]),
     seed=st.integers(0, 99),
+    dtype=st.sampled_from(HOST_DTYPES),
 )
 @settings(max_examples=60, deadline=None)
 def test_attention_on_the_host_is_that_of_matrix_products(
-    counts: list[int], heads: tuple[int, int], head_dim: int, seed: int
+    counts: list[int], heads: tuple[int, int], head_dim: int, seed: int, dtype: torch.dtype
 ) -> None:
-    """Of rows with different numbers of inputs, each of which sees any places of its slot, also its own."""
+    """Of rows with different numbers of inputs, each of which sees any places of its slot, also its own.
+
+    The products are float32's, of the same numbers: in bfloat16 the loop differs from them by its result's rounding.
+    """
     generator, shape = torch.Generator().manual_seed(seed), shape_of(*heads, head_dim)
     rows = np.repeat(np.arange(len(counts)), counts)
     columns = number_in_row(rows)
@@ -81,12 +107,14 @@ def test_attention_on_the_host_is_that_of_matrix_products(
     visible[torch.arange(len(rows)), places] = True
     tensors = [torch.from_numpy(array) for array in (rows, columns)]
     inputs = Inputs(places, places, *tensors, places, visible, len(counts), max(counts))
-    qkv = torch.randn(len(rows), heads[0] + 2 * heads[1], head_dim, generator=generator)
-    caches = [KVCache(shape, slots=6, places=PLACES, dtype=torch.float32, device="cpu") for _ in range(2)]
+    qkv = torch.randn(len(rows), heads[0] + 2 * heads[1], head_dim, generator=generator).to(dtype)
+    caches = [KVCache(shape, slots=6, places=PLACES, dtype=kind, device="cpu") for kind in (dtype, torch.float32)]
     caches[0].kv.copy_(torch.randn(caches[0].kv.shape, generator=generator))
     caches[1].kv.copy_(caches[0].kv)
-    found, expected = HostAttention(caches[0], inputs)(1, qkv), CachedAttention(caches[1], inputs)(1, qkv)
-    assert torch.allclose(found, expected, atol=2e-5) and torch.equal(caches[0].kv, caches[1].kv)
+    found, expected = HostAttention(caches[0], inputs)(1, qkv), CachedAttention(caches[1], inputs)(1, qkv.float())
+    rounding = 2**-8 if dtype == torch.bfloat16 else 0.0
+    assert torch.allclose(found.float(), expected, rtol=rounding, atol=2e-5)
+    assert torch.equal(caches[0].kv.float(), caches[1].kv)
 
 
 def test_much_work_is_left_to_matrix_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +122,7 @@ def test_much_work_is_left_to_matrix_products(monkeypatch: pytest.MonkeyPatch) -
     zeros = torch.zeros(8, dtype=torch.int64)
     inputs = Inputs(zeros, zeros, zeros, zeros, zeros, torch.ones(8, PLACES, dtype=torch.bool), 2, 4)
     assert isinstance(step_attention(made, inputs), HostAttention)
-    monkeypatch.setattr("rlhfspec_mega.rollout.torch_engine.host_attention.MOST_WORK", 3 * PLACES * 12 - 1)
+    monkeypatch.setitem(MOST_WORK, torch.float32, 3 * PLACES * 12 - 1)
     assert isinstance(step_attention(made, inputs), CachedAttention)
 
 

@@ -1,27 +1,32 @@
-"""Attention over the KV cache as one compiled loop: for few queries, float32, one thread of a CPU."""
+"""Attention over the KV cache as one compiled loop: for few queries, on one thread of a CPU."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rlhfspec_mega.compiled import compiled, inlined, vectorized
-from rlhfspec_mega.models.host_kernels import Single, Singles, suits_host_kernels
+from rlhfspec_mega.models.host_floats import Floats, Single, host_array, load, store
+from rlhfspec_mega.models.host_kernels import suits_host_kernels
 from rlhfspec_mega.models.transformer import Attention
 from rlhfspec_mega.planning.tree import Bools, Ints
 from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, Inputs, KVCache
 from rlhfspec_mega.sampling.exponential import exponential
 
+Singles = NDArray[np.float32]
+
 # (Queries of a sample - 1) x places x head_dim, up to which this loop is quicker than matrix products: they read keys
-# and values once for all queries of a sample, but have to copy them, and cost ten calls.
-MOST_WORK = 2**17
+# and values once for all queries of a sample, but have to copy them, and cost ten calls. In bfloat16 the fused kernel
+# does without copies.
+MOST_WORK = {torch.float32: 2**17, torch.bfloat16: 2**15}
 _AT_ONCE = 4  # places whose values are added up together
 
 
 def step_attention(cache: KVCache, inputs: Inputs) -> Attention:
     """The quicker attention for the inputs of a decode step."""
     work = (inputs.queries - 1) * inputs.visible.shape[1] * cache.kv.shape[-1]
-    if work <= MOST_WORK and suits_host_kernels(cache.kv):
+    if suits_host_kernels(cache.kv) and work <= MOST_WORK[cache.kv.dtype]:
         return HostAttention(cache, inputs)
     return CachedAttention(cache, inputs)
 
@@ -35,10 +40,10 @@ class HostAttention:
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """[N, heads + 2 * kv_heads, head_dim] -> [N, heads, head_dim]; caches the new keys and values."""
-        mixed, kv = qkv.new_empty(len(qkv), self._cache.heads, qkv.shape[2]), self._cache.kv[layer]
-        rows, scale = self._rows, np.float32(self._cache.scale)
-        _write(qkv.numpy(), kv.numpy(), rows, self._places, self._cache.heads)
-        _attend(qkv.numpy(), kv.numpy(), rows, self._seen, self._counts, scale, mixed.numpy())
+        mixed, kv = qkv.new_empty(len(qkv), self._cache.heads, qkv.shape[2]), host_array(self._cache.kv[layer])
+        rows, scale, queries = self._rows, np.float32(self._cache.scale), host_array(qkv)
+        _write(queries, kv, rows, self._places, self._cache.heads)
+        _attend(queries, kv, rows, self._seen, self._counts, scale, host_array(mixed))
         return mixed
 
 
@@ -56,7 +61,7 @@ def _visible_places(visible: Bools) -> tuple[Ints, Ints]:
 
 
 @compiled
-def _write(qkv: Singles, kv: Singles, rows: Ints, places: Ints, heads: int) -> None:
+def _write(qkv: Floats, kv: Floats, rows: Ints, places: Ints, heads: int) -> None:
     """Cache the keys and values of all inputs in kv [2, slots, kv_heads, places, head_dim]."""
     kv_heads = kv.shape[2]
     for one in range(len(qkv)):
@@ -66,7 +71,7 @@ def _write(qkv: Singles, kv: Singles, rows: Ints, places: Ints, heads: int) -> N
 
 
 @vectorized
-def _attend(qkv: Singles, kv: Singles, rows: Ints, seen: Ints, counts: Ints, scale: Single, mixed: Singles) -> None:
+def _attend(qkv: Floats, kv: Floats, rows: Ints, seen: Ints, counts: Ints, scale: Single, mixed: Floats) -> None:
     """Softmax attention of each input's queries over the places that it sees; fills `mixed` [N, heads, head_dim]."""
     heads, kv_heads = mixed.shape[1], kv.shape[2]
     weights = np.empty(seen.shape[1], np.float32)
@@ -80,7 +85,7 @@ def _attend(qkv: Singles, kv: Singles, rows: Ints, seen: Ints, counts: Ints, sca
 
 
 @inlined
-def _weigh(query: Singles, keys: Singles, places: Ints, scale: Single, weights: Singles) -> Single:
+def _weigh(query: Floats, keys: Floats, places: Ints, scale: Single, weights: Singles) -> Single:
     """Fill in exp(score - best score) of each place; returns their sum."""
     count, width = len(places), len(query)
     whole = count - count % _AT_ONCE
@@ -90,17 +95,17 @@ def _weigh(query: Singles, keys: Singles, places: Ints, scale: Single, weights: 
         key2, key3 = keys[places[first + 2]], keys[places[first + 3]]
         sum0 = sum1 = sum2 = sum3 = np.float32(0.0)
         for place in range(width):
-            sum0 += query[place] * key0[place]
-            sum1 += query[place] * key1[place]
-            sum2 += query[place] * key2[place]
-            sum3 += query[place] * key3[place]
+            sum0 += load(query, place) * load(key0, place)
+            sum1 += load(query, place) * load(key1, place)
+            sum2 += load(query, place) * load(key2, place)
+            sum3 += load(query, place) * load(key3, place)
         weights[first], weights[first + 1] = sum0 * scale, sum1 * scale
         weights[first + 2], weights[first + 3] = sum2 * scale, sum3 * scale
         best = max(best, max(max(sum0, sum1), max(sum2, sum3)) * scale)
     for number in range(whole, count):
         key, score = keys[places[number]], np.float32(0.0)
         for place in range(width):
-            score += query[place] * key[place]
+            score += load(query, place) * load(key, place)
         weights[number] = score * scale
         best = max(best, score * scale)
     total = np.float32(0.0)
@@ -112,7 +117,7 @@ def _weigh(query: Singles, keys: Singles, places: Ints, scale: Single, weights: 
 
 
 @inlined
-def _add_up(values: Singles, places: Ints, weights: Singles, factor: Single, mixed: Singles) -> None:
+def _add_up(values: Floats, places: Ints, weights: Singles, factor: Single, mixed: Floats) -> None:
     """Fill in factor x the weighted sum of the values at these places."""
     count, width = len(places), len(mixed)
     whole = count - count % _AT_ONCE
@@ -122,10 +127,12 @@ def _add_up(values: Singles, places: Ints, weights: Singles, factor: Single, mix
         value2, value3 = values[places[first + 2]], values[places[first + 3]]
         w0, w1, w2, w3 = weights[first], weights[first + 1], weights[first + 2], weights[first + 3]
         for place in range(width):
-            sums[place] += w0 * value0[place] + w1 * value1[place] + w2 * value2[place] + w3 * value3[place]
+            first_two = w0 * load(value0, place) + w1 * load(value1, place)
+            sums[place] += first_two + w2 * load(value2, place) + w3 * load(value3, place)
     for number in range(whole, count):
         value, weight = values[places[number]], weights[number]
         for place in range(width):
-            sums[place] += weight * value[place]
+            sums[place] += weight * load(value, place)
     for place in range(width):
-        mixed[place] = sums[place] * factor
+        sums[place] *= factor
+    store(mixed, sums)
