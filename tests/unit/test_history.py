@@ -241,3 +241,42 @@ def test_memory_stays_bounded_over_ten_million_tokens() -> None:
     history.extend([7, 8, 9, 10, 11, 60, 61, 62, 7, 8, 9, 10, 11], np.array([13]))
     found = proposals(history, 1).tokens.tolist()
     assert found[0] == 60 and {61, 62} <= set(found)
+
+
+@given(
+    steps=st.lists(
+        st.one_of(
+            st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=3, max_size=3),  # tokens of each sample
+            st.sampled_from(["admit", "move", "add", "propose"]),
+        ),
+        max_size=30,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_steps_that_wait_are_stored_as_if_they_had_not(steps: list[list[list[int]] | str]) -> None:
+    """Where samples come, move, end and are drafted for in between, the store is the same byte by byte."""
+    waiting, at_once = History(3, 256), History(3, 256)
+    for history in (waiting, at_once):
+        for slot in range(3):
+            history.admit(slot, (1, 2, slot), (3,))
+    for number, step in enumerate(steps):
+        for history in (waiting, at_once):
+            if isinstance(step, list):
+                batch = 1 + number % 3
+                history.extend(
+                    [token for sample in step[:batch] for token in sample], np.array([*map(len, step)][:batch])
+                )
+            elif step == "admit":
+                history.admit(number % 3, (number % 4, 1), ())
+            elif step == "move":
+                history.move(2, number % 2)
+            elif step == "add":
+                history.add((1, 2), (0, number % 4))
+            if step == "propose" or history is at_once:
+                proposals(history, 3)
+    proposals(waiting, 3)
+    assert all(np.array_equal(one, other) for one, other in zip(waiting._store, at_once._store, strict=True))
+    assert np.array_equal(waiting._last, at_once._last)
+    waiting.extend([1, 1, 1], np.ones(3, np.int64))
+    waiting.clear()
+    assert not len(proposals(waiting, 3).rows) and stored_chunks(waiting) == 0
