@@ -21,7 +21,7 @@ from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.oversight import MonitoredPolicy
 from rlhfspec_mega.planning.strategy import CalibratedPolicy
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
-from rlhfspec_mega.rollout.torch_engine.profile import ScriptedPolicy, profile
+from rlhfspec_mega.rollout.torch_engine.profile import ScriptedPolicy, profile, rehearse
 from rlhfspec_mega.sampling.noise import sample_seed
 from rlhfspec_mega.types import DECODE_MODES, GenerationRequest, TensorInfo, WeightTarget
 
@@ -93,9 +93,12 @@ class Bench:
         key = contender.name, temperature
         if key not in self._overseen:
             assert contender.make is not None
-            policy = contender.make(AcceptanceModel(), self.cost_model())
-            if isinstance(policy, CalibratedPolicy):
-                policy.recalls = self._history
+            policy, rehearsed = (contender.make(AcceptanceModel(), self.cost_model()) for _ in range(2))
+            for one in (policy, rehearsed):
+                if isinstance(one, CalibratedPolicy):
+                    one.recalls = self._history
+            self.engine.history = History(SLOTS, HISTORY_TOKENS) if self._history else None
+            rehearse(self.engine, rehearsed)
             self._overseen[key] = MonitoredPolicy(policy, collapse_ratio=0.5, stops=False)
         return self._overseen[key]
 

@@ -33,7 +33,9 @@ FOLLOWED_GAIN = 0.97  # of drafting, below which it is not expected to pay again
 FOLLOWED_BEFORE = 64  # steps before a trial
 TRIAL_STEPS = 4  # of a mode that is not in use
 TRIAL_SHARE = 0.005  # share of the time that the trials of a mode may lose
-FIRST_TRIALS = 10  # the first one may lose so many times that share, the next ones less and less
+# By mode, how many times that share the first trial may lose; the next ones lose less and less. History is short at
+# first, and then soon gives more. Of drafting there are forecasts, and of plain steps the gain is known to be about 1.
+FIRST_TRIALS = (1, 10, 4)
 LEAST_LOST = 0.2  # plain steps' time that a trial is taken to lose at least
 TRIAL_AT_LATEST = 5000  # steps after which a mode is tried whatever it loses
 # Plain steps in a row before one whose time is used. The first plain steps after drafting take longer (see
@@ -93,7 +95,9 @@ class ModeChoice:
         buckets = slice(batch_bucket(size) + 1)
         forecast = self._forecast_gains[buckets]
         tokens, work = (self._measured[buckets, DRAFTED]).T
-        gains = (tokens + FORECAST_WEIGHT * forecast * self._kept[0] / self._kept[1]) / (work + FORECAST_WEIGHT)
+        # At sizes that never came the forecast has the benefit of the doubt: what others kept is left out.
+        expected = forecast * np.where(self._aged[buckets] > 0.0, self._kept[0] / self._kept[1], 1.0)
+        gains = (tokens + FORECAST_WEIGHT * expected) / (work + FORECAST_WEIGHT)
         return bool(((forecast == 0.0) | (gains >= FOLLOWED_GAIN)).any())
 
     def rests(self, size: int) -> bool:
@@ -123,6 +127,8 @@ class ModeChoice:
             self._forecasts_until = self._steps + FORECAST_EVERY
             self._forecast.clear()
             self._rates.clear()
+        if usable:
+            self._forecast_smaller(step)
         gains = {mode: self.gain(step, mode) for mode in able}
         best = max(able, key=lambda mode: gains[mode] * (HYSTERESIS if mode == self._used[bucket] else 1.0))
         self._used[bucket] = best
@@ -247,6 +253,12 @@ class ModeChoice:
             )
         return self._rates[key] * step.plain_seconds / step.size
 
+    def _forecast_smaller(self, step: StepView) -> None:
+        """Forecast what drafting gives at sizes to which the batch will shrink, where nothing is known of it yet."""
+        for bucket in np.flatnonzero(self._forecast_gains[: batch_bucket(step.size)] == 0.0).tolist():
+            smaller = StepView(step.batch.first(2**bucket), self._cost)
+            self._forecast_gains[bucket] = self._forecast_gain(smaller)
+
     def _reading_seconds(self, record: StepRecord) -> float:
         """Seconds that the draft took to read what plain steps had left unread: later steps have them, too."""
         batch = record.batch
@@ -267,8 +279,8 @@ class ModeChoice:
 
     def _plan_trial(self, mode: int, lost: float) -> None:
         """Try a mode when a trial that loses the time of so many plain steps is a small share of the time; the first
-        trials, which tell most, come sooner. Of plain steps the gain is known to be about 1."""
-        share = TRIAL_SHARE * (1.0 if mode == PLAIN else max(1.0, FIRST_TRIALS / (1 + self._trials[mode])))
+        trials, which tell most, come sooner."""
+        share = TRIAL_SHARE * max(1.0, FIRST_TRIALS[mode] / (1 + self._trials[mode]))
         self._due[mode] = self._steps + min(lost / share, TRIAL_AT_LATEST)
         self._trials[mode] += 1
 

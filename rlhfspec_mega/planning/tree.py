@@ -58,6 +58,18 @@ class Batch:
     def kv_tokens(self) -> int:
         return int(self.lengths.sum())
 
+    def first(self, size: int) -> Batch:
+        """The first samples alone, when the draft has read all but their newest tokens."""
+        some = slice(size)
+        return Batch(
+            lengths=self.lengths[some],
+            generated=self.generated[some],
+            remaining=self.remaining[some],
+            temperatures=self.temperatures[some],
+            backlog=size,
+            samples=self.samples[some],
+        )
+
 
 @dataclass
 class DraftTree:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,14 +53,16 @@ class DraftingController:
         self._config, self._sizes = config, (shape.parameters, draft.parameters if draft else 0)
         self._deterministic, self._recalls = deterministic, recalls
         self._key = f"format {FORMAT}, {machine}, {draft}"
-        self._measured = deterministic
+        self._measured, self._rehearsed = deterministic, False
         self._set_models()
         known = not deterministic and isinstance(state, dict) and state.get("key") == self._key
         if known:
             self._measured = state["measured"]
             self._cost.load_state_dict(state["cost"])
             self._acceptance.load_state_dict(state["acceptance"])
-        self.policy = MonitoredPolicy(self._decide(), config.collapse_ratio, not deterministic, temperature)
+        self.policy = MonitoredPolicy(
+            self._decide(self._acceptance, self._cost), config.collapse_ratio, not deterministic, temperature
+        )
         if known:
             self.policy.watch.usual = state["usual"]
             if self._modes and state["modes"]:
@@ -74,22 +77,29 @@ class DraftingController:
         policy = self.policy.policy
         return policy.modes if isinstance(policy, CalibratedPolicy) else None
 
-    def _decide(self) -> DraftingPolicy:
-        policy = make_policy(self._config, self._acceptance, self._cost)
+    def _decide(self, acceptance: AcceptanceModel, cost: CostModel) -> DraftingPolicy:
+        policy = make_policy(self._config, acceptance, cost)
         assert policy is not None, "an engine that speculates has a drafting policy"
         if isinstance(policy, CalibratedPolicy):
             policy.recalls = self._recalls
         return policy
 
-    def prepare(self, measure: Callable[[], Sequence[StepCost]]) -> None:
-        """Prepare an idle engine for samples: measure costs, once, or under `deterministic` reset the models."""
+    def prepare(self, measure: Callable[[], Sequence[StepCost]], rehearse: Callable[[DraftingPolicy], None]) -> None:
+        """Prepare an idle engine for samples: measure costs and rehearse, once, or under `deterministic` reset models.
+
+        Args:
+            rehearse: decodes with a policy that learns for nothing.
+        """
         if not self._measured:
             self._measured = True
             if costs := measure():
                 self._cost.fit(costs)
-        elif self._deterministic:
+        if self._deterministic:
             self._set_models()
-            self.policy.replace_policy(self._decide())
+            self.policy.replace_policy(self._decide(self._acceptance, self._cost))
+        elif not self._rehearsed:
+            self._rehearsed = True
+            rehearse(self._decide(AcceptanceModel(), copy.deepcopy(self._cost)))
 
     def pace(self, slots: int, length: int, temperature: float) -> Throughput:
         """Decode throughput for samples of this many tokens, by batch size: measured, or else predicted.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rlhfspec_mega.planning.rollout_state import Throughput
 from rlhfspec_mega.rollout.migration.messages import MigrationOrders
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
-from rlhfspec_mega.rollout.torch_engine.profile import profile, profile_plain
+from rlhfspec_mega.rollout.torch_engine.profile import profile, profile_plain, rehearse
 from rlhfspec_mega.types import DraftingTally, EngineReport, FinishedText
 from rlhfspec_mega.workers.drafting import DraftingController
 from rlhfspec_mega.workers.plain_pace import MeanSampleLength, PlainDecodingCost
@@ -111,7 +112,7 @@ class TorchEngineWorker(EngineWorker):
             assert self.engine.idle, "under trainer.deterministic an engine has one share of samples at a time"
             self.engine.restart_history(self._shared_texts)
         if self._drafting and self.engine.idle and (self.engine.speculates or self._shared_texts):
-            self._drafting.prepare(lambda: profile(self.engine))
+            self._drafting.prepare(lambda: profile(self.engine), partial(rehearse, self.engine))
 
     def pace(self, temperature: float) -> Throughput:
         """Predicted throughput from current costs and acceptance, for samples of the usual length."""

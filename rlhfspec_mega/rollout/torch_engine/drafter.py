@@ -133,7 +133,8 @@ class Drafter:
 
     def tap(self, batch: int) -> Features | None:
         """What keeps the target's states in a step, if any of the first samples is followed."""
-        return Features(self.model.shape.taps) if self.unread.followed(batch).any() else None
+        unread = self.unread
+        return Features(self.model.shape.taps) if unread.following and unread.followed(batch).any() else None
 
     def follows_most(self, batch: int) -> bool:
         """Whether nearly all of the first samples are followed."""
@@ -195,7 +196,7 @@ class Drafter:
 
     def make_room(self, batch: int) -> None:
         """Read all tokens if a slot might not have room for those of another step; then nothing can be drafted."""
-        if self.unread.counts[:batch].max(initial=0) >= BACKLOG:
+        if self.unread.following and self.unread.counts[:batch].max(initial=0) >= BACKLOG:
             self._read_unread(self.unread.counts[:batch].copy())
 
     def grow(self, batch: Batch, slots: SlotState, noise: StepNoise, depth: int) -> GrownTree:

@@ -1,4 +1,4 @@
-"""Measures the cost of decode steps on this machine, with synthetic samples before the first real one."""
+"""Synthetic samples before the first real one: they measure the cost of decode steps, and rehearse decisions."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rlhfspec_mega.planning.acceptance import MATCH_CELLS
 from rlhfspec_mega.planning.cost import StepCost, step_cost
 from rlhfspec_mega.planning.modes import SETTLING
 from rlhfspec_mega.planning.nodes import index_within_row
+from rlhfspec_mega.planning.strategy import CalibratedPolicy
 from rlhfspec_mega.planning.tree import ROOT, Batch, DraftingPolicy, DraftTree, Ints, Recall, StepRecord
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.types import GenerationRequest
@@ -25,6 +26,8 @@ REPEATS = 3  # measurements of a step, of which the median is used
 PROMPT_TOKENS = (16, 192)
 LONG_SIZES = 3  # batch sizes that are measured with long prompts, too: one number says what a token of KV costs
 KINDS_AT_ONCE = 4  # kinds of steps with the largest trees for which the same samples are decoded, where they fit
+
+REHEARSED, REHEARSED_TOKENS = 2, 24  # samples and response tokens of a rehearsal
 
 
 class Shape(NamedTuple):
@@ -167,6 +170,27 @@ def profile_plain(engine: TorchEngine, seconds: float = PLAIN_SECONDS) -> list[S
         _forget(engine)
         engine.history = history
     return measured
+
+
+def rehearse(engine: TorchEngine, policy: DraftingPolicy) -> None:
+    """Decode synthetic samples with a policy that is not used any more afterwards.
+
+    Whatever its decisions compile, or load, is there by then. Otherwise the first drafted steps of a run would take ten
+    times as long as later ones, and drafting would be judged by them.
+    """
+    own, history = engine.policy, engine.history
+    if isinstance(policy, CalibratedPolicy) and policy.modes:
+        policy.modes.forget_draft()  # then the first steps try it
+    engine.policy, engine.history = policy, History(REHEARSED, 1) if history else None
+    try:
+        for _ in range(2):  # the second time there is history of the same samples
+            engine.submit(_made_up(engine, REHEARSED, PROMPT_TOKENS[0], REHEARSED_TOKENS))
+            while not engine.idle:
+                engine.poll(0)
+    finally:
+        _forget(engine)
+        assert own is not None
+        engine.policy, engine.history = own, history
 
 
 def _forget(engine: TorchEngine) -> None:

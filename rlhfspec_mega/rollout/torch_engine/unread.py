@@ -63,6 +63,7 @@ class Unread:
         width: features of a token.
 
     Attributes:
+        following: number of slots whose samples are followed.
         counts: int64 on the host [slots], unread tokens; 0 for slots that are not followed.
         features: [slots, most, width], of the first counts[i] tokens of slot i, once `gather` was called.
         tokens: int64 [slots, most], the same.
@@ -72,6 +73,7 @@ class Unread:
         self.features = torch.zeros(slots, most, width, dtype=dtype, device=device)
         self.tokens = torch.zeros(slots, most, dtype=torch.int64, device=device)
         self.counts = np.zeros(slots, np.int64)
+        self.following = 0
         self._numbers = np.full(slots, NOBODY)
         self._given = 0  # numbers so far
         self._steps: list[_Step] = []
@@ -80,6 +82,8 @@ class Unread:
 
     def begin(self, slot: int, features: torch.Tensor, tokens: Sequence[int]) -> None:
         """Follow the sample in a slot, whose last tokens are unread; `features` [n, width] are theirs."""
+        self.end(slot)
+        self.following += 1
         self._numbers[slot], self._given = self._given, self._given + 1
         self.counts[slot] = count = len(features)
         if count:
@@ -88,6 +92,8 @@ class Unread:
 
     def end(self, slot: int) -> None:
         """Follow the sample in a slot no more."""
+        if self._numbers[slot] != NOBODY:
+            self.following -= 1
         self._numbers[slot], self.counts[slot] = NOBODY, 0
 
     def followed(self, batch: int) -> np.ndarray:
@@ -96,12 +102,16 @@ class Unread:
 
     def move(self, source: int, target: int) -> None:
         """The sample in slot `source` goes on in slot `target`."""
+        self.end(target)
+        if self._numbers[source] == NOBODY:
+            return
         count = int(self.counts[source])
         if count:
             for values in (self.features, self.tokens):
                 values[target, :count] = values[source, :count]
         for array in (self.counts, self._numbers):
             array[target] = array[source]
+        self.following += 1
         self.end(source)
 
     def add(self, states: list[torch.Tensor], taken: Bools | None, tokens: Ints, counts: Ints) -> None:
