@@ -36,7 +36,8 @@ TRIAL_SHARE = 0.005  # share of the time that the trials of a mode may lose
 # By mode, how many times that share the first trial may lose; the next ones lose less and less. History is short at
 # first, and then soon gives more. Of drafting there are forecasts, and of plain steps the gain is known to be about 1.
 FIRST_TRIALS = (1, 10, 4)
-LEAST_LOST = 0.2  # plain steps' time that a trial is taken to lose at least
+# By mode, plain steps' time that a trial is taken to lose at least. Controls (`oversight`) are plain steps, too.
+LEAST_LOST = (2.0, 0.2, 0.2)
 TRIAL_AT_LATEST = 5000  # steps after which a mode is tried whatever it loses
 # Plain steps in a row before one whose time is used. The first plain steps after drafting take longer (see
 # `oversight.CONTROL_STEPS`); by them drafting would look better than it is.
@@ -270,12 +271,12 @@ class ModeChoice:
     def _trial_is_due(self, mode: int, slower: float) -> bool:
         if mode not in self._due:
             unknown = mode == RECALLED and not self._overall[mode, 1]
-            self._plan_trial(mode, 0.0 if unknown else TRIAL_STEPS * slower)
+            self._plan_trial(mode, 0.0 if unknown else max(TRIAL_STEPS * slower, LEAST_LOST[mode]))
         return self._steps >= self._due[mode]
 
     def _end_trial(self) -> None:
         self._left = 0
-        self._plan_trial(self._trial, max(self._lost, LEAST_LOST))
+        self._plan_trial(self._trial, max(self._lost, LEAST_LOST[self._trial]))
 
     def _plan_trial(self, mode: int, lost: float) -> None:
         """Try a mode when a trial that loses the time of so many plain steps is a small share of the time; the first
