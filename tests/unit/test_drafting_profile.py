@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
+from rlhfspec_mega.planning.strategy import Adaptive
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
-from rlhfspec_mega.rollout.torch_engine.profile import CATCHING_UP, SHAPES, profile
+from rlhfspec_mega.rollout.torch_engine.profile import CATCHING_UP, SHAPES, profile, rehearse
+from rlhfspec_mega.types import DECODE_MODES
 from tests.near_tie import assert_same
 from tests.random_trees import RandomTrees
 from tests.unit.test_speculation import make_engine
@@ -66,3 +70,17 @@ def test_an_engine_without_a_draft_model_is_profiled_with_made_up_proposals(alon
 
 def test_a_profile_ends_when_its_time_is_up() -> None:
     assert profile(make_engine(RandomTrees(0), slots=4), seconds=0.0) == []
+
+
+def test_a_rehearsal_drafts_in_both_ways_and_leaves_no_trace(alone) -> None:
+    """So that nothing is compiled, or loaded, in the first steps that count."""
+    engine = make_engine(RandomTrees(0, width=4, max_depth=6, max_nodes=24), slots=6, history_tokens=4096)
+    own, history, cost = engine.policy, engine.history, CostModel()
+    policy = Adaptive(AcceptanceModel(), cost)
+    policy.recalls = True
+    rehearse(engine, policy)
+    made = np.reshape(policy.modes.take_tally()[1], (-1, len(DECODE_MODES))).sum(axis=0)
+    assert (made[1:] > 0).all(), "steps with draft tokens from history, and some for which the draft model ran"
+    assert engine.idle and engine.policy is own and engine.history is history and history is not None
+    assert engine.stats()["decode_steps"] == 0 and not (history._store.chunks[:, 0] >= 0).any()
+    assert_same(alone, generate(engine, REQUESTS), REQUESTS, JUDGE)
