@@ -65,13 +65,15 @@ def step_cost(record: StepRecord) -> StepCost:
 class CostModel:
     """Predicts seconds of drafting and verification, from a profile and from every step since.
 
-        verify = curve(tokens) + b * batch + c * kv_tokens + d * [any draft tokens]
+        plain  = plain_curve(batch) + a * kv_tokens
+        verify = curve(tokens) + b * batch + c * kv_tokens + d * [any draft tokens], with draft tokens at least `plain`
         draft  = first(backlog) + (depth - 1) * later(nodes per pass) + c * depth * kv_tokens
 
-    Curves are piecewise linear between knots (hat functions), so they can follow both the nearly straight line of a CPU
-    and the floor, knee, slope and steps of a GPU. Predictions are above 0 and never fall as tokens, backlog, nodes or
-    depth grow: curves are made monotone by isotonic regression, where values that were measured often change least, and
-    the other coefficients are kept at 0 or above.
+    Plain steps have a model of their own: what verification costs beside is not the same at every size, and gains are
+    measured in their seconds. Curves are piecewise linear between knots (hat functions), so they can follow both the
+    nearly straight line of a CPU and the floor, knee, slope and steps of a GPU. Predictions are above 0 and never fall
+    as tokens, backlog, nodes or depth grow: curves are made monotone by isotonic regression, where values that were
+    measured often change least, and the other coefficients are kept at 0 or above.
 
     Attributes:
         frozen: whether `observe` is ignored, for runs that must not depend on the clock.
@@ -119,19 +121,20 @@ class CostModel:
     def verify_seconds(self, batch: int, kv_tokens: int, tokens: int | Floats) -> Floats:
         """Seconds of a step without drafting. `tokens` may be an array of candidates; the result has its shape."""
         b, c, drafting = self._verify_rest
-        seconds = np.interp(tokens, self._verify_x, self._verify_y)
-        seconds = seconds + (b * batch + c * kv_tokens) + drafting * np.greater(tokens, batch)
-        return np.maximum(seconds, MIN_SECONDS)
+        plain = self.plain_seconds(batch, kv_tokens)
+        seconds = np.interp(tokens, self._verify_x, self._verify_y) + (b * batch + c * kv_tokens + drafting)
+        return np.where(np.greater(tokens, batch), np.maximum(seconds, plain), plain)
 
     def verify_seconds_up_to(self, batch: int, kv_tokens: int, count: int) -> Floats:
         """Seconds [count] of a step that verifies 0, 1, .. count - 1 draft tokens: `verify_seconds`, but quicker."""
         b, c, drafting = self._verify_rest
-        return _line(self._verify_x, self._verify_y, batch, count, b * batch + c * kv_tokens, drafting)
+        plain = self.plain_seconds(batch, kv_tokens)
+        return _line(self._verify_x, self._verify_y, batch, count, b * batch + c * kv_tokens + drafting, plain)
 
     def plain_seconds(self, batch: int, kv_tokens: int) -> float:
-        """Seconds of a plain step: `verify_seconds` of as many tokens as samples, in a fraction of the time."""
-        b, c, _ = self._verify_rest
-        return max(_interpolate(self._verify_xs, self._verify_line, batch) + b * batch + c * kv_tokens, MIN_SECONDS)
+        """Seconds of a plain step."""
+        (a,) = self._plain_rest
+        return max(_interpolate(self._verify_xs, self._plain_line, batch) + a * kv_tokens, MIN_SECONDS)
 
     def draft_seconds(
         self, batch: int, kv_tokens: int, backlog: int, depth: int | Floats, drafted: int | Floats
@@ -165,13 +168,17 @@ class CostModel:
     def fit(self, measurements: Sequence[StepCost]) -> None:
         """Replace what was learnt by a profile; the draft's costs are kept if the profile has none.
 
-        ValueError if it is empty.
+        Where it has no plain steps, all steps stand in for them. ValueError if it is empty.
         """
         if not measurements:
             raise ValueError("a cost model cannot be fitted to no measurements")
-        rows = np.array([self._verify_row(m.batch, m.kv_tokens, m.tokens) for m in measurements])
-        targets = np.maximum([m.verify_seconds for m in measurements], MIN_SECONDS)
-        self._verify.fit(rows, targets, _prior(rows, targets, [self._verify_knots]))
+        plain = [m for m in measurements if m.tokens == m.batch] or measurements
+        for some, row, regression in (
+            (plain, self._plain_row, self._plain),
+            (measurements, self._verify_row, self._verify),
+        ):
+            rows, targets = np.array([*map(row, some)]), np.maximum([m.verify_seconds for m in some], MIN_SECONDS)
+            regression.fit(rows, targets, _prior(rows, targets, [self._verify_knots]))
         drafts = [m for m in measurements if m.depth > 0]
         if drafts:
             rows = np.array([self._draft_row(m.batch, m.kv_tokens, m.backlog, m.depth, m.drafted) for m in drafts])
@@ -185,8 +192,9 @@ class CostModel:
         if self.frozen:
             return
         if step.verify_seconds > 0:
-            row = self._verify_row(step.batch, step.kv_tokens, step.tokens)
-            self._verify.observe(row, step.verify_seconds)
+            self._verify.observe(self._verify_row(step), step.verify_seconds)
+            if step.tokens == step.batch:
+                self._plain.observe(self._plain_row(step), step.verify_seconds)
             self._read_verify()
         if step.depth > 0 and step.draft_seconds > 0:
             row = self._draft_row(step.batch, step.kv_tokens, step.backlog, step.depth, step.drafted)
@@ -198,6 +206,7 @@ class CostModel:
         return {
             "verify_knots": self._verify_knots.tolist(),
             "draft_knots": self._draft_knots.tolist(),
+            "plain": self._plain.state_dict(),
             "verify": self._verify.state_dict(),
             "draft": self._draft.state_dict(),
         }
@@ -206,6 +215,7 @@ class CostModel:
         """Continue from a `state_dict`."""
         self._set_knots(state["verify_knots"], state["draft_knots"])
         self._set_curves(*DEFAULT_SECONDS)
+        self._plain.load_state_dict(state["plain"])
         self._verify.load_state_dict(state["verify"])
         self._draft.load_state_dict(state["draft"])
         self._read_verify()
@@ -222,16 +232,22 @@ class CostModel:
         """Set all curves to straight lines, from seconds per pass and per token."""
         target = target_pass + target_token * self._verify_knots
         draft = draft_pass + draft_token * self._draft_knots
+        self._plain = _weak_prior(np.append(target, np.zeros(1)), 1)
         self._verify = _weak_prior(np.append(target, np.zeros(3)), 3)
         self._draft = _weak_prior(np.concatenate((draft, draft, np.zeros(1))), 1)
         self._read_verify()
         self._read_draft()
 
-    def _verify_row(self, batch: int, kv_tokens: int, tokens: int) -> Floats:
-        count = len(self._verify_knots)
-        row = np.zeros(count + 3)
-        _set_hat_weights(row, 0, self._verify_knots, tokens, 1.0)
-        row[count:] = batch, kv_tokens, tokens > batch
+    def _plain_row(self, step: StepCost) -> Floats:
+        row = np.zeros(len(self._verify_knots) + 1)
+        _set_hat_weights(row, 0, self._verify_knots, step.tokens, 1.0)
+        row[-1] = step.kv_tokens
+        return row
+
+    def _verify_row(self, step: StepCost) -> Floats:
+        row = np.zeros(len(self._verify_knots) + 3)
+        _set_hat_weights(row, 0, self._verify_knots, step.tokens, 1.0)
+        row[-3:] = step.batch, step.kv_tokens, step.tokens > step.batch
         return row
 
     def _draft_row(self, batch: int, kv_tokens: int, backlog: int, depth: int, drafted: int) -> Floats:
@@ -245,8 +261,9 @@ class CostModel:
 
     def _read_verify(self) -> None:
         count = len(self._verify_knots)
+        self._plain_line = _monotone(self._verify_knots, self._plain, 0).tolist()
+        self._plain_rest = self._plain.coefficients[count:].tolist()
         self._verify_y = _monotone(self._verify_knots, self._verify, 0)
-        self._verify_line = self._verify_y.tolist()
         self._verify_rest = self._verify.coefficients[count:].tolist()
 
     def _read_draft(self) -> None:
@@ -257,10 +274,12 @@ class CostModel:
 
 
 @compiled
-def _line(xs: Floats, ys: Floats, first: int, count: int, added: float, drafting: float) -> Floats:
-    """Linear interpolation at first, first + 1, ..., below `FAR_KNOT`, and what is added to it."""
+def _line(xs: Floats, ys: Floats, first: int, count: int, added: float, plain: float) -> Floats:
+    """Linear interpolation at first, first + 1, ..., below `FAR_KNOT`, and what is added to it; `plain` at first."""
     found, right = np.empty(count), 0
-    for place in range(count):
+    if count:
+        found[0] = plain
+    for place in range(1, count):
         value = first + place
         while xs[right] < value:
             right += 1
@@ -268,7 +287,7 @@ def _line(xs: Floats, ys: Floats, first: int, count: int, added: float, drafting
         if right:
             share = (value - xs[right - 1]) / (xs[right] - xs[right - 1])
             seconds = ys[right - 1] + share * (ys[right] - ys[right - 1])
-        found[place] = max(seconds + added + (drafting if place else 0.0), MIN_SECONDS)
+        found[place] = max(seconds + added, plain)
     return found
 
 
