@@ -172,7 +172,7 @@ class CostModel:
         """
         if not measurements:
             raise ValueError("a cost model cannot be fitted to no measurements")
-        plain = [m for m in measurements if m.tokens == m.batch] or measurements
+        plain = [m for m in measurements if _is_plain(m)] or measurements
         for some, row, regression in (
             (plain, self._plain_row, self._plain),
             (measurements, self._verify_row, self._verify),
@@ -192,9 +192,11 @@ class CostModel:
         if self.frozen:
             return
         if step.verify_seconds > 0:
-            self._verify.observe(self._verify_row(step), step.verify_seconds)
-            if step.tokens == step.batch:
+            scale = self._verify.observe(self._verify_row(step), step.verify_seconds)
+            if _is_plain(step):
                 self._plain.observe(self._plain_row(step), step.verify_seconds)
+            else:  # plain steps are seldom seen while drafting; a machine that has become slower is slower at them, too
+                self._plain.coefficients *= scale
             self._read_verify()
         if step.depth > 0 and step.draft_seconds > 0:
             row = self._draft_row(step.batch, step.kv_tokens, step.backlog, step.depth, step.drafted)
@@ -271,6 +273,11 @@ class CostModel:
         self._first_y, self._later_y = (_monotone(self._draft_knots, self._draft, start) for start in (0, count))
         self._draft_lines = self._first_y.tolist(), self._later_y.tolist()
         self._draft_rest = self._draft.coefficients[2 * count :].tolist()
+
+
+def _is_plain(step: StepCost) -> bool:
+    """Whether nothing was drafted: a step whose draft tokens were all dropped takes longer."""
+    return step.tokens == step.batch and step.depth == 0
 
 
 @compiled

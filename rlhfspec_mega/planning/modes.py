@@ -43,7 +43,7 @@ TRIAL_AT_LATEST = 5000  # steps after which a mode is tried whatever it loses
 # `oversight.CONTROL_STEPS`); by them drafting would look better than it is.
 SETTLING = 3
 
-_SAVED = ("measured", "overall", "kept", "forecast_gains")  # arrays of ModeChoice
+_SAVED = ("measured", "overall", "kept", "forecast_gains", "came")  # arrays of ModeChoice
 
 
 class ModeChoice:
@@ -69,10 +69,11 @@ class ModeChoice:
         self._forecast = Forecast(acceptance, width, depth)
         self._depth = depth
         self._rates: dict[tuple[int, float | None], float] = {}  # forecasts by batch size and temperature
-        self._forecasts_until = FORECAST_EVERY
+        self._forecasts_until, self._looked_ahead = FORECAST_EVERY, 0
         modes = len(DECODE_MODES)
         self._measured = np.zeros((BATCH_BUCKETS, modes, 2))  # decayed sums of tokens and time; see above
         self._aged = np.zeros(BATCH_BUCKETS)  # steps when they last got older
+        self._came = np.zeros(BATCH_BUCKETS, np.bool_)  # whether drafting was looked at for a batch of this size
         self._overall = np.zeros((modes, 2))
         self._forecast_gains = np.zeros(BATCH_BUCKETS)  # of drafting, when last looked at
         self._kept = np.full(2, FORECAST_WEIGHT)  # decayed sums: what drafting gave, and what was forecast for it
@@ -97,7 +98,7 @@ class ModeChoice:
         forecast = self._forecast_gains[buckets]
         tokens, work = (self._measured[buckets, DRAFTED]).T
         # At sizes that never came the forecast has the benefit of the doubt: what others kept is left out.
-        expected = forecast * np.where(self._aged[buckets] > 0.0, self._kept[0] / self._kept[1], 1.0)
+        expected = forecast * np.where(self._came[buckets], self._kept[0] / self._kept[1], 1.0)
         gains = (tokens + FORECAST_WEIGHT * expected) / (work + FORECAST_WEIGHT)
         return bool(((forecast == 0.0) | (gains >= FOLLOWED_GAIN)).any())
 
@@ -129,6 +130,7 @@ class ModeChoice:
             self._forecast.clear()
             self._rates.clear()
         if usable:
+            self._came[bucket] = True
             self._forecast_smaller(step)
         gains = {mode: self.gain(step, mode) for mode in able}
         best = max(able, key=lambda mode: gains[mode] * (HYSTERESIS if mode == self._used[bucket] else 1.0))
@@ -219,6 +221,7 @@ class ModeChoice:
     def forget_draft(self) -> None:
         """The draft is another one: what drafting gave says nothing any more, and it is tried at once."""
         self._measured[:, DRAFTED], self._overall[DRAFTED], self._kept[:] = 0.0, 0.0, FORECAST_WEIGHT
+        self._forecast_gains[:], self._came[:] = 0.0, False
         self._due[DRAFTED], self._trials[DRAFTED], self._held_until = self._steps, 0, self._steps
 
     def take_tally(self) -> tuple[list[float], list[float]]:
@@ -255,8 +258,11 @@ class ModeChoice:
         return self._rates[key] * step.plain_seconds / step.size
 
     def _forecast_smaller(self, step: StepView) -> None:
-        """Forecast what drafting gives at sizes to which the batch will shrink, where nothing is known of it yet."""
-        for bucket in np.flatnonzero(self._forecast_gains[: batch_bucket(step.size)] == 0.0).tolist():
+        """Forecast what drafting gives at sizes to which the batch will shrink and that have not come yet."""
+        if self._looked_ahead == self._forecasts_until:
+            return
+        self._looked_ahead = self._forecasts_until
+        for bucket in np.flatnonzero(~self._came[: batch_bucket(step.size)]).tolist():
             smaller = StepView(step.batch.first(2**bucket), self._cost)
             self._forecast_gains[bucket] = self._forecast_gain(smaller)
 

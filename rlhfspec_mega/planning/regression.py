@@ -65,8 +65,11 @@ class RecursiveRegression:
         """Variances of the coefficients: large for those that few observations determine."""
         return self._covariance.diagonal()
 
-    def observe(self, row: Floats, target: float) -> None:
-        """Learn from one observation: a row with some entry above 0, and its target above 0."""
+    def observe(self, row: Floats, target: float) -> float:
+        """Learn from one observation: a row with some entry above 0, and its target above 0.
+
+        Returns the factor by which all coefficients were multiplied before.
+        """
         self._count += 1
         coefficients = self.coefficients
         predicted = max(float(row @ coefficients), 0.1 * target)
@@ -83,6 +86,7 @@ class RecursiveRegression:
         for at in range(len(coefficients))[self._nonnegative]:
             if coefficients[at] < 0.0:
                 coefficients[at] = 0.0
+        return scale
 
     def _clipped(self, error: float) -> float:
         limit = CLIP * self._usual_error

@@ -223,9 +223,7 @@ def test_gains_that_were_measured_count_instead_of_forecasts(recalled: float, dr
     overall = np.zeros((len(DECODE_MODES), 2))
     overall[RECALLED] = 1e6 * recalled, 1e6
     kept = np.ones(2)
-    modes.load_state_dict(
-        {"measured": measured, "overall": overall, "kept": kept, "forecast_gains": np.zeros(BATCH_BUCKETS)}
-    )
+    modes.load_state_dict(modes.state_dict() | {"measured": measured, "overall": overall, "kept": kept})
     plain = throughput_of(cost, None, **given)
     forecast = throughput_of(cost, acceptance, **given)
     found = throughput_of(cost, acceptance, modes=modes, **given)
