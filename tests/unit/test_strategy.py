@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -37,7 +36,7 @@ def cost_of(per_pass: float, per_token: float, draft_pass: float, draft_token: f
     """A frozen model of straight lines, without any extra price of drafting."""
     steps = []
     for batch in (1, 2, 4, 8, 16, 32, 64):
-        for n, length in itertools.product((0, 1, 3, 7, 15), (100, 400)):
+        for n, length in product((0, 1, 3, 7, 15), (100, 400)):
             depth, drafted = min(n, 8), batch * max(min(n, 8) - 1, 0)
             drafting = draft_pass * depth + draft_token * (2 * batch + drafted)
             verify = per_pass + per_token * batch * (1 + n)
