@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.paired import Interval, ratio_interval
 from benchmarks.samples import load_target, word_prompts, words_target
-from benchmarks.sglang_engines import DEVICE, PORTABLE, decode, ours, save, settings, started, stock
+from benchmarks.sglang_engines import DEVICE, GRAPHS, PORTABLE, decode, ours, save, settings, started, stock
 from rlhfspec_mega.bootstrap.start import first_draft
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.model_shape import model_shape
@@ -57,8 +57,6 @@ DECAY, SCALE, LONGEST = 256, 2.0, 800  # samples of the decay, its lengths over 
 UNSEEDED, OFF, OURS, OURS_TREES = "stock plain", "ours, plain", "ours, adaptive", "ours, adaptive trees"
 FIXED = {3: "stock fixed n=3", 7: "stock fixed n=7"}
 REJECTING, ADAPTIVE = "stock fixed n=3, rejection sampling", "stock adaptive"
-# Batches that graphs are made of, the same for all: each takes time to start, in every state of every engine.
-GRAPHS = {"cuda_graph_bs_decode": [1, 2, 4, 8, 16, 32, 64, 128, 192, 256], "disable_prefill_cuda_graph": True}
 POSITIONS, ROOM = 960, 300_000  # of a sample, and tokens of all samples of an engine
 CHAINS = DraftShapes((0, 1, 3, 7), 7)  # to choose from: those of SGLang's own adaptive rule
 TREES = trees(16, 5, 4)
@@ -216,7 +214,8 @@ def curve(out: Path) -> dict[str, Any]:
     if missing := [length for length in LENGTHS if length not in found]:
         work = out / f"files.{time.time_ns()}"
         work.mkdir(parents=True)
-        chosen = settings(model, draft, slots=SLOTS, max_positions=max(LENGTHS) + 64, memory=0.85, shapes=CHAINS)
+        longest, options = max(LENGTHS) + 64, PORTABLE | GRAPHS
+        chosen = settings(model, draft, slots=SLOTS, max_positions=longest, memory=0.85, shapes=CHAINS, options=options)
         engine = started(lambda: start(chosen, work))
         control = DraftingControl(engine, work)
         for length in missing:
@@ -257,7 +256,7 @@ def updates(out: Path, repeats: int) -> dict[str, Any]:
     model, _, shape = shapes_of_8b(out / "8b")
     work = out / f"files.{time.time_ns()}"
     work.mkdir(parents=True)
-    chosen = settings(model, None, memory=0.4, max_positions=POSITIONS)
+    chosen = settings(model, None, memory=0.4, max_positions=POSITIONS, options=PORTABLE | GRAPHS)
     made, found = SGLangEngine(started(lambda: start(chosen, work)), chosen.slots, chosen.max_positions), []
     infos = [replace(info, dtype="bfloat16") for info in mapping_for(shape.architecture).hf_tensors(shape)]
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -269,7 +268,7 @@ def updates(out: Path, repeats: int) -> dict[str, Any]:
             made.update_weights([(name, 0, tensor.flatten())])
         made.end_update(number)
         found.append(time.perf_counter() - begun)
-    return {"seconds": found[1:], "first": found[0], "parameters": shape.parameters, "options": PORTABLE}
+    return {"seconds": found[1:], "first": found[0], "parameters": shape.parameters, "options": chosen.options}
 
 
 def main() -> None:

@@ -31,6 +31,22 @@ from rlhfspec_mega.types import GenerationRequest, GenerationResult, WeightTarge
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Kernels that need no package beside SGLang's own; on a CPU the engine chooses.
 PORTABLE: dict[str, Any] = {"attention_backend": "triton", "grammar_backend": "none"} if DEVICE == "cuda" else {}
+# Graphs of few sizes, the same for all engines that are compared: each takes time to start, for every number of draft
+# tokens.
+GRAPHS: dict[str, Any] = {
+    "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 32, 64, 128, 192, 256],
+    "disable_prefill_cuda_graph": True,
+}
+# A quick start on a GPU that several engines share: SGLang takes memory that others take meanwhile for its own weights,
+# unless it may take nearly all, so that tokens limit the KV instead.
+SHARED_GPU: dict[str, Any] = {}
+if DEVICE == "cuda":
+    SHARED_GPU = PORTABLE | {
+        "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 32],
+        "disable_prefill_cuda_graph": True,
+        "mem_fraction_static": 0.9,
+        "max_total_tokens": 65536,
+    }
 NOBODY = "nobody"  # a plug-in that is not there: SGLang loads none
 _numbers = itertools.count()
 _engines: list[Any] = []
@@ -50,7 +66,7 @@ def settings(model: Path, draft: Path | None, **given: Any) -> launch.EngineSett
         "memory": 0.1,
         "sleeps": False,
         "device": DEVICE,
-        "options": PORTABLE,
+        "options": SHARED_GPU,
     }
     return launch.EngineSettings(model=model, draft=draft, **(usual | given))
 
@@ -82,8 +98,8 @@ def _costs(engine: Any, chosen: launch.EngineSettings, control: DraftingControl)
 
 def stock(arguments: dict[str, Any]) -> Any:
     """An `sglang.Engine` as SGLang ships it."""
+    launch.load_few_models()
     if DEVICE == "cpu" and cpu_kernels.prepare():
-        launch.load_few_models()
         cpu_kernels.allow_attention()
     import sglang
 

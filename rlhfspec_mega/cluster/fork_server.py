@@ -124,14 +124,19 @@ class ForkServer:
             socket.send_fds(self._socket, [json.dumps(message).encode()], descriptors)
 
 
-_servers: dict[int, ForkServer] = {}  # of this process, by threads
+_servers: dict[tuple[int, bool], ForkServer] = {}  # of this process, by threads and whether workers see GPUs
 
 
 def fork_server(threads: int, environment: Mapping[str, str]) -> ForkServer:
-    """The server of this process whose libraries are loaded for so many threads; clusters share it."""
-    server = _servers.get(threads)
+    """The server of this process whose libraries are loaded for so many threads; clusters share it.
+
+    Workers that see GPUs have one of their own: what others import may look for GPUs, after which no process that is
+    forked can use one.
+    """
+    key = threads, bool(environment.get("CUDA_VISIBLE_DEVICES"))
+    server = _servers.get(key)
     if server is None or not server.alive:
-        server = _servers[threads] = ForkServer(environment)
+        server = _servers[key] = ForkServer(environment)
     return server
 
 

@@ -44,7 +44,7 @@ class Beside:
         config = load_config([placement, f"rollout.temperature={TEMPERATURE}", *sizes, *options])
         shape = read_shape(directory)
         setup = Setup(config, derive_sizes(config, shape), shape, run_dir, 1, reference=directory)
-        limits: dict[str, Any] = {"call_timeout": 60.0, "start_timeout": 60.0, "heartbeat_timeout": 60.0}
+        limits: dict[str, Any] = {"call_timeout": 60.0, "start_timeout": 180.0, "heartbeat_timeout": 60.0}
         self.cluster = LocalCluster(
             run_dir / "logs", threads=1, use_gpus=setup.device == "cuda", max_restarts=max_restarts, **limits
         )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from benchmarks.samples import load_target, word_prompts
-from benchmarks.sglang_engines import DEVICE, PORTABLE, finish, ours, send, settings
+from benchmarks.sglang_engines import DEVICE, SHARED_GPU, finish, ours, send, settings
 from rlhfspec_mega.config.schema.generation import RolloutConfig, SGLangConfig, SpeculationConfig
 from rlhfspec_mega.draft.directory import load_target_ids, read_draft_shape
 from rlhfspec_mega.draft.shape import DraftShape
@@ -90,7 +90,7 @@ def worker(made: tuple[Path, Path], drafts: bool = True, **sglang: Any) -> SGLan
         max_prompt_tokens=150,
         max_new_tokens=150,
         chunked_prefill_size=8192,
-        sglang=SGLangConfig(**({"engine_kwargs": PORTABLE} | sglang)),
+        sglang=SGLangConfig(**({"engine_kwargs": SHARED_GPU} | sglang)),
     )
     memory, draft = (0.1 if DEVICE == "cuda" else None), made[1] if drafts else None
     shape = read_shape(made[0])

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks.sglang_engines import DEVICE, PORTABLE, send
+from benchmarks.sglang_engines import DEVICE, SHARED_GPU, send
 from rlhfspec_mega.cluster.interface import WorkerSpec
 from rlhfspec_mega.cluster.local import LocalCluster
 from rlhfspec_mega.cluster.supervised import Group
@@ -92,7 +92,7 @@ def test_no_sample_is_lost(
         max_running_requests=8,
         max_prompt_tokens=150,
         max_new_tokens=150,
-        sglang=SGLangConfig(engine_kwargs=PORTABLE),
+        sglang=SGLangConfig(engine_kwargs=SHARED_GPU),
     )
     memory = 0.1 if DEVICE == "cuda" else None
     arguments = {

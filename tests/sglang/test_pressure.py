@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.sglang_engines import PORTABLE, finish, ours, settings
+from benchmarks.sglang_engines import SHARED_GPU, finish, ours, settings
 from rlhfspec_mega.rollout.sglang_engine.choice import NOT_FIXED
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, chains, trees
 from rlhfspec_mega.types import GenerationRequest, GenerationResult
@@ -34,7 +34,7 @@ def test_retraction(
 ) -> None:
     # What forked processes write goes elsewhere.
     monkeypatch.setattr("sglang.srt.entrypoints.engine.mp", multiprocessing)
-    engine, control = ours(settings(*made, **FP32, shapes=shapes, options=PORTABLE | TIGHT), tmp_path / "engine")
+    engine, control = ours(settings(*made, **FP32, shapes=shapes, options=SHARED_GPU | TIGHT), tmp_path / "engine")
     assert control is not None
     for count in (NOT_FIXED, 0, shapes.counts[-1]):
         control.force(count)

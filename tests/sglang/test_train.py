@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks.sglang_engines import DEVICE, PORTABLE
+from benchmarks.sglang_engines import DEVICE, SHARED_GPU
 from rlhfspec_mega.sampling.noise import sample_seed
 from rlhfspec_mega.types import GenerationRequest
 from tests.e2e.conftest import marked, small_run, start
@@ -29,7 +29,7 @@ STEPS = 3
 def options(made: tuple[Path, Path], output: Path, name: str, *more: str) -> list[str]:
     """A small run with a trained model and its draft, which is refreshed after every step."""
     place = ("cluster=1n1g", "actor.tensor_parallel=1") if DEVICE == "cuda" else ()
-    portable = [f"+rollout.sglang.engine_kwargs.{key}={value}" for key, value in PORTABLE.items()]
+    portable = [f"+rollout.sglang.engine_kwargs.{key}={value}" for key, value in SHARED_GPU.items()]
     return small_run(
         made[0],
         output,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.sglang_engines import DEVICE, finish, ours, send, settings
+from benchmarks.sglang_engines import DEVICE, SHARED_GPU, finish, ours, send, settings
 from rlhfspec_mega.draft.directory import load_target_ids, read_draft_shape, write_draft
 from rlhfspec_mega.draft.shape import draft_tensors
 from rlhfspec_mega.models.hf_config import read_shape
@@ -48,7 +48,8 @@ def test_sleep(made: tuple[Path, Path], requests: list[GenerationRequest]) -> No
 
     On a CPU what was given back is filled with what is no number: a read of it would show.
     """
-    one = worker(made)
+    much = {"max_total_tokens": 4_000_000} if DEVICE == "cuda" else {}
+    one = worker(made, engine_kwargs=SHARED_GPU | much)
     control = one.controller.control
     assert control is not None
     control.force(3)  # the number that pays depends on the clock

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks.sglang_engines import DEVICE, PORTABLE, finish, send, started
+from benchmarks.sglang_engines import DEVICE, SHARED_GPU, finish, send, started
 from rlhfspec_mega.config.schema.generation import RolloutConfig, SGLangConfig, SpeculationConfig
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.hf_config import read_shape
@@ -45,7 +45,7 @@ def make(made: tuple[Path, Path], **options: Any) -> SGLangEngineWorker:
         max_prompt_tokens=PROMPT,
         max_new_tokens=NEW,
         chunked_prefill_size=CHUNK,
-        sglang=SGLangConfig(engine_kwargs=PORTABLE | options),
+        sglang=SGLangConfig(engine_kwargs=SHARED_GPU | options),
     )
     drafting, shape = SpeculationConfig(policy="adaptive", max_num_steps=3), read_shape(made[0])
     memory = 0.1 if DEVICE == "cuda" else None
