@@ -53,7 +53,8 @@ run() {
     updates | curve) "$python" -m benchmarks.gpu_generation "$1" --out "$out" ;;
     speed) "$python" -m benchmarks.gpu_generation speed --out "$out" --model "${SPEED_MODEL:-tiny}" ;;
     generation)
-        "$python" -m benchmarks.generation --quick --device cuda --dtype bfloat16 --out "$out/gpu_generation.json"
+        "$python" -m benchmarks.generation --quick --rows-only --device cuda --dtype bfloat16 \
+            --out "$out/gpu_generation.json"
         ;;
     *)
         echo "gpu_check: there is no stage '$1'; see the head of tools/gpu_check.sh" >&2
