@@ -57,7 +57,8 @@ def test_a_mutation_is_noticed(mutation: str, tmp_path: Path) -> None:
     indented = "".join(f"    {line}\n" for line in MUTATIONS[mutation].strip().splitlines())
     (tmp_path / "sitecustomize.py").write_text(IN_SCHEDULERS + indented)
     stand_ins = [str(PACKAGES)] if DEVICE == "cpu" else []
-    path = os.pathsep.join([str(tmp_path), str(ROOT), *stand_ins])
+    given = filter(None, [os.environ.get("PYTHONPATH")])  # SGLang itself, where it is not installed
+    path = os.pathsep.join([str(tmp_path), str(ROOT), *stand_ins, *given])
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", NOTICED_BY[mutation][0]]
     with (tmp_path / "log").open("wb") as log:  # on a GPU, a scheduler that does not start takes its parent along
         status = subprocess.run(

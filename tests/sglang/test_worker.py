@@ -242,7 +242,8 @@ def test_kv_takes_the_place_of_what_was_used_longest_ago(workers: list[SGLangEng
     """More samples come with KV than there is room for: of the first nothing is left, the last finds all."""
     engine = workers[0].engine
     engine._flush_cache()
-    sequences = [tuple(number for _ in range(200)) for number in range(engine.kv_room // 200 + 2)]
+    # Two tokens of 250 tell the sequences apart: a GPU has room for more of them than the vocabulary has tokens.
+    sequences = [(number % 250, *[number // 250] * 199) for number in range(engine.kv_room // 200 + 2)]
     for sequence in sequences:
         engine.import_sample(with_kv(engine, sequence))
         assert engine.abort(["s"])
@@ -286,9 +287,10 @@ def test_nothing_is_left_of_a_worker_that_was_killed(made: tuple[Path, Path], tm
     script, temporary = tmp_path / "killed.py", tmp_path / "temporary"
     script.write_text(KILLED)
     temporary.mkdir()
+    python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
         [sys.executable, str(script), str(made[0]), str(made[1]), DEVICE],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
+        env=os.environ | {"PYTHONPATH": python_path, "TMPDIR": str(temporary)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,

@@ -20,7 +20,7 @@ from rlhfspec_mega.observe.spans import SpanRecorder
 from rlhfspec_mega.rollout.checks import check_request
 from rlhfspec_mega.rollout.migration.staging import Layout
 from rlhfspec_mega.rollout.protocol import DraftPast, SampleSnapshot
-from rlhfspec_mega.rollout.sglang_engine.kv import DRAFT, METHOD, SETTLE, TARGET, WOKEN, KvAccess
+from rlhfspec_mega.rollout.sglang_engine.kv import DRAFT, METHOD, TARGET, WOKEN, KvAccess
 from rlhfspec_mega.rollout.sglang_engine.samples import SGLangSample, aborted, sampling_params
 from rlhfspec_mega.rollout.sglang_engine.weights import BucketedUpdate, sender
 from rlhfspec_mega.rollout.update import UpdatedEngine
@@ -258,7 +258,6 @@ class SGLangEngine(UpdatedEngine):
             raise RunError(f"The engine was to sleep with {len(self._held)} unfinished samples.")
         if not self._asleep:
             self._flush_cache()
-            self._engine.collective_rpc(METHOD, action=SETTLE)  # SGLang takes the memory from passes under way
             self._engine.release_memory_occupation(list(ALL_MEMORY))
             self._asleep, self._version = list(ALL_MEMORY), -1
 

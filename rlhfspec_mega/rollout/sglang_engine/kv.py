@@ -22,7 +22,7 @@ from rlhfspec_mega.rollout.migration.staging import Layout
 logger = logging.getLogger(__name__)
 
 METHOD = "rlhfspec_mega_kv"  # of schedulers, from `attach` on
-READ, WRITE, SETTLE, WOKEN = "read", "write", "settle", "woken"
+READ, WRITE, WOKEN = "read", "write", "woken"
 TARGET, DRAFT = "target", "draft"
 
 
@@ -98,16 +98,12 @@ def divides(ranks: int, shapes: Mapping[str, tuple[int, int, int]]) -> bool:
 
 
 def attach(scheduler: Any) -> None:
-    """Give a scheduler the method that KvAccess calls, and the engine before its memory goes and when it is back."""
+    """Give a scheduler the method that KvAccess calls, and the engine when it has its memory back."""
 
     def act(action: str, path: str = "", part: str = "", rows: int = 0, **request: Any) -> None:
         rank = scheduler.ps.tp_rank
         if action == READ:
             _write(_file(Path(path), rank, part), gather(scheduler, part, **request))
-            return
-        if action == SETTLE:  # the draft may still read accepted tokens when all requests have ended
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
             return
         if action == WOKEN:  # rows that pad a batch up to a graph's size read this one, which nothing else writes
             scheduler.req_to_token_pool.req_to_token[0].zero_()

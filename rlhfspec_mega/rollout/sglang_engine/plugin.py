@@ -89,12 +89,22 @@ class DraftHooks:
 def normalize(
     original: Callable[..., Any], norm: Any, x: Any, residual: Any = None, post_residual_addition: Any = None
 ) -> Any:
-    """Around RMSNorm.forward_cuda: its kernel knows half precision only, and PyTorch's operations any. Not run yet.
+    """Around RMSNorm.forward_cuda: its kernel knows half precision only, and PyTorch's operations any.
 
     Tokens of engines in float32 can be held against those of other engines.
     """
     forward = norm.forward_native if x.dtype == torch.float32 else partial(original, norm)
     return forward(x, residual, post_residual_addition)
+
+
+def settle(*given: Any) -> None:
+    """Before GPU memory is given back: wait for what still reads it.
+
+    SGLang does not: the draft reads accepted tokens after the last result of a batch, and copies of the model's buffers
+    are under way when their memory goes.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def hooks() -> list[tuple[str, Any, str]]:
@@ -113,6 +123,7 @@ def hooks() -> list[tuple[str, Any, str]]:
         (seams.WIDTHS.target, width_of_state, "AROUND"),
         (seams.CONTROLLER.target, StateSwitch, "REPLACE"),
         (seams.NORM.target, normalize, "AROUND"),
+        (seams.RELEASE.target, settle, "BEFORE"),
         *cpu_kernels.hooks(),
     ]
 

@@ -62,6 +62,9 @@ DRAFTING = (
 # Engines in float32.
 NORM = _seam("layers.layernorm", "RMSNorm.forward_cuda", "self x residual post_residual_addition", "forward_native")
 
+# Engines that give GPU memory back.
+RELEASE = _seam("utils.torch_memory_saver_adapter", "_TorchMemorySaverAdapterReal.pause", "self tag")
+
 # SGLang on a CPU, where its attention backend forgets the lengths that it has prepared for drafting and verification.
 _LAYER = "self q k v layer forward_batch"
 AMX_DECODE = _seam(_AMX, "IntelAMXAttnBackend.forward_decode", _LAYER, "draft_decode_metadata seq_lens")
@@ -104,7 +107,7 @@ _SCHEDULER_PARTS = (
 )
 
 SEAMS = (
-    *(SEEDS, PLAIN, VERIFY, DRAFT_LOGITS, *DRAFTING, NORM, AMX_DECODE, AMX_EXTEND),
+    *(SEEDS, PLAIN, VERIFY, DRAFT_LOGITS, *DRAFTING, NORM, RELEASE, AMX_DECODE, AMX_EXTEND),
     *(CONTROLLER, UNSUPPORTED, ORGANISE, FIRST_STATE, WIDTHS, SCHEDULER),
     _seam("plugins", "load_plugins", "", "apply_hooks"),
     _seam("plugins.hook_registry", "HookRegistry", "", "register apply_hooks _patched"),
