@@ -195,7 +195,8 @@ class CostModel:
             scale = self._verify.observe(self._verify_row(step), step.verify_seconds)
             if _is_plain(step):
                 self._plain.observe(self._plain_row(step), step.verify_seconds)
-            else:  # plain steps are seldom seen while drafting; a machine that has become slower is slower at them, too
+            elif step.tokens > step.batch:
+                # Plain steps are seldom seen while drafting; a machine that has become slower is slower at them, too.
                 self._plain.coefficients *= scale
             self._read_verify()
         if step.depth > 0 and step.draft_seconds > 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -128,6 +129,28 @@ def test_a_slower_machine_seen_at_small_batches_is_slower_at_large_ones() -> Non
     for _ in range(200):
         model.observe(step(cpu, int(rng.integers(1, 5)), int(rng.integers(0, 4)), 200, 0.05, rng, slow=1.5))
     assert errors(model, cpu, rng, factor=1.5)[0] < 0.1
+
+
+def test_plain_steps_that_are_not_seen_follow_the_machine() -> None:
+    rng = np.random.default_rng(6)
+    model = CostModel()
+    model.fit(profile(cpu, 0.03, rng))
+    for _ in range(200):
+        model.observe(step(cpu, int(rng.integers(1, 9)), int(rng.integers(1, 8)), 200, 0.05, rng, slow=1.5))
+    for batch in (1, 8, 24):
+        assert model.plain_seconds(batch, 200 * batch) == pytest.approx(1.5 * cpu(batch, 200 * batch, batch), rel=0.15)
+
+
+def test_a_step_whose_draft_tokens_were_all_dropped_is_no_plain_step() -> None:
+    """It verifies one token per sample, as a plain step does, and takes longer: 2 ms here."""
+    rng = np.random.default_rng(7)
+    model = CostModel()
+    model.fit(profile(cpu, 0.03, rng))
+    for at in range(400):
+        plain = step(cpu, 4, 0, 200, 0.03, rng)
+        dropped = replace(plain, depth=4, drafted=16, draft_seconds=5e-3, verify_seconds=plain.verify_seconds + 2e-3)
+        model.observe(dropped if at % 2 else plain)
+    assert model.plain_seconds(4, 800) == pytest.approx(cpu(4, 800, 4), rel=0.05)
 
 
 def test_the_covariance_does_not_wind_up_at_one_size() -> None:

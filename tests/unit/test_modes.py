@@ -135,6 +135,19 @@ def test_samples_are_followed_where_drafting_may_pay_for_them() -> None:
     assert not choice.follows(8)
 
 
+def test_forecasts_of_sizes_to_come_are_made_anew() -> None:
+    cost = cost_of(1e-2, 1e-4, 1.0, 1e-4)
+    engine = Engine(make_choice(cost), cost, {PLAIN: 1.0, DRAFTED: 0.2})
+    engine.choice._due[DRAFTED] = 10**9  # before a trial samples are followed whatever is expected
+    for _ in range(300):
+        engine.step(8)
+    assert not engine.choice.follows(1), "drafting takes a hundred times a plain step, whatever the size"
+    cost.load_state_dict(measured_cost().state_dict())
+    for _ in range(300):
+        engine.step(8)
+    assert engine.choice.follows(1), "it has become quick, and may pay when one sample is left"
+
+
 def test_the_clock_decides_nothing_if_costs_are_frozen() -> None:
     modes = []
     for slow in (1.0, 7.0):
@@ -194,6 +207,8 @@ def test_gains_outlive_their_process() -> None:
     later = make_choice(cost)
     later.load_state_dict(json.loads(json.dumps(engine.choice.state_dict())))
     assert later.state_dict() == engine.choice.state_dict()
+    later._steps, later._due = engine.choice._steps, engine.choice._due  # how soon a trial comes is not kept
+    assert [later.follows(size) for size in (1, 4, 24)] == [engine.choice.follows(size) for size in (1, 4, 24)]
     step = StepView(make_batch(4, np.random.default_rng(0)), cost)
     assert later.choose(step, 8, False) == PLAIN
     assert make_choice(cost).choose(step, 8, False) == DRAFTED, "it believes its forecast at first"
