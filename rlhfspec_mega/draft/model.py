@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from rlhfspec_mega.draft.host_draft import MOST_ENTRIES, HostDraft
 from rlhfspec_mega.draft.shape import TAPS, DraftShape
+from rlhfspec_mega.models.host_kernels import suits_host_kernels
 from rlhfspec_mega.models.packed_weights import PackedWeights
 from rlhfspec_mega.models.transformer import Attention, Transformer
 
@@ -38,6 +40,7 @@ class DraftModel:
         self.down = zeros(hidden, shape.ffn_size)
         self.head = zeros(shape.vocab_size, hidden)
         self._packed = PackedWeights()
+        self._host: HostDraft | None = None
         # Target token of each draft token; None while the two vocabularies are the same.
         self.target_ids: torch.Tensor | None = None
 
@@ -65,11 +68,24 @@ class DraftModel:
 
     def weights_changed(self) -> None:
         """To be called after writing through `tensors`, before the next forward."""
-        self._packed.pack((self.fc, self.qkv, self.out, self.gate_up, self.down, self.head))
+        matrices = self.fc, self.qkv, self.out, self.gate_up, self.down, self.head
+        self._packed.pack(matrices)
+        if suits_host_kernels(self.fc):
+            norms = self.input_norm, self.hidden_norm, self.post_norm, self.norm
+            self._host = HostDraft.of(self._target.embedding, norms, matrices, self._target.shape.norm_eps)
+
+    @property
+    def copies(self) -> int:
+        """Bytes of all copies of weights, which make products quicker."""
+        return self._packed.bytes + (self._host.bytes if self._host else 0)
+
+    def _for_few(self, entries: int) -> HostDraft | None:
+        return self._host if 0 < entries <= MOST_ENTRIES else None
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """States [N, hidden] of the target's tapped outputs [N, 3 * hidden], low to high."""
-        return self._packed.linear(features, self.fc)
+        host = self._for_few(len(features))
+        return host.fuse(features) if host else self._packed.linear(features, self.fc)
 
     def advance(
         self, tokens: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attention: Attention
@@ -80,16 +96,27 @@ class DraftModel:
             tokens, positions: int64 [N], the token that each entry embeds and its position.
             states: [N, hidden], what the entries read.
         """
-        shape = self.shape
-        rotated = shape.num_heads + shape.num_kv_heads
-        norm, embedded = self._target.norm, F.embedding(tokens, self._target.embedding)
-        inputs = torch.cat((norm(embedded, self.input_norm), norm(states, self.hidden_norm)), dim=-1)
-        qkv = self._packed.linear(inputs, self.qkv).view(len(tokens), -1, shape.head_dim)
-        self._target.rotary.at(positions)(qkv, heads=rotated)
-        x = self._packed.added(states, attention(0, qkv).flatten(1), self.out)
-        gate, up = self._packed.linear(norm(x, self.post_norm), self.gate_up).chunk(2, dim=-1)
-        return self._packed.added(x, F.silu(gate).mul_(up), self.down)
+        shape, host = self.shape, self._for_few(len(tokens))
+        qkv = host.entries_in(tokens, states) if host else self._entries_in(tokens, states)
+        qkv = qkv.view(len(tokens), -1, shape.head_dim)
+        self._target.rotary.at(positions)(qkv, heads=shape.num_heads + shape.num_kv_heads)
+        mixed = attention(0, qkv).flatten(1)
+        return host.entries_out(states, mixed) if host else self._entries_out(states, mixed)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """float32 [N, draft vocabulary] of the states that entries put out."""
+        if host := self._for_few(len(states)):
+            return host.logits(states)
         return self._packed.linear(self._target.norm(states, self.norm), self.head).float()
+
+    def _entries_in(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values [N, rows of the QKV matrix]."""
+        norm, embedded = self._target.norm, F.embedding(tokens, self._target.embedding)
+        inputs = torch.cat((norm(embedded, self.input_norm), norm(states, self.hidden_norm)), dim=-1)
+        return self._packed.linear(inputs, self.qkv)
+
+    def _entries_out(self, states: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        """Output states, after attention."""
+        x = self._packed.added(states, mixed, self.out)
+        gate, up = self._packed.linear(self._target.norm(x, self.post_norm), self.gate_up).chunk(2, dim=-1)
+        return self._packed.added(x, F.silu(gate).mul_(up), self.down)

@@ -140,8 +140,11 @@ class CalibratedPolicy(DraftingPolicy):
         """The mode of this step, chosen once."""
         assert self.modes is not None
         if self._mode is None:
-            usable = self._usable_depth(batch, self.max_depth) if batch.draftable else 0
-            self._mode = self.modes.choose(self._step(batch), usable, self.recalls)
+            usable = self._usable_depth(batch, self.max_depth)
+            if usable:
+                self._mode = self.modes.choose(self._step(batch), usable if batch.draftable else 0, self.recalls)
+            else:  # every sample gets its last token: a choice would be kept for steps of which that is not true
+                self._mode = PLAIN
         return self._mode
 
     def _at_least(self, count: int, least: int) -> int:

@@ -1,0 +1,256 @@
+"""The draft's layer for few entries, on one thread of a CPU: weights of 8 bits, in a compiled function for each part.
+
+An entry is a matrix-vector product with every weight, which takes as long as the weights take to come from memory, and
+torch's calls take as long again. A weight of 8 bits comes in half the time of bfloat16's, and a draft of a few million
+of them stays in a core's own cache from one layer to the next. What the draft loses by rounding, 0.4% of a row's
+largest weight at most, it may: the target decides what is kept.
+
+Each output of a matrix has a scale (symmetric quantization by channel, as in LLM.int8(), Dettmers et al. 2022, section
+2.1.1); activations stay in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rlhfspec_mega.compiled import inlined, vectorized
+from rlhfspec_mega.models.host_floats import Floats, Single, host_array, load, store
+from rlhfspec_mega.sampling.exponential import exponential
+
+Singles = NDArray[np.float32]
+Weights = NDArray[np.int8]
+Ints = NDArray[np.int64]
+
+# Entries up to which these functions are quicker than products of oneDNN: they multiply each entry by all weights.
+MOST_ENTRIES = 8
+_LARGEST = 127.0
+_ONE, _ZERO = np.float32(1.0), np.float32(0.0)
+
+
+@dataclass(frozen=True)
+class EightBit:
+    """A matrix [out, in] as whole numbers, and the scale [out] of each of its rows."""
+
+    weights: Weights
+    scales: Singles
+
+    @property
+    def bytes(self) -> int:
+        return self.weights.nbytes + self.scales.nbytes
+
+    @classmethod
+    def of(cls, matrix: torch.Tensor) -> EightBit:
+        values = matrix.float()
+        scales = values.abs().amax(dim=1).div_(_LARGEST)
+        whole = (values / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_().to(torch.int8)
+        return cls(whole.numpy(), scales.numpy())
+
+
+@dataclass(frozen=True)
+class HostDraft:
+    """A draft's weights as the compiled functions below read them; its methods are those of `DraftModel`.
+
+    Attributes:
+        embedding: the target's; it and the weights of norms are the memory of the draft's and the target's tensors.
+    """
+
+    embedding: Floats
+    input_norm: Floats
+    hidden_norm: Floats
+    post_norm: Floats
+    norm: Floats
+    fc: EightBit
+    qkv: EightBit
+    out: EightBit
+    gate_up: EightBit
+    down: EightBit
+    head: EightBit
+    epsilon: np.float32
+
+    @classmethod
+    def of(
+        cls,
+        embedding: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        matrices: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        epsilon: float,
+    ) -> HostDraft:
+        """Of weights in the order of the attributes."""
+        input_norm, hidden_norm, post_norm, norm = map(host_array, norms)
+        fc, qkv, out, gate_up, down, head = map(EightBit.of, matrices)
+        own = input_norm, hidden_norm, post_norm, norm, fc, qkv, out, gate_up, down, head
+        return cls(host_array(embedding), *own, np.float32(epsilon))
+
+    @property
+    def bytes(self) -> int:
+        """Of the copies of matrices."""
+        return sum(one.bytes for one in (self.fc, self.qkv, self.out, self.gate_up, self.down, self.head))
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """States [N, hidden] of the target's tapped outputs [N, 3 * hidden]."""
+        found = features.new_empty(len(features), len(self.fc.weights))
+        _product(host_array(features), self.fc.weights, self.fc.scales, host_array(found))
+        return found
+
+    def entries_in(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values [N, rows of the QKV matrix] of entries; arguments as `DraftModel.advance`."""
+        found = states.new_empty(len(states), len(self.qkv.weights))
+        norms, matrix = (self.input_norm, self.hidden_norm, self.epsilon), (self.qkv.weights, self.qkv.scales)
+        _entries_in(tokens.numpy(), host_array(states), self.embedding, *norms, *matrix, host_array(found))
+        return found
+
+    def entries_out(self, states: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        """Output states [N, hidden] of entries whose attention gave `mixed` [N, heads x head_dim]."""
+        found = torch.empty_like(states)
+        out, gate_up, down = ((one.weights, one.scales) for one in (self.out, self.gate_up, self.down))
+        given = host_array(states), host_array(mixed), self.post_norm, self.epsilon
+        _entries_out(*given, *out, *gate_up, *down, host_array(found))
+        return found
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """float32 [N, draft vocabulary]."""
+        found = torch.empty(len(states), len(self.head.weights))
+        matrix = self.head.weights, self.head.scales
+        _normed_product(host_array(states), self.norm, self.epsilon, *matrix, found.numpy())
+        return found
+
+
+@vectorized
+def _product(x: Floats, weights: Weights, scales: Singles, found: Floats) -> None:
+    values, sums = np.empty(x.shape, np.float32), np.empty(found.shape, np.float32)
+    for row in range(len(x)):
+        for place in range(x.shape[1]):
+            values[row, place] = load(x[row], place)
+    _multiply(values, weights, scales, sums)
+    for row in range(len(x)):
+        store(found[row], sums[row])
+
+
+@vectorized
+def _normed_product(
+    states: Floats, norm: Floats, eps: Single, weights: Weights, scales: Singles, found: Singles
+) -> None:
+    values = np.empty(states.shape, np.float32)
+    for row in range(len(states)):
+        _normalize(states[row], norm, eps, values[row])
+    _multiply(values, weights, scales, found)
+
+
+@vectorized
+def _entries_in(
+    tokens: Ints,
+    states: Floats,
+    embedding: Floats,
+    of_tokens: Floats,
+    of_states: Floats,
+    eps: Single,
+    weights: Weights,
+    scales: Singles,
+    found: Floats,
+) -> None:
+    count, width = states.shape
+    values, sums = np.empty((count, 2 * width), np.float32), np.empty(found.shape, np.float32)
+    for row in range(count):
+        _normalize(embedding[tokens[row]], of_tokens, eps, values[row, :width])
+        _normalize(states[row], of_states, eps, values[row, width:])
+    _multiply(values, weights, scales, sums)
+    for row in range(count):
+        store(found[row], sums[row])
+
+
+@vectorized
+def _entries_out(
+    states: Floats,
+    mixed: Floats,
+    norm: Floats,
+    eps: Single,
+    out: Weights,
+    out_scales: Singles,
+    gate_up: Weights,
+    gate_up_scales: Singles,
+    down: Weights,
+    down_scales: Singles,
+    found: Floats,
+) -> None:
+    count, hidden = states.shape
+    inner = gate_up.shape[0] // 2
+    attended, x = np.empty(mixed.shape, np.float32), np.empty((count, hidden), np.float32)
+    normed, gates = np.empty((count, hidden), np.float32), np.empty((count, 2 * inner), np.float32)
+    added, products = np.empty((count, hidden), np.float32), np.empty((count, inner), np.float32)
+    for row in range(count):
+        for place in range(mixed.shape[1]):
+            attended[row, place] = load(mixed[row], place)
+    _multiply(attended, out, out_scales, x)
+    for row in range(count):
+        for place in range(hidden):
+            x[row, place] += load(states[row], place)
+        _normalize(x[row], norm, eps, normed[row])
+    _multiply(normed, gate_up, gate_up_scales, gates)
+    for row in range(count):
+        gate, up, product_of = gates[row, :inner], gates[row, inner:], products[row]
+        for place in range(inner):
+            size = np.abs(gate[place])
+            small = exponential(-size)  # silu(g) = g s(g), with s(g) = 1 / (1 + exp(-g))
+            sigmoid = (_ONE if gate[place] >= _ZERO else small) / (_ONE + small)
+            product_of[place] = gate[place] * sigmoid * up[place]
+    _multiply(products, down, down_scales, added)
+    for row in range(count):
+        for place in range(hidden):
+            x[row, place] += added[row, place]
+        store(found[row], x[row])
+
+
+@inlined
+def _normalize(values: Floats, weight: Floats, eps: Single, normed: Singles) -> None:
+    """RMSNorm of a vector."""
+    width, squares = len(values), np.float32(0.0)
+    for place in range(width):
+        squares += load(values, place) * load(values, place)
+    scale = np.float32(1.0) / np.sqrt(squares / np.float32(width) + eps)
+    for place in range(width):
+        normed[place] = load(values, place) * scale * load(weight, place)
+
+
+@inlined
+def _multiply(x: Singles, weights: Weights, scales: Singles, found: Singles) -> None:
+    """x W^T: four entries at once, then four outputs of each one that is left."""
+    count, outputs, inputs = len(x), len(weights), x.shape[1]
+    together = count - count % 4
+    for first in range(0, together, 4):
+        x0, x1, x2, x3 = x[first], x[first + 1], x[first + 2], x[first + 3]
+        for output in range(outputs):
+            row = weights[output]
+            sum0 = sum1 = sum2 = sum3 = np.float32(0.0)
+            for place in range(inputs):
+                weight = np.float32(row[place])
+                sum0 += x0[place] * weight
+                sum1 += x1[place] * weight
+                sum2 += x2[place] * weight
+                sum3 += x3[place] * weight
+            scale = scales[output]
+            found[first, output], found[first + 1, output] = sum0 * scale, sum1 * scale
+            found[first + 2, output], found[first + 3, output] = sum2 * scale, sum3 * scale
+    whole = outputs - outputs % 4
+    for entry in range(together, count):
+        values = x[entry]
+        for output in range(0, whole, 4):
+            row0, row1 = weights[output], weights[output + 1]
+            row2, row3 = weights[output + 2], weights[output + 3]
+            sum0 = sum1 = sum2 = sum3 = np.float32(0.0)
+            for place in range(inputs):
+                value = values[place]
+                sum0 += value * np.float32(row0[place])
+                sum1 += value * np.float32(row1[place])
+                sum2 += value * np.float32(row2[place])
+                sum3 += value * np.float32(row3[place])
+            found[entry, output], found[entry, output + 1] = sum0 * scales[output], sum1 * scales[output + 1]
+            found[entry, output + 2], found[entry, output + 3] = sum2 * scales[output + 2], sum3 * scales[output + 3]
+        for output in range(whole, outputs):
+            row, total = weights[output], np.float32(0.0)
+            for place in range(inputs):
+                total += values[place] * np.float32(row[place])
+            found[entry, output] = total * scales[output]
