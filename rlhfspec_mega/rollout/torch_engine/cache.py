@@ -39,9 +39,14 @@ class Inputs(NamedTuple):
     queries: int
 
 
+@compiled
 def number_in_row(rows: Ints) -> Ints:
     """The number of each entry within its row, from 0; `rows` is sorted."""
-    return np.arange(len(rows)) - np.searchsorted(rows, rows)
+    numbers = np.zeros(len(rows), np.int64)
+    for entry in range(1, len(rows)):
+        if rows[entry] == rows[entry - 1]:
+            numbers[entry] = numbers[entry - 1] + 1
+    return numbers
 
 
 class KVCache:

@@ -8,6 +8,7 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
+from rlhfspec_mega.compiled import compiled
 from rlhfspec_mega.draft.model import DraftModel
 from rlhfspec_mega.draft.shape import TAPS, DraftShape
 from rlhfspec_mega.models.transformer import Transformer
@@ -20,6 +21,7 @@ from rlhfspec_mega.planning.tree import (
     Bools,
     DraftingPolicy,
     DraftTree,
+    Floats,
     Ints,
     most_drafted,
 )
@@ -74,7 +76,8 @@ class Drafter:
         vocabulary: torch.Tensor | None = None,
     ):
         self.model = DraftModel(shape, target)
-        self._host_ids = None if vocabulary is None else vocabulary.cpu().numpy()
+        same = np.zeros(0, np.int64)  # where the two vocabularies are the same
+        self._host_ids = same if vocabulary is None else vocabulary.cpu().numpy()
         if vocabulary is not None:
             self.model.target_ids = vocabulary.to(target.embedding.device)
         self.policy = policy
@@ -215,16 +218,16 @@ class Drafter:
         while True:
             width = self._add_layer(grown, slots, noise, rows, parents, states)
             nodes = self.policy.expand(batch, tree)
-            nodes = nodes[~tree.ends[nodes] & (batch.remaining[tree.rows[nodes]] - 1 > tree.depth)]
-            columns = used[tree.rows[nodes]] + number_in_row(tree.rows[nodes])
-            fits = columns < self._most_drafted
-            nodes, columns = nodes[fits], columns[fits]
-            if not len(nodes) or tree.depth >= depth:
+            if tree.depth >= depth:
+                return grown
+            nodes, columns = _with_room(
+                nodes, tree.rows, tree.ends, batch.remaining, tree.depth, used, self._most_drafted
+            )
+            if not len(nodes):
                 return grown
             sources = (nodes - tree.layers[-1]) // width
-            above = _extended(above[sources], columns)
+            above = _extended(above, sources, columns)
             rows, parents = tree.rows[nodes], nodes
-            used[: batch.size] += np.bincount(rows, minlength=batch.size)
             parents_states = states[torch.from_numpy(sources).to(states.device)]
             states = self._draft_from(grown, nodes, columns, above, parents_states, batch.size)
 
@@ -249,13 +252,8 @@ class Drafter:
             pieces.append(noise.best(self.model.logits(states[some]), rows[some], depths[some], wanted, ids))
         columns, scores = pieces[0] if len(pieces) == 1 else map(np.concatenate, zip(*pieces, strict=True))
         width = min(self.policy.width, most)
-        tokens = columns[:, :width].flatten()
-        tokens = tokens if self._host_ids is None else self._host_ids[tokens]
-        children = np.repeat(rows, width)
-        with np.errstate(invalid="ignore"):  # a draft may overflow
-            gaps = np.repeat(scores[:, 0] - scores[:, 1], width)
-        ranks = np.tile(np.arange(width), len(rows))
-        tree.add_layer(children, np.repeat(parents, width), ranks, gaps, slots.ends(children, tokens))
+        tokens, children, parents, ranks, gaps = _children(columns, scores, rows, parents, width, self._host_ids)
+        tree.add_layer(children, parents, ranks, gaps, slots.ends(children, tokens))
         grown.tokens = np.concatenate((grown.tokens, tokens))
         return width
 
@@ -272,7 +270,7 @@ class Drafter:
         tree, device = grown.tree, states.device
         rows, settled = tree.rows[nodes], self._read[:batch]
         longest = int(settled.max())
-        visible = np.concatenate((np.arange(longest) < settled[rows, None], above), axis=1)
+        visible = _visible(settled, rows, longest, above)
         numbers = number_in_row(rows)
         places = (settled[rows] - 1 + tree.depth, rows, numbers, longest + columns)
         positions, device_rows, device_numbers, device_places = (torch.from_numpy(a).to(device) for a in places)
@@ -327,9 +325,65 @@ class Drafter:
                 self.cache.fill(slot, 1, past.kv())
 
 
-def _extended(above: Bools, columns: Ints) -> Bools:
-    """The ancestor masks `above` with each node's own column added."""
-    extended = np.zeros((len(columns), max(above.shape[1], int(columns.max()) + 1)), np.bool_)
-    extended[:, : above.shape[1]] = above
-    extended[np.arange(len(columns)), columns] = True
+@compiled
+def _children(
+    columns: Ints, scores: Floats, rows: Ints, parents: Ints, width: int, ids: Ints
+) -> tuple[Ints, Ints, Ints, Ints, Floats]:
+    """Tokens, rows, parents, ranks and gaps of the best `width` children of each of the nodes `parents`.
+
+    Args:
+        columns, scores: [parents, width or more] of the children, best first.
+        ids: target tokens of the draft's; empty if they are the same.
+    """
+    count = len(rows) * width
+    tokens, of_rows, of_parents = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
+    ranks, gaps = np.empty(count, np.int64), np.empty(count)
+    for parent in range(len(rows)):
+        for rank in range(width):
+            child = parent * width + rank
+            token = columns[parent, rank]
+            tokens[child] = ids[token] if len(ids) else token
+            of_rows[child], of_parents[child], ranks[child] = rows[parent], parents[parent], rank
+            gaps[child] = scores[parent, 0] - scores[parent, 1]  # no number where a draft overflows
+    return tokens, of_rows, of_parents, ranks, gaps
+
+
+@compiled
+def _with_room(
+    nodes: Ints, rows: Ints, ends: Bools, remaining: Ints, depth: int, used: Ints, most: int
+) -> tuple[Ints, Ints]:
+    """Those of the nodes whose children may be used and for which there is room, and the columns of their entries.
+
+    Args:
+        rows, ends: of all nodes.
+        used: columns taken by each row, at most `most`; the nodes' are added.
+    """
+    kept, columns, count = np.empty(len(nodes), np.int64), np.empty(len(nodes), np.int64), 0
+    for node in nodes:
+        row = rows[node]
+        if not ends[node] and remaining[row] - 1 > depth and used[row] < most:
+            kept[count], columns[count] = node, used[row]
+            used[row] += 1
+            count += 1
+    return kept[:count], columns[:count]
+
+
+@compiled
+def _extended(above: Bools, sources: Ints, columns: Ints) -> Bools:
+    """The ancestor masks of nodes whose parents have the masks above[sources]: with each node's own column added."""
+    known = above.shape[1]
+    extended = np.zeros((len(columns), max(known, columns.max() + 1)), np.bool_)
+    for node in range(len(columns)):
+        extended[node, :known] = above[sources[node]]
+        extended[node, columns[node]] = True
     return extended
+
+
+@compiled
+def _visible(settled: Ints, rows: Ints, longest: int, above: Bools) -> Bools:
+    """What each node sees: the committed entries of its row, of `longest` places, and its ancestors behind them."""
+    visible = np.zeros((len(rows), longest + above.shape[1]), np.bool_)
+    for node in range(len(rows)):
+        visible[node, : settled[rows[node]]] = True
+        visible[node, longest:] = above[node]
+    return visible
