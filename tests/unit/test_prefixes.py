@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlhfspec_mega.draft import model
 from rlhfspec_mega.planning.tree import Batch
 from rlhfspec_mega.rollout.torch_engine import drafter, unread
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
@@ -14,6 +15,13 @@ from tests.unit.test_losslessness import make_engine
 from tests.unit.test_torch_engine import finish, one_thread
 
 __all__ = ["one_thread"]
+
+
+@pytest.fixture(autouse=True)
+def whole_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few entries are computed in 8 bits, and what is read at once is many entries."""
+    monkeypatch.setattr(model, "MOST_ENTRIES", 0)
+
 
 PROMPTS = [tuple(1 + place % 20 for place in range(length)) for length in (1, 2, 10, 31, 10)]
 
