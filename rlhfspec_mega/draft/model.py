@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from rlhfspec_mega.draft.host_draft import MOST_ENTRIES, HostDraft
+from rlhfspec_mega.draft.host_draft import HostDraft, most_entries
 from rlhfspec_mega.draft.shape import TAPS, DraftShape
 from rlhfspec_mega.models.host_kernels import suits_host_kernels
 from rlhfspec_mega.models.packed_weights import PackedWeights
@@ -41,6 +41,7 @@ class DraftModel:
         self.head = zeros(shape.vocab_size, hidden)
         self._packed = PackedWeights()
         self._host: HostDraft | None = None
+        self._few = 0  # entries for which it is used
         # Target token of each draft token; None while the two vocabularies are the same.
         self.target_ids: torch.Tensor | None = None
 
@@ -70,17 +71,13 @@ class DraftModel:
         """To be called after writing through `tensors`, before the next forward."""
         matrices = self.fc, self.qkv, self.out, self.gate_up, self.down, self.head
         self._packed.pack(matrices)
+        self._host, self._few = None, most_entries(matrices)  # the old copies are gone before new ones are made
         if suits_host_kernels(self.fc):
             norms = self.input_norm, self.hidden_norm, self.post_norm, self.norm
             self._host = HostDraft.of(self._target.embedding, norms, matrices, self._target.shape.norm_eps)
 
-    @property
-    def copies(self) -> int:
-        """Bytes of all copies of weights, which make products quicker."""
-        return self._packed.bytes + (self._host.bytes if self._host else 0)
-
     def _for_few(self, entries: int) -> HostDraft | None:
-        return self._host if 0 < entries <= MOST_ENTRIES else None
+        return self._host if 0 < entries <= self._few else None
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """States [N, hidden] of the target's tapped outputs [N, 3 * hidden], low to high."""

@@ -213,9 +213,9 @@ def draft_memory(draft: DraftShape, plan: DraftPlan) -> DraftMemory:
             weights and moments with which a refresh is undone. Further: the target's embedding and head in fp32; 4
             times the hidden size for each token of the buffer; for each position of a training batch the target's
             distribution, and logits and their log-softmax for each of 5 drafted tokens.
-    engine  weights (on a CPU most of them twice, as in engine_memory, and in 8 bits); keys and values of every slot,
-            with room for the draft tokens of a step; hidden states that the draft has not read yet; what a step
-            verifies.
+    engine  weights (on a CPU most of them twice, as in engine_memory, and at most once more in 8 bits); keys and values
+            of every slot, with room for the draft tokens of a step; hidden states that the draft has not read yet; what
+            a step verifies.
     """
     hidden, weights, target = draft.hidden_size, draft.parameters, draft.target
     actor = 4 * weights

@@ -104,7 +104,7 @@ class ModeChoice:
         # At sizes that never came the forecast has the benefit of the doubt: what others kept is left out.
         expected = forecast * np.where(self._came[buckets], self._kept[0] / self._kept[1], 1.0)
         gains = (tokens + FORECAST_WEIGHT * expected) / (work + FORECAST_WEIGHT)
-        return bool(((forecast == 0.0) | (gains >= FOLLOWED_GAIN)).any())
+        return bool(((forecast == 0.0) | (COUNTED[DRAFTED] * gains >= FOLLOWED_GAIN)).any())
 
     def rests(self, size: int) -> bool:
         """Whether steps of this batch size are plain for now."""

@@ -9,12 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfspec_mega.draft.host_draft import MOST_ENTRIES, EightBit, HostDraft
+from rlhfspec_mega.draft.host_draft import EightBit, HostDraft
 from rlhfspec_mega.draft.model import DraftModel
 from rlhfspec_mega.draft.shape import draft_shape
-from rlhfspec_mega.models.host_kernels import suits_host_kernels
 from rlhfspec_mega.models.transformer import Transformer
 from tests.e2e.conftest import SHAPE as TINY
+from tests.unit.test_torch_engine import one_thread
+
+__all__ = ["one_thread"]
 
 # Sizes that are multiples of nothing: every loop has a rest.
 SHAPE = replace(
@@ -41,13 +43,6 @@ def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.rms_norm(x, weight.shape, weight.double(), SHAPE.norm_eps)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-    if not suits_host_kernels(torch.zeros(1)):
-        pytest.skip("numba is not there")
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 9), st.floats(1e-30, 1e30), st.integers(0, 100))
 def test_a_weight_is_off_by_half_a_step_at_most(rows: int, columns: int, size: float, seed: int) -> None:
@@ -59,7 +54,7 @@ def test_a_weight_is_off_by_half_a_step_at_most(rows: int, columns: int, size: f
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("entries", range(1, MOST_ENTRIES + 1))
+@pytest.mark.parametrize("entries", range(1, 10))
 def test_it_computes_what_torch_does(entries: int, dtype: torch.dtype) -> None:
     draft, host = make(dtype)
     generator = torch.Generator().manual_seed(entries)
@@ -90,9 +85,22 @@ def test_it_computes_what_torch_does(entries: int, dtype: torch.dtype) -> None:
 
 def test_more_entries_are_computed_with_whole_weights() -> None:
     draft, host = make(torch.float32)
-    features = torch.randn(MOST_ENTRIES + 1, 3 * SHAPE.hidden_size)
+    features = torch.randn(5, 3 * SHAPE.hidden_size)
     assert torch.equal(draft.fuse(features), draft._packed.linear(features, draft.fc))
-    assert torch.equal(draft.fuse(features[:MOST_ENTRIES]), host.fuse(features[:MOST_ENTRIES]))
+    assert torch.equal(draft.fuse(features[:4]), host.fuse(features[:4]))
+
+
+def test_copies_follow_the_weights() -> None:
+    draft, _ = make(torch.float32)
+    features = torch.randn(1, 3 * SHAPE.hidden_size)
+    before = draft.fuse(features)
+    draft.fc.mul_(2.0)
+    draft.weights_changed()
+    assert torch.allclose(draft.fuse(features), 2.0 * before)
+    torch.set_num_threads(2)
+    draft.fc.mul_(2.0)
+    draft.weights_changed()
+    assert torch.equal(draft.fuse(features), draft._packed.linear(features, draft.fc))
 
 
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:

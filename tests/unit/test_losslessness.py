@@ -151,7 +151,9 @@ def test_a_corrupted_index_changes_no_token(plain):
 
 def test_scores_made_in_pieces_choose_the_same_tokens(plain, monkeypatch):
     """A large vocabulary's scores do not exist for all inputs at once."""
-    monkeypatch.setattr(draft_model, "MOST_ENTRIES", 0)  # few entries at once would be computed in 8 bits
+    monkeypatch.setattr(
+        draft_model, "most_entries", lambda matrices: 0
+    )  # few entries at once would be computed in 8 bits
     policy, whole, scored = RandomTrees(7), RandomTrees(7), list[int]()
     engine = make_engine(9, whole)
     engine.submit(REQUESTS[:18])
@@ -241,7 +243,7 @@ def test_packed_weights_follow_an_update_in_mid_run(layout, monkeypatch):
 
 @pytest.mark.parametrize(("entries", "error"), [(0, 1e-5), (8, 0.02)], ids=["whole", "8 bits"])
 def test_packed_weights_of_a_draft_follow_its_update(layout, entries, error, monkeypatch):
-    monkeypatch.setattr(draft_model, "MOST_ENTRIES", entries)
+    monkeypatch.setattr(draft_model, "most_entries", lambda matrices: entries)
     engine = make_engine(8, RandomTrees(3), WIDE)
     send_draft(engine, weights := draft_weights(draft_shape(WIDE), seed=2), 2)
     states = torch.randn(4, WIDE.hidden_size, generator=torch.Generator().manual_seed(0))

@@ -20,7 +20,7 @@ __all__ = ["one_thread"]
 @pytest.fixture(autouse=True)
 def whole_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few entries are computed in 8 bits, and what is read at once is many entries."""
-    monkeypatch.setattr(model, "MOST_ENTRIES", 0)
+    monkeypatch.setattr(model, "most_entries", lambda matrices: 0)
 
 
 PROMPTS = [tuple(1 + place % 20 for place in range(length)) for length in (1, 2, 10, 31, 10)]
