@@ -67,4 +67,4 @@ def test_trees_are_as_deep_as_asked_for(width: int, depth: int, nodes: int) -> N
     finish(engine)
     roomy = [drafted for drafted, room in policy.layers if room >= depth]
     assert len(roomy) > 5 and max(roomy) == depth
-    assert sum(drafted == depth for drafted in roomy) > len(roomy) / 3  # the best nodes may all lie above
+    assert sum(drafted == depth for drafted in roomy) > len(roomy) / 4  # the best nodes may all lie above
