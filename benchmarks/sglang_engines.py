@@ -37,8 +37,8 @@ GRAPHS: dict[str, Any] = {
     "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 32, 64, 128, 192, 256],
     "disable_prefill_cuda_graph": True,
 }
-# A quick start on a GPU that several engines share: SGLang takes memory that others take meanwhile for its own weights,
-# unless it may take nearly all, so that tokens limit the KV instead.
+# A quick start on a GPU that several engines share. SGLang counts what others take while it starts against its own
+# share of memory: here it may take nearly all, and a number of tokens limits its KV.
 SHARED_GPU: dict[str, Any] = {}
 if DEVICE == "cuda":
     SHARED_GPU = PORTABLE | {

@@ -151,9 +151,8 @@ def test_a_corrupted_index_changes_no_token(plain):
 
 def test_scores_made_in_pieces_choose_the_same_tokens(plain, monkeypatch):
     """A large vocabulary's scores do not exist for all inputs at once."""
-    monkeypatch.setattr(
-        draft_model, "most_entries", lambda matrices: 0
-    )  # few entries at once would be computed in 8 bits
+    # Few entries at once would be computed in 8 bits.
+    monkeypatch.setattr(draft_model, "most_entries", lambda matrices: 0)
     policy, whole, scored = RandomTrees(7), RandomTrees(7), list[int]()
     engine = make_engine(9, whole)
     engine.submit(REQUESTS[:18])

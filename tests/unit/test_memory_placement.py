@@ -35,6 +35,9 @@ from rlhfspec_mega.planning.placement import ACTOR, ENGINE, PlacementRequest, co
 from rlhfspec_mega.planning.tree import STEPS_KEPT
 from rlhfspec_mega.rollout.torch_engine.cache import KVCache
 from rlhfspec_mega.rollout.torch_engine.drafter import Drafter
+from tests.unit.test_torch_engine import one_thread
+
+__all__ = ["one_thread"]  # a draft has copies in 8 bits only then
 
 
 def shape_of(model: str) -> ModelShape:
@@ -109,7 +112,8 @@ def test_packed_weights_on_a_cpu_are_counted() -> None:
     for one, bytes_counted in zip((model, beside), counted, strict=True):
         one.weights_changed()
         copies = one._packed.bytes
-        if one is beside and one._host is not None:  # with one thread
+        if one is beside:
+            assert one._host is not None
             matrices = (value for value in vars(one._host).values() if isinstance(value, EightBit))
             copies += sum(matrix.weights.nbytes + matrix.scales.nbytes for matrix in matrices)
         assert copies > 0 and bytes_counted == pytest.approx(copies, rel=0.01)

@@ -98,10 +98,10 @@ def normalize(
 
 
 def settle(*given: Any) -> None:
-    """Before GPU memory is given back: wait for what still reads it.
+    """Before GPU memory is given back: wait for what may still read it.
 
-    SGLang does not: the draft reads accepted tokens after the last result of a batch, and copies of the model's buffers
-    are under way when their memory goes.
+    SGLang does not wait, and died of illegal memory accesses there. By its code, the draft reads accepted tokens after
+    the last result of a batch, and copies of the model's buffers are under way when their memory goes.
     """
     if torch.cuda.is_available():
         torch.cuda.synchronize()
