@@ -133,14 +133,24 @@ def test_no_sample_is_lost(
         poll_seconds=0.02,
         reallocation=Reallocation(policy, LengthPredictor(limit=150), plan_seconds=0.0),
     )
+    await_serving(cluster, engines)
     results = manager.generate(requests, opened(requests), "generate")
     assert sign.exists() == (trouble == "sent, not acknowledged")
     assert_same(wanted, results, requests, judge)
     tail = manager.take_tail()
     print(f"{trouble}: {tail.migrations} moves")
     if trouble is None:  # else the one engine may be gone at the first move
-        assert tail.migrations > 20
+        assert tail.migrations > 20, f"of {policy.moves} that were ordered; {engines.serving()} serve"
         dies_with_its_scheduler(cluster, engines)
+
+
+def await_serving(cluster: LocalCluster, engines: Group) -> None:
+    """Samples move between the engines that serve when a rollout begins; a starved machine may silence one for long."""
+    end = time.monotonic() + 60.0
+    while engines.serving() != [0, 1]:
+        assert time.monotonic() < end, f"of two engines, {engines.serving()} serve"
+        cluster.look("begin")
+        time.sleep(0.1)
 
 
 def dies_with_its_scheduler(cluster: LocalCluster, engines: Group) -> None:
