@@ -73,7 +73,7 @@ class EmaTiers(CalibratedPolicy):
     def choose(self, batch: Batch, tree: DraftTree) -> Ints:
         """All that can be used: the rule trusts its chain. With history's tokens, as many of all as the chain has."""
         if len(batch.recalled):
-            self._fill_all_survival(batch, tree)
+            self.acceptance.fill_survival(batch, tree, 0)
             return np.sort(rank_nodes(tree, tree.survival, self._tier(batch).steps))
         return np.flatnonzero((tree.depths < batch.remaining[tree.rows]) & ~tree.ends)
 
@@ -171,7 +171,7 @@ class Bandit(CalibratedPolicy):
 
     def choose(self, batch: Batch, tree: DraftTree) -> Ints:
         if len(batch.recalled):
-            self._fill_all_survival(batch, tree)
+            self.acceptance.fill_survival(batch, tree, 0)
         return np.sort(rank_nodes(tree, tree.survival, self._arm(batch).tokens))
 
     def observe(self, record: StepRecord) -> None:

@@ -1,15 +1,16 @@
-"""The probability that a draft token is accepted if its parent was: learnt on line, and how well it is calibrated."""
+"""The probability that a draft token is accepted if its parent was: learnt on line."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rlhfspec_mega.compiled import compiled
+from rlhfspec_mega.planning.calibration import Calibration, CalibrationReport
 from rlhfspec_mega.planning.log_odds import MIN_PROBABILITY, learn, probabilities_of
+from rlhfspec_mega.planning.nodes import multiply_down
 from rlhfspec_mega.planning.tree import (
     MATCHED,
     NO_MATCH,
@@ -57,82 +58,6 @@ MIN_WEIGHT = 1e-9
 # Steps with drafting after which expected layers are computed again: each of the first 64, then every eighth.
 EXPECTED_AT_FIRST, EXPECTED_EVERY = 64, 8
 
-BINS = 10  # of probability, of equal width
-STEPS_DECAY = 0.99  # factor per step on the weight of earlier steps in a report's recent means
-NODES_DECAY = 0.999  # the same in its calibration error
-
-
-@dataclass(frozen=True)
-class CalibrationReport:
-    """How well predicted acceptance agrees with the outcomes.
-
-    Attributes:
-        observations: verified nodes whose parent was accepted.
-        calibration_error: expected calibration error over about the last 1000 steps, from 0 to 1: the mean over these
-            nodes of |predicted - observed frequency| in the node's probability bin.
-        predicted, realised: mean accepted draft tokens per step with drafting.
-        recent_predicted, recent_realised: the same over about the last 100 steps.
-    """
-
-    observations: int
-    calibration_error: float
-    predicted: float
-    realised: float
-    recent_predicted: float
-    recent_realised: float
-
-
-class Calibration:
-    """Running sums behind a `CalibrationReport`."""
-
-    def __init__(self) -> None:
-        self._observations = 0
-        self._bins = np.zeros((3, BINS))  # decayed sums by bin: observations, predictions, accepted
-        self._steps = np.zeros(3)  # sums: steps, predicted and realised accepted draft tokens
-        self._recent = np.zeros(3)  # the same sums, decayed
-
-    def add(self, conditional: Floats, accepted: Bools, predicted_tokens: float, accepted_tokens: int) -> None:
-        """Add a step: predictions and outcomes of nodes whose parent was accepted, and total accepted tokens."""
-        self._observations += len(conditional)
-        _add_to_bins(self._bins, conditional, accepted)
-        _add_step(self._steps, self._recent, predicted_tokens, float(accepted_tokens))
-
-    def report(self) -> CalibrationReport:
-        """The current report; all values are 0 before the first step."""
-        error = float(np.abs(self._bins[1] - self._bins[2]).sum()) / max(float(self._bins[0].sum()), 1e-9)
-        steps, recent = self._steps / max(self._steps[0], 1e-9), self._recent / max(self._recent[0], 1e-9)
-        return CalibrationReport(
-            self._observations, error, float(steps[1]), float(steps[2]), float(recent[1]), float(recent[2])
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        sums = {"bins": self._bins.tolist(), "steps": self._steps.tolist(), "recent": self._recent.tolist()}
-        return {"observations": self._observations, **sums}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._observations = state["observations"]
-        self._bins, self._steps = np.array(state["bins"]), np.array(state["steps"])
-        self._recent = np.array(state["recent"])
-
-
-@compiled
-def _add_to_bins(bins: Floats, conditional: Floats, accepted: Bools) -> None:
-    bins *= NODES_DECAY
-    for node in range(len(conditional)):
-        own = min(int(conditional[node] * BINS), BINS - 1)
-        bins[0, own] += 1.0
-        bins[1, own] += conditional[node]
-        bins[2, own] += accepted[node]
-
-
-@compiled
-def _add_step(steps: Floats, recent: Floats, predicted: float, realised: float) -> None:
-    recent *= STEPS_DECAY
-    for sums in (steps, recent):
-        sums[0] += 1.0
-        sums[1] += predicted
-        sums[2] += realised
-
 
 class AcceptanceModel:
     """P(child accepted | parent accepted) from temperature class, rank, gap, depth, sample length, sample and match.
@@ -164,7 +89,7 @@ class AcceptanceModel:
         self._calibration = Calibration()
         self._batch: Batch | None = None  # that of `_row_entries`, which is computed once per step
         self._row_entries = np.zeros((FACTORS, 0), np.int64)
-        self._expected: dict[tuple[int, int], Floats] = {}
+        self._expected: Floats | None = None
         self._recalled: Floats | None = None
         self._observed = 0
 
@@ -172,15 +97,31 @@ class AcceptanceModel:
         """Probability [k] that each of these nodes is accepted if its parent is."""
         return probabilities_of(self._log_odds, self._entries(batch, tree, nodes))
 
-    def expected_layer(self, depth: int, temperature: float) -> Floats:
-        """Mean conditional acceptance [RANKS] by rank, for a layer that is not drafted yet.
+    def fill_survival(self, batch: Batch, tree: DraftTree, first: int) -> None:
+        """Set the survival of the nodes from `first` on: the parent's times the conditional acceptance; 0 beyond the
+        length limit."""
+        _fill_survival(
+            self._log_odds,
+            self._entries_of(batch),
+            tree.rows,
+            tree.parents,
+            tree.depths,
+            tree.ranks,
+            tree.gaps,
+            tree.matches,
+            batch.remaining,
+            tree.survival,
+            first,
+        )
 
-        The mean is over the gaps that were observed at this depth (from 1).
+    def expected_layers(self) -> Floats:
+        """Mean conditional acceptance [CLASSES, DEPTHS, RANKS] by rank, of layers that are not drafted yet.
+
+        The mean is over the gaps that were observed in each class at this depth (from 1).
         """
-        key = int(TEMPERATURE_EDGES.searchsorted(temperature)), min(depth, DEPTHS) - 1
-        if key not in self._expected:
-            self._expected[key] = self.gap_weights(*key) @ self.layer_table(*key).T
-        return self._expected[key]
+        if self._expected is None:
+            self._expected = _expected_layers(self._log_odds, self._siblings)
+        return self._expected
 
     def layer_table(self, temperature_class: int, depth_index: int) -> Floats:
         """Conditional acceptance [RANKS, GAPS] at this depth (from 0), without position and sample entries."""
@@ -202,20 +143,25 @@ class AcceptanceModel:
 
     def observe(self, record: StepRecord) -> None:
         """Learn from one step: from verified nodes whose parent is the root or was accepted."""
-        tree, chosen = record.tree, record.chosen
+        batch, tree = record.batch, record.tree
         if not tree.size:
             return
         if tree.depth:
-            self._observe_gaps(record)
-        if len(chosen):
-            accepted = np.zeros(tree.size + 1, np.bool_)
-            accepted[chosen] = record.accepted
-            accepted[-1] = True  # read for children of the root, since ROOT = -1
-            judged = chosen[accepted[tree.parents[chosen]]]
-            self._learn(record.batch, tree, judged, accepted[judged], float(tree.survival[chosen].sum()))
+            _add_gaps(
+                self._siblings,
+                _classes(batch),
+                tree.rows,
+                tree.parents,
+                tree.depths,
+                tree.ranks,
+                tree.gaps,
+                tree.survival,
+            )
+        if len(record.chosen):
+            self._learn(batch, tree, *_judged(tree.parents, record.chosen, record.accepted), record)
         self._observed += 1
         if self._observed <= EXPECTED_AT_FIRST or self._observed % EXPECTED_EVERY == 0:
-            self._expected.clear()
+            self._expected = None
             self._recalled = None
 
     def report(self) -> CalibrationReport:
@@ -237,37 +183,32 @@ class AcceptanceModel:
         self._owners[:] = -1
         self._siblings = np.array(state["siblings"])
         self._calibration.load_state_dict(state["calibration"])
-        self._expected.clear()
+        self._expected = None
         self._recalled = None
 
-    def _learn(self, batch: Batch, tree: DraftTree, judged: Ints, accepted: Bools, predicted_tokens: float) -> None:
+    def _learn(self, batch: Batch, tree: DraftTree, judged: Ints, accepted: Bools, record: StepRecord) -> None:
         entries = self._entries(batch, tree, judged)
         expected = probabilities_of(self._log_odds, entries)
-        self._calibration.add(expected, accepted, predicted_tokens, int(accepted.sum()))
+        predicted = float(tree.survival[record.chosen].sum())
+        self._calibration.add(expected, accepted, predicted, int(accepted.sum()))
         learn(self._log_odds, self._information, self._max_information, entries, accepted, expected, NONE)
-
-    def _observe_gaps(self, record: StepRecord) -> None:
-        """Add the gap of each sibling group to the distribution, weighted by the survival of the group's parent."""
-        tree = record.tree
-        groups = np.flatnonzero(tree.ranks == 0)
-        parents = tree.parents[groups]
-        weights = np.where(parents == ROOT, 1.0, tree.survival[parents])
-        classes = TEMPERATURE_EDGES.searchsorted(record.batch.temperatures)[tree.rows[groups]]
-        depths = np.minimum(tree.depths[groups], DEPTHS) - 1
-        index = (classes * DEPTHS + depths) * GAPS + GAP_EDGES.searchsorted(tree.gaps[groups])
-        counts = np.bincount(index, weights, self._siblings.size)
-        self._siblings *= SIBLINGS_DECAY
-        self._siblings += MIN_WEIGHT
-        self._siblings += counts.reshape(self._siblings.shape)
 
     def _entries(self, batch: Batch, tree: DraftTree, nodes: slice | Ints) -> Ints:
         """Table entries [FACTORS, k] whose sum is the log-odds of each node."""
-        if batch is not self._batch:
-            classes = TEMPERATURE_EDGES.searchsorted(batch.temperatures)
-            self._batch, self._row_entries = batch, _row_entries(classes, batch.lengths, batch.samples)
-            _reset_new_samples(batch.samples, self._owners, self._log_odds, self._information)
         rows, ranks, gaps, depths = tree.rows[nodes], tree.ranks[nodes], tree.gaps[nodes], tree.depths[nodes]
-        return _node_entries(self._row_entries, rows, ranks, gaps, depths, tree.matches[nodes])
+        return _node_entries(self._entries_of(batch), rows, ranks, gaps, depths, tree.matches[nodes])
+
+    def _entries_of(self, batch: Batch) -> Ints:
+        """Those of the samples; see `_row_entries`."""
+        if batch is not self._batch:
+            self._batch, self._row_entries = batch, _row_entries(_classes(batch), batch.lengths, batch.samples)
+            _reset_new_samples(batch.samples, self._owners, self._log_odds, self._information)
+        return self._row_entries
+
+
+def _classes(batch: Batch) -> Ints:
+    """The temperature class of each sample."""
+    return TEMPERATURE_EDGES.searchsorted(batch.temperatures)
 
 
 @compiled
@@ -309,6 +250,78 @@ def _node_entries(row_entries: Ints, rows: Ints, ranks: Ints, gaps: Floats, dept
         kind = 0 if rank >= 0 else -rank
         entries[4, node] = NONE if match == NO_MATCH else row_entries[4, row] + kind * CODES + match
     return entries
+
+
+@compiled
+def _fill_survival(
+    log_odds: Floats,
+    row_entries: Ints,
+    rows: Ints,
+    parents: Ints,
+    depths: Ints,
+    ranks: Ints,
+    gaps: Floats,
+    matches: Ints,
+    remaining: Ints,
+    survival: Floats,
+    first: int,
+) -> None:
+    """See AcceptanceModel.fill_survival."""
+    entries = _node_entries(row_entries, rows[first:], ranks[first:], gaps[first:], depths[first:], matches[first:])
+    survival[first:] = probabilities_of(log_odds, entries)
+    multiply_down(parents, rows, depths, remaining, survival, first)
+
+
+@compiled
+def _expected_layers(log_odds: Floats, siblings: Floats) -> Floats:
+    """See AcceptanceModel.expected_layers."""
+    found = np.zeros((CLASSES, DEPTHS, RANKS))
+    for own in range(CLASSES):
+        for depth in range(DEPTHS):
+            weights = siblings[own, depth] / siblings[own, depth].sum()
+            for rank in range(RANKS):
+                added = log_odds[CELLS + depth + (DEPTHS if rank else 0)]
+                for gap in range(GAPS):
+                    odds = log_odds[(own * RANKS + rank) * GAPS + gap] + added
+                    probability = 1.0 / (1.0 + math.exp(-odds))
+                    bounded = min(max(probability, MIN_PROBABILITY), 1.0 - MIN_PROBABILITY)
+                    found[own, depth, rank] += weights[gap] * bounded
+    return found
+
+
+@compiled
+def _add_gaps(
+    siblings: Floats,
+    classes: Ints,
+    rows: Ints,
+    parents: Ints,
+    depths: Ints,
+    ranks: Ints,
+    gaps: Floats,
+    survival: Floats,
+) -> None:
+    """Add the gap of each sibling group to the distribution, weighted by the survival of the group's parent."""
+    siblings *= SIBLINGS_DECAY
+    siblings += MIN_WEIGHT
+    for node in range(len(rows)):
+        if ranks[node] == 0:
+            weight = 1.0 if parents[node] == ROOT else survival[parents[node]]
+            depth, gap = min(depths[node], DEPTHS) - 1, np.searchsorted(GAP_EDGES, gaps[node])
+            siblings[classes[rows[node]], depth, gap] += weight
+
+
+@compiled
+def _judged(parents: Ints, chosen: Ints, accepted: Bools) -> tuple[Ints, Bools]:
+    """Those of the chosen nodes whose parent is the root or was accepted, and whether they were; `chosen` ascends."""
+    passed = np.zeros(len(parents), np.bool_)
+    judged, outcomes, count = np.empty(len(chosen), np.int64), np.empty(len(chosen), np.bool_), 0
+    for place in range(len(chosen)):
+        node = chosen[place]
+        passed[node] = accepted[place]
+        if parents[node] == ROOT or passed[parents[node]]:
+            judged[count], outcomes[count] = node, accepted[place]
+            count += 1
+    return judged[:count], outcomes[:count]
 
 
 def _probability(log_odds: Floats) -> Floats:

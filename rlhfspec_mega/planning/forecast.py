@@ -9,7 +9,7 @@ import numpy as np
 
 from rlhfspec_mega.planning.acceptance import DEPTHS, TEMPERATURE_EDGES, AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
-from rlhfspec_mega.planning.tree import Batch, Floats
+from rlhfspec_mega.planning.tree import Batch, Floats, Ints
 
 BINS = 32
 WIDTH = 0.2  # of a bin, in -log survival: the last bin ends at a survival of 0.17%
@@ -40,6 +40,11 @@ class StepView:
         """That of all samples; None if they differ."""
         first = float(self.batch.temperatures[0])
         return first if (self.batch.temperatures == first).all() else None
+
+    @cached_property
+    def classes(self) -> Ints:
+        """The temperature class of each sample."""
+        return TEMPERATURE_EDGES.searchsorted(self.batch.temperatures)
 
     def verify_seconds(self, count: int) -> Floats:
         """Seconds [count] of a step that verifies 0, 1, .. count - 1 draft tokens, without drafting."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlhfspec_mega.compiled import compiled
-from rlhfspec_mega.planning.nodes import ranked
+from rlhfspec_mega.planning.nodes import possible_parents, ranked
 from rlhfspec_mega.planning.tree import Bools, Floats, Ints
 
 
@@ -17,7 +17,7 @@ class Prices(NamedTuple):
     Attributes:
         tokens: that it gives without draft tokens.
         pace: tokens per second of such steps; 0 if it is unknown.
-        verify: seconds of verifying 0, 1, ... draft tokens.
+        verify: seconds of verifying 0, 1, ... draft tokens, up to the most.
         first, per_layer: seconds of the first drafted layer, and of each layer beside its nodes.
         nodes, seconds: of a later layer: its seconds where it is drafted from so many nodes, linear in between.
     """
@@ -51,10 +51,11 @@ def most_worth(prices: Prices, values: Floats, draft_seconds: float, least: int)
     1967). While that pace is unknown, it is the step's own rate that counts. Of equal ones the smallest counts.
     """
     tokens, count, best = prices.tokens, -1, -np.inf
-    for n in range(len(values) + 1):
+    most = min(len(values), len(prices.verify) - 1)
+    for n in range(most + 1):
         if n:
             tokens += values[n - 1]
-        if n >= least or n == len(values):
+        if n >= least or n == most:
             seconds = draft_seconds + prices.verify[n]
             worth = tokens - prices.pace * seconds if prices.pace > 0.0 else tokens / seconds
             if worth > best:
@@ -68,35 +69,44 @@ def worth_children(
     values: Floats,
     rows: Ints,
     ends: Bools,
-    most: int,
+    first: int,
     depth: int,
     drafted: int,
-    parents: Ints,
-    acceptance: Floats,
+    remaining: Ints,
+    classes: Ints,
+    expected: Floats,
+    most: int,
+    width: int,
 ) -> Ints:
-    """Those of the nodes `parents` whose children are predicted to be verified; none if a layer is not worth its time.
+    """Nodes of the last layer whose children are predicted to be verified; none if a layer is not worth its time.
 
     Args:
         values, rows, ends: of all nodes so far.
+        first: index of the last layer's first node.
+        depth, drafted: of the tree; see DraftTree.
+        remaining, classes: of the samples: see Batch, and the row of `expected` that holds for each.
+        expected: [classes, layers, ranks] acceptance of children, the last layer's for all deeper ones, best first.
         most: draft tokens of a sample.
-        acceptance: [parents or 1, width] of the children, best first.
+        width: children of a node.
     """
+    parents = possible_parents(rows, ends, remaining, first, depth)
+    if not len(parents):
+        return parents
     kept = values[ranked(rows, ends, values, most)]
     # To keep no node is not considered: that something is drafted was decided with all layers in view.
     _, current = most_worth(prices, kept, drafting_seconds(prices, depth, drafted), 1)
-    width, shared = acceptance.shape[1], len(acceptance) == 1
+    layer, width = min(depth, expected.shape[1] - 1), min(width, expected.shape[2])
     together = np.empty(len(kept) + width * len(parents))
     together[: len(kept)] = kept
     for place in range(len(parents)):
-        first = len(kept) + width * place
-        together[first : first + width] = values[parents[place]] * acceptance[0 if shared else place]
+        start, parent = len(kept) + width * place, parents[place]
+        together[start : start + width] = values[parent] * expected[classes[rows[parent]], layer, :width]
     together = -np.sort(-together)
     count, deeper = most_worth(prices, together, drafting_seconds(prices, depth + 1, drafted + len(parents)), 1)
-    worth = np.empty(len(parents), np.int64)
-    found = 0
-    for place in range(len(parents)):
-        if values[parents[place]] * acceptance[0 if shared else place, 0] >= together[count - 1]:
-            worth[found] = parents[place]
+    worth, found = np.empty(len(parents), np.int64), 0
+    for parent in parents:
+        if values[parent] * expected[classes[rows[parent]], layer, 0] >= together[count - 1]:
+            worth[found] = parent
             found += 1
     if found < len(parents):  # the draft need not be run on the others, which makes the layer cheaper
         _, deeper = most_worth(prices, together, drafting_seconds(prices, depth + 1, drafted + found), 1)

@@ -9,13 +9,27 @@ from rlhfspec_mega.planning.tree import Bools, DraftTree, Floats, Ints
 
 
 @compiled
-def multiply_down(parents: Ints, rows: Ints, depths: Ints, remaining: Ints, survival: Floats) -> None:
-    """Turn conditional acceptance into survival, in place: 0 beyond the length limit; parents come before children."""
-    for node in range(len(parents)):
+def multiply_down(parents: Ints, rows: Ints, depths: Ints, remaining: Ints, survival: Floats, first: int) -> None:
+    """Turn the conditional acceptance of the nodes from `first` on into survival, in place: 0 beyond the length limit.
+
+    Parents come before children.
+    """
+    for node in range(first, len(parents)):
         if depths[node] >= remaining[rows[node]]:
             survival[node] = 0.0
         elif parents[node] >= 0:
             survival[node] *= survival[parents[node]]
+
+
+@compiled
+def possible_parents(rows: Ints, ends: Bools, remaining: Ints, first: int, depth: int) -> Ints:
+    """Those of the nodes from `first` on, which are at this depth, whose children could still be used."""
+    found, count = np.empty(len(rows) - first, np.int64), 0
+    for node in range(first, len(rows)):
+        if not ends[node] and depth < remaining[rows[node]] - 1:
+            found[count] = node
+            count += 1
+    return found[:count]
 
 
 def rank_nodes(tree: DraftTree, values: Floats, most_per_sample: int) -> Ints:

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from rlhfspec_mega.compiled import compiled
 from rlhfspec_mega.planning.strategy import CalibratedPolicy
-from rlhfspec_mega.planning.tree import Batch, DraftingPolicy, DraftTree, Ints, Recall, StepRecord
+from rlhfspec_mega.planning.tree import Batch, Bools, DraftingPolicy, DraftTree, Ints, Recall, StepRecord
 from rlhfspec_mega.types import TALLY_EDGES, DraftingTally
 
 # Steps before the first control, and between the starts of two controls. Controls cost 3% of what speculation gains.
@@ -194,14 +195,14 @@ class MonitoredPolicy(DraftingPolicy):
         self._count(record)
 
     def _count(self, record: StepRecord) -> None:
-        tally, verified = self._tally, np.bincount(record.tree.rows[record.chosen], minlength=record.batch.size)
-        tally.sample_steps += record.batch.size
-        tally.drafted_sample_steps += int(np.count_nonzero(verified))
+        tally, tree, size = self._tally, record.tree, record.batch.size
+        recalled, *classes = _counted(tree.rows, tree.ranks, record.chosen, record.accepted, size, TALLY_EDGES).tolist()
+        tally.sample_steps += size
+        tally.drafted_sample_steps += size - classes[0]
         tally.verified += len(record.chosen)
-        tally.accepted += int(record.accepted.sum())
-        tally.recalled += int(np.count_nonzero(record.tree.ranks[record.chosen[record.accepted]] < 0))
-        classes = np.bincount(np.searchsorted(TALLY_EDGES, verified), minlength=len(TALLY_EDGES) + 1)
-        for each, count in enumerate(classes.tolist()):
+        tally.accepted += int(np.count_nonzero(record.accepted))
+        tally.recalled += recalled
+        for each, count in enumerate(classes):
             tally.sample_steps_by_verified[each] += count
 
     def _count_modes(self) -> None:
@@ -219,3 +220,18 @@ class MonitoredPolicy(DraftingPolicy):
         taken.collapsed_rate = self.watch.rate if self.watch.awaits_weight_update else None
         taken.usual_rate = self.watch.usual
         return taken
+
+
+@compiled
+def _counted(rows: Ints, ranks: Ints, chosen: Ints, accepted: Bools, size: int, edges: tuple[int, ...]) -> Ints:
+    """Accepted nodes that the draft model did not name; then samples by their number of verified nodes, in classes."""
+    found, verified = np.zeros(len(edges) + 2, np.int64), np.zeros(size, np.int64)
+    for place in range(len(chosen)):
+        verified[rows[chosen[place]]] += 1
+        found[0] += accepted[place] and ranks[chosen[place]] < 0
+    for row in range(size):
+        own = 1
+        for edge in edges:
+            own += verified[row] > edge
+        found[own] += 1
+    return found

@@ -13,7 +13,7 @@ from rlhfspec_mega.planning.cost import CostModel, StepCost, step_cost
 from rlhfspec_mega.planning.forecast import StepView, recalled_rate
 from rlhfspec_mega.planning.growth import Prices, drafting_seconds, most_worth, worth_children
 from rlhfspec_mega.planning.modes import DRAFTED, PLAIN, SETTLING, ModeChoice
-from rlhfspec_mega.planning.nodes import index_within_row, multiply_down, rank_nodes
+from rlhfspec_mega.planning.nodes import index_within_row, possible_parents, rank_nodes
 from rlhfspec_mega.planning.tree import Batch, DraftingPolicy, DraftTree, Floats, Ints, Recall, StepRecord
 
 # Step times are learnt from all of the first steps, then from every fourth step with and every fourth without a draft.
@@ -164,30 +164,14 @@ class CalibratedPolicy(DraftingPolicy):
         return self._view
 
     def _fill_survival(self, batch: Batch, tree: DraftTree) -> None:
-        """Set the survival of the last layer: the parent's times the conditional acceptance; 0 beyond the limit."""
-        last = tree.last_layer
-        survival = self.acceptance.conditional(batch, tree, last)
-        if tree.depth > 1:
-            survival *= tree.survival[tree.parents[last]]
-        if tree.depth >= self._step(batch).least_remaining:
-            survival[tree.depth >= batch.remaining[tree.rows[last]]] = 0.0
-        tree.survival[last] = survival
-
-    def _fill_all_survival(self, batch: Batch, tree: DraftTree) -> None:
-        """Set the survival of all nodes, after `add_recalled` has changed what is known of them."""
-        survival = self.acceptance.conditional(batch, tree, slice(0, tree.size))
-        multiply_down(tree.parents, tree.rows, tree.depths, batch.remaining, survival)
-        tree.survival = survival
+        """Set the survival of the last layer."""
+        self.acceptance.fill_survival(batch, tree, tree.last_layer.start)
 
     def _possible_parents(self, batch: Batch, tree: DraftTree) -> Ints:
         """Nodes of the last layer whose children could still be used."""
         if tree.depth >= self.max_depth:
             return NO_NODES
-        last = tree.last_layer
-        useful = ~tree.ends[last]
-        if tree.depth >= self._step(batch).least_remaining - 1:
-            useful &= tree.depth < batch.remaining[tree.rows[last]] - 1
-        return useful.nonzero()[0] + last.start
+        return possible_parents(tree.rows, tree.ends, batch.remaining, tree.last_layer.start, tree.depth)
 
 
 class Adaptive(CalibratedPolicy):
@@ -224,23 +208,31 @@ class Adaptive(CalibratedPolicy):
     def expand(self, batch: Batch, tree: DraftTree) -> Ints:
         """Nodes of the last layer whose children are predicted to be kept, if they are worth their time."""
         self._fill_survival(batch, tree)
-        parents = self._possible_parents(batch, tree)
-        if not len(parents):
+        if tree.depth >= self.max_depth:
             return NO_NODES
-        values = self._values(batch, tree)
-        step, acceptance = self._step(batch), self._expected_acceptance(batch, tree, parents)
-        prices = self._prices(step, tree.size + acceptance.shape[1] * len(parents) + 1)
+        step = self._step(batch)
         return worth_children(
-            prices, values, tree.rows, tree.ends, self.max_nodes, tree.depth, tree.drafted, parents, acceptance
+            self._prices(step),
+            self._values(batch, tree),
+            tree.rows,
+            tree.ends,
+            tree.last_layer.start,
+            tree.depth,
+            tree.drafted,
+            batch.remaining,
+            step.classes,
+            self.acceptance.expected_layers(),
+            self.max_nodes,
+            self.width,
         )
 
     def choose(self, batch: Batch, tree: DraftTree) -> Ints:
         """The nodes that are worth most, given what is drafted; a trial verifies at least as many nodes as samples."""
         if len(batch.recalled):
-            self._fill_all_survival(batch, tree)
+            self.acceptance.fill_survival(batch, tree, 0)  # of what is drafted, more is known now
         values = self._values(batch, tree)
         order = rank_nodes(tree, values, self.max_nodes)
-        prices = self._prices(self._step(batch), len(order) + 1)
+        prices = self._prices(self._step(batch))
         count, _ = most_worth(prices, values[order], drafting_seconds(prices, tree.depth, tree.drafted), 0)
         return np.sort(order[: self._at_least(count, batch.size)])
 
@@ -251,21 +243,12 @@ class Adaptive(CalibratedPolicy):
         weights = (batch.generated + 1.0) ** self.tail_weight
         return tree.survival * (weights / weights.mean())[tree.rows]
 
-    def _expected_acceptance(self, batch: Batch, tree: DraftTree, parents: Ints) -> Floats:
-        """Expected acceptance [parents or 1, width] of children that are not drafted yet, best first."""
-        shared = self._step(batch).temperature
-        if shared is not None:
-            return self.acceptance.expected_layer(tree.depth + 1, shared)[None, : self.width]
-        temperatures = np.unique(batch.temperatures)
-        layers = [self.acceptance.expected_layer(tree.depth + 1, float(t))[: self.width] for t in temperatures]
-        return np.array(layers)[np.searchsorted(temperatures, batch.temperatures[tree.rows[parents]])]
-
-    def _prices(self, step: StepView, count: int) -> Prices:
-        """Of this step, with up to `count` draft tokens."""
-        if self._step_prices is None or len(self._step_prices.verify) < count:
+    def _prices(self, step: StepView) -> Prices:
+        """Of this step."""
+        if self._step_prices is None:
             gain = self.modes.measured(step.size, DRAFTED if self._mode is None else self._mode)
-            pace = gain * step.size / step.plain_seconds
-            self._step_prices = Prices(float(step.size), pace, step.verify_seconds(count), *step.draft_prices())
+            pace, verify = gain * step.size / step.plain_seconds, step.verify_seconds(step.size * self.max_nodes + 1)
+            self._step_prices = Prices(float(step.size), pace, verify, *step.draft_prices())
         return self._step_prices
 
 
@@ -289,7 +272,7 @@ class Fixed(CalibratedPolicy):
 
     def choose(self, batch: Batch, tree: DraftTree) -> Ints:
         if len(batch.recalled):
-            self._fill_all_survival(batch, tree)
+            self.acceptance.fill_survival(batch, tree, 0)  # of what is drafted, more is known now
         return np.sort(rank_nodes(tree, tree.survival, self.max_nodes))
 
 
@@ -307,7 +290,7 @@ class Uniform(Fixed):
 
     def choose(self, batch: Batch, tree: DraftTree) -> Ints:
         if len(batch.recalled):
-            self._fill_all_survival(batch, tree)
+            self.acceptance.fill_survival(batch, tree, 0)  # of what is drafted, more is known now
         order = rank_nodes(tree, tree.survival, self.max_nodes)
         place = index_within_row(tree.rows[order])
         most = int(place.max()) + 1 if len(order) else 0

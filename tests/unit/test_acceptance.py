@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from rlhfspec_mega.planning.acceptance import CELLS, GAPS, RANKS, AcceptanceModel, Calibration
+from rlhfspec_mega.planning.acceptance import CELLS, GAPS, RANKS, TEMPERATURE_EDGES, AcceptanceModel
+from rlhfspec_mega.planning.calibration import Calibration
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.strategy import Fixed
 from rlhfspec_mega.planning.tree import ROOT, Batch, DraftTree, StepRecord
@@ -34,6 +35,10 @@ def deviations(model: AcceptanceModel, truth: Truth, rng: np.random.Generator) -
             chances = truth(tree.gaps[node], int(tree.depths[node]), int(batch.lengths[tree.rows[node]]), WIDTH)
             found.append(predicted[node] - chances[tree.ranks[node]])
     return np.array(found)
+
+
+def expected_layer(model: AcceptanceModel, depth: int, temperature: float) -> np.ndarray:
+    return model.expected_layers()[TEMPERATURE_EDGES.searchsorted(temperature), depth - 1]
 
 
 def test_it_converges_to_the_true_probabilities_and_is_calibrated() -> None:
@@ -68,7 +73,7 @@ def test_position_and_depth_are_told_apart_from_rank_and_gap() -> None:
     batch = Batch(np.array([70, 1400]), np.array([50, 1380]), np.full(2, 99), np.ones(2), 2, np.arange(900, 902))
     short, short_second, long, long_second = model.conditional(batch, tree, slice(0, 4))
     assert short > long + 0.15 and long_second > short_second + 0.01
-    assert model.expected_layer(1, 1.0)[0] > model.expected_layer(5, 1.0)[0] + 0.1
+    assert expected_layer(model, 1, 1.0)[0] > expected_layer(model, 5, 1.0)[0] + 0.1
 
 
 def test_a_layer_not_drafted_yet_is_expected_as_the_drafted_ones_were() -> None:
@@ -79,15 +84,15 @@ def test_a_layer_not_drafted_yet_is_expected_as_the_drafted_ones_were() -> None:
     for depth in (1, 3):
         actual = np.mean([truth(gap, depth, 100, WIDTH) for gap in gaps], axis=0)
         # Survivors of earlier layers have larger gaps, so the deeper layer's average is of other parents: 5%.
-        assert model.expected_layer(depth, 1.0)[:WIDTH] == pytest.approx(actual, abs=0.05)
+        assert expected_layer(model, depth, 1.0)[:WIDTH] == pytest.approx(actual, abs=0.05)
 
 
 def test_temperature_classes_do_not_mix() -> None:
     rng = np.random.default_rng(4)
     model = AcceptanceModel()
-    prior = model.expected_layer(1, 0.0).copy()
+    prior = expected_layer(model, 1, 0.0).copy()
     train(model, logistic(shift=-2.0), 100, rng, temperature=1.0)
-    learnt, other = model.expected_layer(1, 1.0), model.expected_layer(1, 0.0)
+    learnt, other = expected_layer(model, 1, 1.0), expected_layer(model, 1, 0.0)
     # Depth and position are shared; rank and gap are not.
     assert prior[0] - learnt[0] > 1.3 * (prior[0] - other[0]) > 0
 
@@ -99,21 +104,21 @@ def test_only_children_of_accepted_nodes_teach() -> None:
     tree.add_layer(np.array([0]), np.array([ROOT]), np.array([0]), np.ones(1), np.zeros(1, bool))
     tree.add_layer(np.array([0]), np.array([0]), np.array([0]), np.ones(1), np.zeros(1, bool))
     tree.survival[:] = 0.5, 0.25
-    before = model.expected_layer(2, 1.0)[0]
+    before = expected_layer(model, 2, 1.0)[0]
     model.observe(StepRecord(batch, tree, np.array([0, 1]), np.array([False, False]), 1, 0.0, 0.0))
     assert model.report().observations == 1
     assert model.report().predicted == pytest.approx(0.75) and model.report().realised == 0.0
-    assert model.expected_layer(2, 1.0)[0] < before  # through the cell, which depth 1 shares
+    assert expected_layer(model, 2, 1.0)[0] < before  # through the cell, which depth 1 shares
 
 
 def test_probabilities_stay_off_certainty_and_the_prior_is_sensible() -> None:
     model = AcceptanceModel()
     rng = np.random.default_rng(5)
-    layer = model.expected_layer(1, 1.0)
+    layer = expected_layer(model, 1, 1.0)
     assert 0.6 < layer[0] < 0.9 and (np.diff(layer) < 0).all() and layer.sum() < 1.0
     train(model, lambda gap, depth, length, width: np.eye(1, width)[0], 200, rng)
-    assert 0.97 < model.expected_layer(1, 1.0)[0] <= 0.999
-    assert 0.001 <= model.expected_layer(1, 1.0)[1] < 0.03
+    assert 0.97 < expected_layer(model, 1, 1.0)[0] <= 0.999
+    assert 0.001 <= expected_layer(model, 1, 1.0)[1] < 0.03
 
 
 def test_calibration_error_by_hand() -> None:
@@ -165,9 +170,9 @@ def test_what_was_never_wrong_is_soon_believed_to_fail() -> None:
     best = [cell for cell in range(CELLS) if cell % (RANKS * GAPS) < GAPS]
     state["odds"] = [45.0 if entry in best else odds for entry, odds in enumerate(state["odds"])]
     model.load_state_dict(state)
-    assert model.expected_layer(1, 1.0)[0] > 0.99
+    assert expected_layer(model, 1, 1.0)[0] > 0.99
     train(model, lambda gap, depth, length, width: np.zeros(width), 100, rng)
-    assert model.expected_layer(1, 1.0)[0] < 0.5
+    assert expected_layer(model, 1, 1.0)[0] < 0.5
 
 
 def test_calibration_error_is_of_late() -> None:
