@@ -131,7 +131,7 @@ def test_draft_memory_of_an_engine_is_that_of_its_tensors(dtype: str, torch_dtyp
     tensors = [*drafter.model.tensors().values(), drafter.cache.kv, drafter.unread.features, room]
     scores = WIDE.vocab_size * (24 * 3 * 10 + 8 * 3 * 4)  # at draft tokens, and noise for every layer of them
     prefixes = STEPS_KEPT * drafter.unread.features[:, 0].nbytes  # see Drafter.bound_prefixes
-    as_put_out = prefixes + drafter.unread._log.nbytes
+    as_put_out = 2 * prefixes  # see Unread.add
     real = sum(tensor.nbytes for tensor in tensors) + as_put_out + scores
     assert draft_memory(draft, draft_plan(engine_dtype=dtype)).engine == real
 

@@ -169,7 +169,7 @@ class Decoder:
         if drafter:
             drafter.make_room(batch)
         started = time.perf_counter()
-        decoded = self._plain(drafter.tap(batch) if drafter else None, batch)
+        decoded = self._plain(drafter.tap() if drafter else None, batch)
         policy.rested(samples, kv_tokens, time.perf_counter() - started)
         return decoded
 
@@ -194,7 +194,7 @@ class Decoder:
             verification = with_drafts(last, lengths, tree, chosen, grown.tokens, device)
         else:
             verification = plain(last, lengths, device)
-        features = drafter.tap(batch) if drafter else None
+        features = drafter.tap() if drafter else None
         proposed = time.perf_counter()
         decoded, accepted = self._accept(verification, self._select(verification, noise, features), features)
         record = StepRecord(

@@ -134,10 +134,9 @@ class Drafter:
         self._prefixes[target], self._prefixes[source] = self._prefixes[source], None
         self.unread.move(source, target)
 
-    def tap(self, batch: int) -> Features | None:
-        """What keeps the target's states in a step, if any of the first samples is followed."""
-        unread = self.unread
-        return Features(self.model.shape.taps) if unread.following and unread.followed(batch).any() else None
+    def tap(self) -> Features | None:
+        """What keeps the target's states in a step, if any sample is followed."""
+        return Features(self.model.shape.taps) if self.unread.following else None
 
     def follows_most(self, batch: int) -> bool:
         """Whether nearly all of the first samples are followed."""
@@ -199,7 +198,7 @@ class Drafter:
 
     def make_room(self, batch: int) -> None:
         """Read all tokens if a slot might not have room for those of another step; then nothing can be drafted."""
-        if self.unread.following and self.unread.counts[:batch].max(initial=0) >= BACKLOG:
+        if self.unread.longest >= BACKLOG and self.unread.counts[:batch].max() >= BACKLOG:
             self._read_unread(self.unread.counts[:batch].copy())
 
     def grow(self, batch: Batch, slots: SlotState, noise: StepNoise, depth: int) -> GrownTree:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from rlhfspec_mega.compiled import compiled
 from rlhfspec_mega.planning.tree import STEPS_KEPT, Bools, Ints
-from rlhfspec_mega.rollout.torch_engine.cache import number_in_row
 
 NOBODY = -1  # number of a slot whose sample is not followed
 
@@ -38,13 +38,13 @@ class _Step(NamedTuple):
     """The new tokens of one step, n in all, sample by sample.
 
     Attributes:
-        states: [inputs, features].
+        states: of each tapped layer the target's outputs [inputs, hidden], as its pass has put them out.
         taken: [inputs], the inputs whose states belong to the tokens; None: all of them.
         tokens: [n].
         numbers, places, counts: [batch] of each sample its number, its unread tokens before the step, and its new ones.
     """
 
-    states: torch.Tensor
+    states: list[torch.Tensor]
     taken: Bools | None
     tokens: Ints
     numbers: Ints
@@ -64,6 +64,7 @@ class Unread:
 
     Attributes:
         following: number of slots whose samples are followed.
+        longest: at least the largest of `counts`.
         counts: int64 on the host [slots], unread tokens; 0 for slots that are not followed.
         features: [slots, most, width], of the first counts[i] tokens of slot i, once `gather` was called.
         tokens: int64 [slots, most], the same.
@@ -73,12 +74,11 @@ class Unread:
         self.features = torch.zeros(slots, most, width, dtype=dtype, device=device)
         self.tokens = torch.zeros(slots, most, dtype=torch.int64, device=device)
         self.counts = np.zeros(slots, np.int64)
-        self.following = 0
+        self.following = self.longest = 0
         self._numbers = np.full(slots, NOBODY)
         self._given = 0  # numbers so far
         self._steps: list[_Step] = []
-        self._log = torch.zeros(STEPS_KEPT * slots, width, dtype=dtype, device=device)  # their states
-        self._inputs = 0  # of these steps
+        self._most_inputs, self._inputs = STEPS_KEPT * slots, 0  # of these steps
 
     def begin(self, slot: int, features: torch.Tensor, tokens: Sequence[int]) -> None:
         """Follow the sample in a slot, whose last tokens are unread; `features` [n, width] are theirs."""
@@ -86,6 +86,7 @@ class Unread:
         self.following += 1
         self._numbers[slot], self._given = self._given, self._given + 1
         self.counts[slot] = count = len(features)
+        self.longest = max(self.longest, count)
         if count:
             self.features[slot, :count] = features
             self.tokens[slot, :count] = torch.tensor(tokens[len(tokens) - count :], device=self.tokens.device)
@@ -120,37 +121,40 @@ class Unread:
         Args:
             states: of each tapped layer the target's outputs [inputs, hidden].
         """
-        batch, inputs = len(counts), len(states[0])
-        if self._inputs + inputs > len(self._log):
+        if self._inputs + len(states[0]) > self._most_inputs:
             self.gather()
-        place = self._log[self._inputs : self._inputs + inputs]
-        kept = torch.cat(states, dim=-1, out=place if len(place) == inputs else None)
-        numbers = self._numbers[:batch].copy()
-        self._steps.append(_Step(kept, taken, tokens, numbers, self.counts[:batch].copy(), counts))
-        self.counts[:batch] += counts * (numbers != NOBODY)
-        self._inputs += inputs
+        numbers, places, self.longest = _added(self._numbers, self.counts, counts)
+        self._steps.append(_Step(states, taken, tokens, numbers, places, counts))
+        self._inputs += len(states[0])
 
     def gather(self) -> None:
         """Put the tokens of all steps so far in their places; those of samples that have ended are dropped."""
         if not self._steps:
             return
         steps, self._steps, self._inputs = self._steps, [], 0
-        numbers = np.concatenate([np.repeat(step.numbers, step.counts) for step in steps])
-        places = [np.repeat(s.places, s.counts) + number_in_row(_rows(s.counts)) for s in steps]
-        order = np.argsort(self._numbers, kind="stable")
-        slots = order[np.minimum(np.searchsorted(self._numbers[order], numbers), len(order) - 1)]
-        kept = np.flatnonzero((self._numbers[slots] == numbers) & (numbers != NOBODY))
+        kept, slots, columns = _destinations(
+            _joined([step.numbers for step in steps]),
+            _joined([step.places for step in steps]),
+            _joined([step.counts for step in steps]),
+            self._numbers,
+        )
         if not len(kept):
             return
-        tokens = np.concatenate([step.tokens for step in steps])[kept]
-        rows, columns, from_steps, new = self._on_device(slots[kept], np.concatenate(places)[kept], kept, tokens)
-        self.features[rows, columns] = torch.cat([_taken(step.states, step.taken) for step in steps])[from_steps]
-        self.tokens[rows, columns] = new
+        tokens = _joined([step.tokens for step in steps])[kept]
+        taken = _inputs_of(steps)
+        rows, places, inputs, new = self._on_device(slots, columns, kept if taken is None else taken[kept], tokens)
+        layers = zip(*(step.states for step in steps), strict=True)
+        width = self.features.shape[2] // len(steps[0].states)
+        for number, outputs in enumerate(layers):
+            states = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+            self.features[rows, places, number * width : (number + 1) * width] = states[inputs]
+        self.tokens[rows, places] = new
 
     def drop_first(self, counts: Ints) -> None:
         """Forget the first counts[i] tokens of slot i, which were read; after `gather`."""
         batch = slice(len(counts))
         self.counts[batch] -= counts
+        self.longest = int(self.counts.max())
         for slot in np.flatnonzero((self.counts[batch] > 0) & (counts > 0)):
             left = int(self.counts[slot])
             for values in (self.features, self.tokens):
@@ -160,9 +164,48 @@ class Unread:
         return tuple(torch.from_numpy(array).to(self.tokens.device) for array in arrays)
 
 
-def _rows(counts: Ints) -> Ints:
-    return np.repeat(np.arange(len(counts)), counts)
+def _joined(arrays: list[Ints]) -> Ints:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _taken(states: torch.Tensor, taken: Bools | None) -> torch.Tensor:
-    return states if taken is None else states[torch.from_numpy(taken).to(states.device)]
+def _inputs_of(steps: list[_Step]) -> Ints | None:
+    """Of each token its input, counted through all steps; None if all inputs have one."""
+    if all(step.taken is None for step in steps):
+        return None
+    all_of = [np.ones(len(step.states[0]), np.bool_) if step.taken is None else step.taken for step in steps]
+    return np.flatnonzero(np.concatenate(all_of))
+
+
+@compiled
+def _added(numbers: Ints, counts: Ints, new: Ints) -> tuple[Ints, Ints, int]:
+    """Add new[i] to the count of slot i, if its sample is followed; returns what both were, and the largest count."""
+    batch, longest = len(new), 0
+    before = numbers[:batch].copy(), counts[:batch].copy()
+    for slot in range(batch):
+        if numbers[slot] != NOBODY:
+            counts[slot] += new[slot]
+            longest = max(longest, counts[slot])
+    return before[0], before[1], longest
+
+
+@compiled
+def _destinations(numbers: Ints, places: Ints, counts: Ints, own: Ints) -> tuple[Ints, Ints, Ints]:
+    """Of the tokens of samples that still have a slot: the token, the slot and the place in it.
+
+    Args:
+        numbers, places, counts: of each step and sample; see _Step.
+        own: number of the sample that each slot has now.
+    """
+    order = np.argsort(own)
+    ordered, total = own[order], counts.sum()
+    kept, slots, columns = np.empty(total, np.int64), np.empty(total, np.int64), np.empty(total, np.int64)
+    token = found = 0
+    for one in range(len(numbers)):
+        at = np.searchsorted(ordered, numbers[one])
+        there = numbers[one] != NOBODY and at < len(own) and ordered[at] == numbers[one]
+        for further in range(counts[one]):
+            if there:
+                kept[found], slots[found], columns[found] = token, order[at], places[one] + further
+                found += 1
+            token += 1
+    return kept[:found], slots[:found], columns[:found]
