@@ -12,7 +12,8 @@ from rlhfspec_mega.compiled import compiled
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.forecast import Forecast, StepView, drafting_rate
-from rlhfspec_mega.planning.tree import Floats, StepRecord
+from rlhfspec_mega.planning.tree import Floats, Ints, StepRecord
+from rlhfspec_mega.planning.whole_rollouts import WholeRollouts
 from rlhfspec_mega.types import BATCH_BUCKETS, DECODE_MODES, batch_bucket
 
 # A plain step; one with draft tokens from history; one for which the draft model runs, too. See DECODE_MODES.
@@ -27,13 +28,11 @@ FORECAST_WEIGHT = 6.0  # plain steps' time for which a forecast counts beside wh
 MEMORY = 250.0  # plain steps' time after which what was measured counts a third
 AGE = 300.0  # steps, in whatever mode, after which it counts a third: histories grow, drafts learn
 FIRST_GAIN = 1.05  # of history, before it was tried
-# By mode, what counts of a gain. Of the draft model's a tenth is lost outside the steps that it is measured on: the
-# draft reads prompts, and samples that plain steps would end together end one after the other, in small batches. (Rows
-# of benchmarks.generation: rates over plain decoding are 0.77 to 0.90 of the gain of their drafted steps.)
-COUNTED = (1.0, 1.0, 0.9)
 MOST_WORK = 4.0  # times the mode's usual work: a step that takes longer was interrupted
 
-FOLLOWED_GAIN = 0.97  # of drafting, below which it is not expected to pay again
+# Gain of drafting below which it is not expected to pay again; and the share of a rollout's time that it has to save,
+# once it is known how long batches of each size last: to follow samples takes 1 to 4% of plain steps.
+FOLLOWED_GAIN, FOLLOWED_SAVING = 0.97, 0.015
 FOLLOWED_BEFORE = 64  # steps before a trial
 TRIAL_STEPS = 4  # of a mode that is not in use
 TRIAL_SHARE = 0.005  # share of the time that the trials of a mode may lose
@@ -82,6 +81,7 @@ class ModeChoice:
         self._forecast_gains = np.zeros(BATCH_BUCKETS)  # of drafting, when last looked at
         self._kept = np.full(2, FORECAST_WEIGHT)  # decayed sums: what drafting gave, and what was forecast for it
         self._tally = np.zeros((BATCH_BUCKETS, modes, 2))
+        self._whole = WholeRollouts(cost)
         self._steps, self._plain_steps = 0, SETTLING
         self._held, self._held_until, self._hold = (-1, PLAIN), 0, 0  # bucket and mode
         # Plain steps of a rest, and their time, that are not yet in the sums below; and of those the settled ones.
@@ -94,8 +94,11 @@ class ModeChoice:
         self.trying = False
 
     def follows(self, size: int) -> bool:
-        """Whether samples of a batch of this size may come to be drafted for: it pays, or is unknown, at this size or a
-        smaller one, to which the batch will shrink, or it is soon to be tried."""
+        """Whether to follow samples of a batch of this size: drafting pays, or is unknown, at this size or at smaller
+        ones to which the batch will shrink, for enough of the time, or it is soon to be tried.
+
+        In rollouts whose samples all end together there are no smaller batches.
+        """
         if self._steps >= self._due.get(DRAFTED, 0) - FOLLOWED_BEFORE:
             return True
         buckets = slice(batch_bucket(size) + 1)
@@ -104,7 +107,14 @@ class ModeChoice:
         # At sizes that never came the forecast has the benefit of the doubt: what others kept is left out.
         expected = forecast * np.where(self._came[buckets], self._kept[0] / self._kept[1], 1.0)
         gains = (tokens + FORECAST_WEIGHT * expected) / (work + FORECAST_WEIGHT)
-        return bool(((forecast == 0.0) | (COUNTED[DRAFTED] * gains >= FOLLOWED_GAIN)).any())
+        gains *= self._whole.kept(size)
+        if (forecast == 0.0).any():
+            return True
+        shares = self._whole.shares(size)
+        if shares is None:
+            return bool((gains >= FOLLOWED_GAIN).any())
+        saved = shares[buckets] * (1.0 - 1.0 / np.maximum(gains, 1.0))
+        return bool(saved.sum() >= FOLLOWED_SAVING)
 
     def rests(self, size: int) -> bool:
         """Whether steps of this batch size are plain for now."""
@@ -136,7 +146,7 @@ class ModeChoice:
         if usable:
             self._came[bucket] = True
             self._forecast_smaller(step)
-        gains = {mode: COUNTED[mode] * self.gain(step, mode) for mode in able}
+        gains = {mode: self.gain(step, mode) * self._kept_of(mode, step.size) for mode in able}
         best = max(able, key=lambda mode: gains[mode] * (HYSTERESIS if mode == self._used[bucket] else 1.0))
         self._used[bucket] = best
         for mode in able:
@@ -147,6 +157,10 @@ class ModeChoice:
         self._hold = min(2 * self._hold, LONGEST_HOLD) if self._held == (bucket, best) else HOLD_STEPS
         self._held, self._held_until = (bucket, best), self._steps + self._hold
         return best
+
+    def _kept_of(self, mode: int, size: int) -> float:
+        """The share of a mode's gain that whole rollouts keep."""
+        return 1.0 if mode == PLAIN else self._whole.kept(size)
 
     def gain(self, step: StepView, mode: int) -> float:
         """See above; 1 is the pace of plain steps."""
@@ -184,11 +198,13 @@ class ModeChoice:
             seconds += float(step.verify_seconds(len(record.chosen) + 1)[-1])
         tokens = 1.0 + int(record.accepted.sum()) / step.size
         if self._left and mode == self._trial:
-            self._lost += seconds / plain - tokens / self._beside
+            self._lost += seconds / plain - self._kept_of(mode, step.size) * tokens / self._beside
             self._left -= 1
             if not self._left:
                 self._end_trial()
-        seconds -= min(reading, 0.5 * seconds)
+        reading = min(reading, 0.5 * seconds)
+        self._whole.add_step(step.size, step.kv_tokens, tokens * plain, seconds, reading, mode != PLAIN)
+        seconds -= reading
         self._steps += 1
         settled = mode != PLAIN or self._plain_steps >= SETTLING
         self._plain_steps = self._plain_steps + 1 if mode == PLAIN else 0
@@ -205,8 +221,10 @@ class ModeChoice:
         if bucket != self._rest_bucket:
             self._end_rest()
             self._rest_bucket = bucket
+        plain = self._cost.plain_seconds(size, kv_tokens)
         known = not self._cost.frozen and seconds > 0.0
-        work = seconds / self._cost.plain_seconds(size, kv_tokens) if known else 1.0
+        work = seconds / plain if known else 1.0
+        self._whole.add_step(size, kv_tokens, plain, work * plain, 0.0, drafted=False)
         self._steps += 1
         self._plain_steps += 1
         self._rested += 1
@@ -214,6 +232,10 @@ class ModeChoice:
         if self._plain_steps > SETTLING:
             self._rest_settled += 1
             self._rest_settled_work += min(work, MOST_WORK)
+
+    def ended(self, samples: Ints, tokens: Ints, left: int) -> None:
+        """See WholeRollouts.ended."""
+        self._whole.ended(samples, tokens, left)
 
     def _end_rest(self) -> None:
         """Learn from the steps of a rest."""
@@ -238,11 +260,12 @@ class ModeChoice:
     def state_dict(self) -> dict[str, Any]:
         """The gains as measured and forecast, as plain data for JSON."""
         self._end_rest()
-        return {name: getattr(self, f"_{name}").tolist() for name in _SAVED}
+        return {name: getattr(self, f"_{name}").tolist() for name in _SAVED} | {"whole": self._whole.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in _SAVED:
             getattr(self, f"_{name}")[:] = state[name]
+        self._whole.load_state_dict(state["whole"])
 
     def _learn(self, bucket: int, mode: int, tokens: float, work: float) -> None:
         """Add tokens and time, both in those of plain steps, to what gains are taken from."""

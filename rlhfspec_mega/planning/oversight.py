@@ -167,6 +167,9 @@ class MonitoredPolicy(DraftingPolicy):
         self._tally.sample_steps_by_verified[0] += size
         self.policy.rested(samples, kv_tokens, seconds)
 
+    def ended(self, samples: Ints, tokens: Ints, left: int) -> None:
+        self.policy.ended(samples, tokens, left)
+
     def recall(self, batch: Batch) -> Recall | None:
         return self.policy.recall(batch if self.watch.may_draft else replace(batch, draftable=False))
 

@@ -79,6 +79,10 @@ class CalibratedPolicy(DraftingPolicy):
         if self.modes:
             self.modes.rested(size, kv_tokens, seconds)
 
+    def ended(self, samples: Ints, tokens: Ints, left: int) -> None:
+        if self.modes:
+            self.modes.ended(samples, tokens, left)
+
     def recall(self, batch: Batch) -> Recall | None:
         """Ask for the nodes that may be worth their verification."""
         if not self.recalls or (self.modes and self._chosen_mode(batch) == PLAIN):

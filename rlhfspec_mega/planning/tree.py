@@ -186,12 +186,12 @@ class Recall(NamedTuple):
 class DraftingPolicy(Protocol):
     """Decides in each step how many layers to draft and which nodes to verify. One engine calls it in this order:
 
-        follows (when samples join the batch)
+        follows (when samples join the batch), ended (when samples leave it)
         rests -> recall -> depth -> (add_layer -> expand)* -> add_recalled -> choose -> observe
               -> rested
 
-    A step of which `rests` says so is plain, without further questions. All methods but `observe` and `rested` depend
-    only on their arguments and on what was observed before.
+    A step of which `rests` says so is plain, without further questions. All methods but `observe`, `rested` and `ended`
+    depend only on their arguments and on what was observed before.
     """
 
     width: int  # most children per drafted node
@@ -208,6 +208,15 @@ class DraftingPolicy(Protocol):
 
     def rested(self, samples: Ints, kv_tokens: int, seconds: float) -> None:
         """Learn from such a step; `samples` are the numbers of its samples (`Batch.samples`)."""
+        return
+
+    def ended(self, samples: Ints, tokens: Ints, left: int) -> None:
+        """Learn from samples that have ended, or left the engine.
+
+        Args:
+            samples, tokens: of each its number (`Batch.samples`) and its response tokens.
+            left: samples that are still decoded.
+        """
         return
 
     def recall(self, batch: Batch) -> Recall | None:

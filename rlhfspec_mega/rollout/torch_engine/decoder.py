@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -136,6 +136,12 @@ class Decoder:
             self.history.move(source, target)
         if self.drafter:
             self.drafter.move(source, target)
+
+    def ended(self, slots: Sequence[int], left: int) -> None:
+        """Tell the policy that the samples of these slots have ended, or move away, while `left` others are decoded."""
+        if self._policy and slots:
+            numbers, generated = (values[list(slots)] for values in (self.slots.numbers, self.slots.generated))
+            self._policy.ended(numbers, generated, left)
 
     def leave(self, slots: Iterable[int]) -> None:
         """The samples of these slots have ended, or moved to others."""

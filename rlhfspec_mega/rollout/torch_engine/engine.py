@@ -326,8 +326,8 @@ class TorchEngine(UpdatedEngine):
             if not groups:
                 return False
             self._counts["prefill_tokens"] += sum(len(group.prefix) for group in groups)
-            active = len(self._scheduler.active) + sum(len(group.members) for group in groups)
-            self._prefill = Prefill(self._model, self._decoder.follower(min(active, self._scheduler.slots)), groups)
+            batch = min(len(self._held), self._scheduler.slots)  # once all that have come so far are prefilled
+            self._prefill = Prefill(self._model, self._decoder.follower(batch), groups)
         if self._prefill.advance(self._prefill_chunk):
             self._prefill = None
         return True
@@ -358,6 +358,7 @@ class TorchEngine(UpdatedEngine):
 
     def _retire(self, slots: Sequence[int]) -> None:
         before = len(self._scheduler.active)
+        self._decoder.ended(slots, before - len(slots))
         for move in self._scheduler.retire(slots):
             self._decoder.move(*move)
         self._decoder.leave(range(len(self._scheduler.active), before))

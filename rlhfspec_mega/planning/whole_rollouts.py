@@ -1,0 +1,126 @@
+"""What whole rollouts keep of the gains of their decode steps, and at which batch sizes their time is spent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush
+from typing import Any
+
+import numpy as np
+
+from rlhfspec_mega.planning.cost import CostModel
+from rlhfspec_mega.planning.tree import Floats, Ints
+from rlhfspec_mega.types import BATCH_BUCKETS, batch_bucket
+
+# Before the first rollout all of the gain is taken to be kept; this counts as so many rollouts.
+PRIOR_ROLLOUTS = 0.5
+OLDER = 0.8  # weight of earlier rollouts after one in which all steps had draft tokens
+NEWEST = 0.3  # weight of the newest rollout in the shares of batch sizes
+OLDER_PLAIN = 0.99  # after any other: what was found is tried again some time
+
+
+class WholeRollouts:
+    """The share of the gains of single steps that whole rollouts keep, by bucket of their largest batch.
+
+    The gain of a step compares it with a plain step of the same batch. But samples that plain steps would end together
+    end one after the other with drafts, in steps with few samples, whose tokens take longer than those of large
+    batches; and the draft reads prompts, which counts for no step. So whenever no sample is left,
+
+        kept = seconds of the plain steps that these samples would have taken / seconds of plain steps of the batches
+               that there were, for the same tokens
+               * seconds of the steps without what the draft read late / seconds of the steps.
+
+    Where lengths differ much, as they do in most rollouts, this is nearly 1; it is least for samples that all have the
+    same length.
+    """
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._kept = np.zeros((BATCH_BUCKETS, 2))  # decayed sums over rollouts: their weight, and that times `kept`
+        self._shares = np.zeros((BATCH_BUCKETS, BATCH_BUCKETS))  # see `shares`
+        self._begin()
+
+    def _begin(self) -> None:
+        self._lengths: dict[int, int] = {}  # tokens of the samples that have ended, by their number
+        self._largest, self._samples, self._kv_tokens = 0, 0, 0  # batch; sums over steps
+        self._counted = self._seconds = self._unread_seconds = self._drafted_seconds = 0.0
+
+    def kept(self, size: int) -> float:
+        """The share that a rollout keeps which has or had a batch of this size."""
+        weight, share = self._kept[batch_bucket(max(size, self._largest))].tolist()
+        return (PRIOR_ROLLOUTS + share) / (PRIOR_ROLLOUTS + weight)
+
+    def shares(self, size: int) -> Floats | None:
+        """Shares [BATCH_BUCKETS] of the time at each batch size, in plain steps of a rollout that has or had a batch of
+        this size; None before the first one has ended."""
+        own = self._shares[batch_bucket(max(size, self._largest))]
+        return own if own.any() else None
+
+    def add_step(
+        self, size: int, kv_tokens: int, counted: float, seconds: float, reading: float, drafted: bool, steps: int = 1
+    ) -> None:
+        """Add a step, or several of the same batch size.
+
+        Args:
+            counted: seconds of plain steps of this size for the tokens that it gave.
+            seconds, reading: what it took, and how much of that for reading what plain steps had left unread.
+            drafted: whether it had draft tokens.
+        """
+        self._largest = max(self._largest, size)
+        self._samples += size * steps
+        self._kv_tokens += kv_tokens * steps
+        self._counted += counted
+        self._seconds += seconds
+        self._unread_seconds += reading
+        self._drafted_seconds += seconds if drafted else 0.0
+
+    def ended(self, samples: Ints, tokens: Ints, left: int) -> None:
+        """Samples have ended, or left the engine.
+
+        Args:
+            samples, tokens: of each its number, which rises in the order in which they came, and its response tokens.
+            left: samples that are still decoded.
+        """
+        self._lengths.update(zip(samples.tolist(), tokens.tolist(), strict=True))
+        if left == 0:
+            if self._counted > 0.0:
+                self._settle()
+            self._begin()
+
+    def _settle(self) -> None:
+        """Learn from a rollout that has ended."""
+        each, bucket = self._kv_tokens / self._samples, batch_bucket(self._largest)
+        lengths, plain = [self._lengths[number] for number in sorted(self._lengths)], np.zeros(BATCH_BUCKETS)
+        for size, steps in zip(*plain_steps(lengths, self._largest), strict=True):
+            plain[batch_bucket(int(size))] += steps * self._cost.plain_seconds(int(size), int(size * each))
+        whole = float(plain.sum())
+        self._shares[bucket] += (1.0 if not self._shares[bucket].any() else NEWEST) * (
+            plain / whole - self._shares[bucket]
+        )
+        kept = min(whole / self._counted * (1.0 - self._unread_seconds / self._seconds), 1.0)
+        drafted = self._drafted_seconds / self._seconds
+        self._kept[bucket] *= OLDER_PLAIN * (OLDER / OLDER_PLAIN) ** drafted
+        self._kept[bucket] += drafted, drafted * kept
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learnt from rollouts that have ended, as plain data for JSON."""
+        return {"kept": self._kept.tolist(), "shares": self._shares.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._kept[:], self._shares[:] = state["kept"], state["shares"]
+
+
+def plain_steps(lengths: Sequence[int], slots: int) -> tuple[Floats, Ints]:
+    """The batch sizes of the plain steps that samples of these lengths take, and of each the number of steps.
+
+    Args:
+        lengths: in the order in which the samples come; each takes a slot as soon as one is free.
+    """
+    running, starts, ends = list[int](), list[int](), list[int]()
+    for length in lengths:
+        starts.append(0 if len(running) < slots else heappop(running))
+        ends.append(starts[-1] + length)
+        heappush(running, ends[-1])
+    times, place = np.unique(starts + ends, return_inverse=True)
+    sizes = np.bincount(place, np.repeat((1.0, -1.0), len(lengths)), len(times)).cumsum()
+    return sizes[:-1], np.diff(times)
