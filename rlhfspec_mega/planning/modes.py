@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from rlhfspec_mega.compiled import compiled
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.forecast import Forecast, StepView, drafting_rate
-from rlhfspec_mega.planning.tree import Floats, Ints, StepRecord
+from rlhfspec_mega.planning.tree import Bools, Floats, Ints, StepRecord
 from rlhfspec_mega.planning.whole_rollouts import WholeRollouts
 from rlhfspec_mega.types import BATCH_BUCKETS, DECODE_MODES, batch_bucket
 
@@ -49,6 +50,25 @@ SETTLING = 3
 _SAVED = ("measured", "overall", "kept", "forecast_gains", "came")  # arrays of ModeChoice
 
 
+@dataclass
+class _Rest:
+    """Plain steps of one batch size that nothing was asked about, and that were not learnt from yet.
+
+    Attributes:
+        most_seconds: a step that takes longer was interrupted.
+        kv_tokens, seconds: sums over the steps.
+        settled, settled_seconds: how many were not among the first plain steps after others, and their time.
+    """
+
+    size: int
+    most_seconds: float
+    steps: int = 0
+    kv_tokens: int = 0
+    seconds: float = 0.0
+    settled: int = 0
+    settled_seconds: float = 0.0
+
+
 class ModeChoice:
     """Chooses a mode for each step by its gain: tokens per second over those that plain steps are predicted to give.
 
@@ -83,10 +103,9 @@ class ModeChoice:
         self._tally = np.zeros((BATCH_BUCKETS, modes, 2))
         self._whole = WholeRollouts(cost)
         self._steps, self._plain_steps = 0, SETTLING
-        self._held, self._held_until, self._hold = (-1, PLAIN), 0, 0  # bucket and mode
-        # Plain steps of a rest, and their time, that are not yet in the sums below; and of those the settled ones.
-        self._rest_bucket, self._rested, self._rest_work = 0, 0, 0.0
-        self._rest_settled, self._rest_settled_work = 0, 0.0
+        # By bucket, the mode that is kept, until which step, and for how many it was kept last.
+        self._held, self._held_until, self._hold = ([value] * BATCH_BUCKETS for value in (PLAIN, 0, 0))
+        self._rest: _Rest | None = None
         self._used = [PLAIN] * BATCH_BUCKETS  # the best mode when last looked at
         self._trials = [0] * modes
         self._due: dict[int, float] = {}  # steps at which modes are to be tried
@@ -102,23 +121,19 @@ class ModeChoice:
         if self._steps >= self._due.get(DRAFTED, 0) - FOLLOWED_BEFORE:
             return True
         buckets = slice(batch_bucket(size) + 1)
-        forecast = self._forecast_gains[buckets]
-        tokens, work = (self._measured[buckets, DRAFTED]).T
-        # At sizes that never came the forecast has the benefit of the doubt: what others kept is left out.
-        expected = forecast * np.where(self._came[buckets], self._kept[0] / self._kept[1], 1.0)
-        gains = (tokens + FORECAST_WEIGHT * expected) / (work + FORECAST_WEIGHT)
-        gains *= self._whole.kept(size)
-        if (forecast == 0.0).any():
-            return True
-        shares = self._whole.shares(size)
-        if shares is None:
-            return bool((gains >= FOLLOWED_GAIN).any())
-        saved = shares[buckets] * (1.0 - 1.0 / np.maximum(gains, 1.0))
-        return bool(saved.sum() >= FOLLOWED_SAVING)
+        return _worth_following(
+            self._measured[buckets, DRAFTED],
+            self._forecast_gains[buckets],
+            self._came[buckets],
+            float(self._kept[0] / self._kept[1]),
+            self._whole.kept(size),
+            self._whole.shares(size)[buckets],
+        )
 
     def rests(self, size: int) -> bool:
         """Whether steps of this batch size are plain for now."""
-        return self._left == 0 and self._steps < self._held_until and self._held == (batch_bucket(size), PLAIN)
+        bucket = batch_bucket(size)
+        return self._left == 0 and self._held[bucket] == PLAIN and self._steps < self._held_until[bucket]
 
     def choose(self, step: StepView, usable: int, recalls: bool) -> int:
         """The mode of a step.
@@ -135,8 +150,8 @@ class ModeChoice:
             return self._trial
         if self._left:
             self._end_trial()
-        if self._steps < self._held_until and self._held[0] == bucket and self._held[1] in able:
-            return self._held[1]
+        if self._steps < self._held_until[bucket] and self._held[bucket] in able:
+            return self._held[bucket]
         self._measured[bucket] *= np.exp((self._aged[bucket] - self._steps) / AGE)
         self._aged[bucket] = self._steps
         if self._steps >= self._forecasts_until:
@@ -154,8 +169,12 @@ class ModeChoice:
                 self._trial, self._lost, self._beside, self.trying = mode, 0.0, gains[best], True
                 self._left = TRIAL_STEPS + (SETTLING if mode == PLAIN else 0)
                 return mode
-        self._hold = min(2 * self._hold, LONGEST_HOLD) if self._held == (bucket, best) else HOLD_STEPS
-        self._held, self._held_until = (bucket, best), self._steps + self._hold
+        again = self._held[bucket] == best and self._hold[bucket] > 0
+        self._held[bucket], self._hold[bucket] = (
+            best,
+            min(2 * self._hold[bucket], LONGEST_HOLD) if again else HOLD_STEPS,
+        )
+        self._held_until[bucket] = self._steps + self._hold[bucket]
         return best
 
     def _kept_of(self, mode: int, size: int) -> float:
@@ -217,38 +236,45 @@ class ModeChoice:
 
     def rested(self, size: int, kv_tokens: int, seconds: float) -> None:
         """Record a plain step that nothing was asked about."""
-        bucket = batch_bucket(size)
-        if bucket != self._rest_bucket:
+        if self._rest is None or size != self._rest.size:
             self._end_rest()
-            self._rest_bucket = bucket
-        plain = self._cost.plain_seconds(size, kv_tokens)
-        known = not self._cost.frozen and seconds > 0.0
-        work = seconds / plain if known else 1.0
-        self._whole.add_step(size, kv_tokens, plain, work * plain, 0.0, drafted=False)
+            self._rest = _Rest(size, MOST_WORK * self._cost.plain_seconds(size, kv_tokens))
+        rest = self._rest
         self._steps += 1
         self._plain_steps += 1
-        self._rested += 1
-        self._rest_work += work
+        rest.steps += 1
+        rest.kv_tokens += kv_tokens
+        rest.seconds += seconds
         if self._plain_steps > SETTLING:
-            self._rest_settled += 1
-            self._rest_settled_work += min(work, MOST_WORK)
+            rest.settled += 1
+            rest.settled_seconds += min(seconds, rest.most_seconds)
 
     def ended(self, samples: Ints, tokens: Ints, left: int) -> None:
         """See WholeRollouts.ended."""
+        if left == 0:
+            self._end_rest()
         self._whole.ended(samples, tokens, left)
 
     def _end_rest(self) -> None:
         """Learn from the steps of a rest."""
-        if self._rested:
-            self._tally[self._rest_bucket, PLAIN] += self._rested, self._rest_work
-            self._learn(self._rest_bucket, PLAIN, float(self._rest_settled), self._rest_settled_work)
-            self._rested, self._rest_work, self._rest_settled, self._rest_settled_work = 0, 0.0, 0, 0.0
+        rest, self._rest = self._rest, None
+        if rest is None:
+            return
+        bucket, kv_tokens = batch_bucket(rest.size), rest.kv_tokens // rest.steps
+        plain = self._cost.plain_seconds(rest.size, kv_tokens)
+        if self._cost.frozen or rest.seconds <= 0.0:
+            rest.seconds, rest.settled_seconds = rest.steps * plain, rest.settled * plain
+        self._tally[bucket, PLAIN] += rest.steps, rest.seconds / plain
+        self._learn(bucket, PLAIN, float(rest.settled), rest.settled_seconds / plain)
+        counted = rest.steps * plain
+        self._whole.add_step(rest.size, kv_tokens, counted, rest.seconds, 0.0, drafted=False, steps=rest.steps)
 
     def forget_draft(self) -> None:
         """The draft is another one: what drafting gave says nothing any more, and it is tried at once."""
         self._measured[:, DRAFTED], self._overall[DRAFTED], self._kept[:] = 0.0, 0.0, FORECAST_WEIGHT
         self._forecast_gains[:], self._came[:] = 0.0, False
-        self._due[DRAFTED], self._trials[DRAFTED], self._held_until = self._steps, 0, self._steps
+        self._due[DRAFTED], self._trials[DRAFTED] = self._steps, 0
+        self._held_until, self._hold = [0] * BATCH_BUCKETS, [0] * BATCH_BUCKETS
 
     def take_tally(self) -> tuple[list[float], list[float]]:
         """Sums of tokens and of time since the last call; see `DraftingTally`."""
@@ -323,3 +349,27 @@ class ModeChoice:
 def _decay_and_add(sums: Floats, older: float, tokens: float, work: float) -> None:
     sums[0] = sums[0] * older + tokens
     sums[1] = sums[1] * older + work
+
+
+@compiled
+def _worth_following(
+    measured: Floats, forecast: Floats, came: Bools, kept_of_forecasts: float, kept: float, shares: Floats
+) -> bool:
+    """See ModeChoice.follows; the arrays are by bucket, up to that of the batch.
+
+    Args:
+        measured: sums of tokens and time of drafting.
+        kept_of_forecasts, kept: what is kept of forecasts, and of gains in whole rollouts.
+        shares: of the time; all 0 if they are not known yet.
+    """
+    saved, pays = 0.0, False
+    for bucket in range(len(forecast)):
+        if forecast[bucket] == 0.0:
+            return True
+        # At sizes that never came the forecast has the benefit of the doubt: what others kept is left out.
+        expected = forecast[bucket] * (kept_of_forecasts if came[bucket] else 1.0)
+        tokens, work = measured[bucket, 0] + FORECAST_WEIGHT * expected, measured[bucket, 1] + FORECAST_WEIGHT
+        gain = kept * tokens / work
+        pays |= gain >= FOLLOWED_GAIN
+        saved += shares[bucket] * (1.0 - 1.0 / max(gain, 1.0))
+    return saved >= FOLLOWED_SAVING if shares.any() else pays

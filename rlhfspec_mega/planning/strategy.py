@@ -18,7 +18,7 @@ from rlhfspec_mega.planning.tree import Batch, DraftingPolicy, DraftTree, Floats
 
 # Step times are learnt from all of the first steps, then from every fourth step with and every fourth without a draft.
 COSTS_AT_FIRST, COSTS_EVERY = 32, 4
-COSTS_AT_REST = 32  # steps between two plain steps that are learnt from while nothing is asked
+COSTS_AT_REST = 128  # steps between two plain steps that are learnt from while nothing is asked
 
 # Earlier text is asked for nodes of at least this survival, and where tokens are dear for those of RECALL_ALSO times
 # the mean survival with which they pay: others may make up for them.

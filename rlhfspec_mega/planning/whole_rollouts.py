@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from heapq import heappop, heappush
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from rlhfspec_mega.compiled import compiled
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.tree import Floats, Ints
 from rlhfspec_mega.types import BATCH_BUCKETS, batch_bucket
@@ -50,11 +50,10 @@ class WholeRollouts:
         weight, share = self._kept[batch_bucket(max(size, self._largest))].tolist()
         return (PRIOR_ROLLOUTS + share) / (PRIOR_ROLLOUTS + weight)
 
-    def shares(self, size: int) -> Floats | None:
+    def shares(self, size: int) -> Floats:
         """Shares [BATCH_BUCKETS] of the time at each batch size, in plain steps of a rollout that has or had a batch of
-        this size; None before the first one has ended."""
-        own = self._shares[batch_bucket(max(size, self._largest))]
-        return own if own.any() else None
+        this size; all 0 before the first one has ended."""
+        return self._shares[batch_bucket(max(size, self._largest))]
 
     def add_step(
         self, size: int, kv_tokens: int, counted: float, seconds: float, reading: float, drafted: bool, steps: int = 1
@@ -89,14 +88,14 @@ class WholeRollouts:
 
     def _settle(self) -> None:
         """Learn from a rollout that has ended."""
-        each, bucket = self._kv_tokens / self._samples, batch_bucket(self._largest)
-        lengths, plain = [self._lengths[number] for number in sorted(self._lengths)], np.zeros(BATCH_BUCKETS)
-        for size, steps in zip(*plain_steps(lengths, self._largest), strict=True):
-            plain[batch_bucket(int(size))] += steps * self._cost.plain_seconds(int(size), int(size * each))
-        whole = float(plain.sum())
-        self._shares[bucket] += (1.0 if not self._shares[bucket].any() else NEWEST) * (
-            plain / whole - self._shares[bucket]
-        )
+        bucket, plain = batch_bucket(self._largest), np.zeros(BATCH_BUCKETS)
+        lengths = np.array([self._lengths[number] for number in sorted(self._lengths)])
+        sizes, steps = plain_steps(lengths, self._largest)
+        for size, count in zip(sizes.tolist(), steps.tolist(), strict=True):
+            kv_tokens = size * self._kv_tokens // self._samples
+            plain[batch_bucket(size)] += count * self._cost.plain_seconds(size, kv_tokens)
+        whole, shares = float(plain.sum()), self._shares[bucket]
+        shares += (NEWEST if shares.any() else 1.0) * (plain / whole - shares)
         kept = min(whole / self._counted * (1.0 - self._unread_seconds / self._seconds), 1.0)
         drafted = self._drafted_seconds / self._seconds
         self._kept[bucket] *= OLDER_PLAIN * (OLDER / OLDER_PLAIN) ** drafted
@@ -110,17 +109,28 @@ class WholeRollouts:
         self._kept[:], self._shares[:] = state["kept"], state["shares"]
 
 
-def plain_steps(lengths: Sequence[int], slots: int) -> tuple[Floats, Ints]:
+@compiled
+def plain_steps(lengths: Ints, slots: int) -> tuple[Ints, Ints]:
     """The batch sizes of the plain steps that samples of these lengths take, and of each the number of steps.
 
     Args:
         lengths: in the order in which the samples come; each takes a slot as soon as one is free.
     """
-    running, starts, ends = list[int](), list[int](), list[int]()
-    for length in lengths:
-        starts.append(0 if len(running) < slots else heappop(running))
-        ends.append(starts[-1] + length)
-        heappush(running, ends[-1])
-    times, place = np.unique(starts + ends, return_inverse=True)
-    sizes = np.bincount(place, np.repeat((1.0, -1.0), len(lengths)), len(times)).cumsum()
-    return sizes[:-1], np.diff(times)
+    starts, ends, free = np.zeros_like(lengths), lengths.copy(), np.zeros(slots, np.int64)
+    for sample in range(len(lengths)):
+        slot = free.argmin()
+        starts[sample] = free[slot]
+        free[slot] = ends[sample] = free[slot] + lengths[sample]
+    starts, ends = np.sort(starts), np.sort(ends)
+    sizes, steps = np.zeros(2 * len(lengths), np.int64), np.zeros(2 * len(lengths), np.int64)
+    found = begun = now = 0
+    for ended in range(len(ends)):
+        while begun < len(starts) and starts[begun] < ends[ended]:
+            if starts[begun] > now:
+                sizes[found], steps[found] = begun - ended, starts[begun] - now
+                found, now = found + 1, starts[begun]
+            begun += 1
+        if ends[ended] > now:
+            sizes[found], steps[found] = begun - ended, ends[ended] - now
+            found, now = found + 1, ends[ended]
+    return sizes[:found], steps[:found]
