@@ -103,10 +103,10 @@ class ModeChoice:
         self._tally = np.zeros((BATCH_BUCKETS, modes, 2))
         self._whole = WholeRollouts(cost)
         self._steps, self._plain_steps = 0, SETTLING
-        # By bucket, the mode that is kept, until which step, and for how many it was kept last.
+        # By bucket, the best mode when last looked at, until which step it is kept, and for how many it was kept last.
         self._held, self._held_until, self._hold = ([value] * BATCH_BUCKETS for value in (PLAIN, 0, 0))
         self._rest: _Rest | None = None
-        self._used = [PLAIN] * BATCH_BUCKETS  # the best mode when last looked at
+        self._following = True  # the last answer of `follows`
         self._trials = [0] * modes
         self._due: dict[int, float] = {}  # steps at which modes are to be tried
         self._trial, self._left, self._lost, self._beside = PLAIN, 0, 0.0, 1.0  # the last: gain of the mode in use
@@ -118,6 +118,12 @@ class ModeChoice:
 
         In rollouts whose samples all end together there are no smaller batches.
         """
+        before, self._following = self._following, self._may_pay(size)
+        if self._following and not before:  # decisions were made without the draft model
+            self._held_until = [0] * BATCH_BUCKETS
+        return self._following
+
+    def _may_pay(self, size: int) -> bool:
         if self._steps >= self._due.get(DRAFTED, 0) - FOLLOWED_BEFORE:
             return True
         buckets = slice(batch_bucket(size) + 1)
@@ -162,18 +168,14 @@ class ModeChoice:
             self._came[bucket] = True
             self._forecast_smaller(step)
         gains = {mode: self.gain(step, mode) * self._kept_of(mode, step.size) for mode in able}
-        best = max(able, key=lambda mode: gains[mode] * (HYSTERESIS if mode == self._used[bucket] else 1.0))
-        self._used[bucket] = best
+        best = max(able, key=lambda mode: gains[mode] * (HYSTERESIS if mode == self._held[bucket] else 1.0))
+        again, self._held[bucket] = self._held[bucket] == best and self._hold[bucket] > 0, best
         for mode in able:
             if mode != best and self._trial_is_due(mode, 1.0 - gains[mode] / gains[best]):
                 self._trial, self._lost, self._beside, self.trying = mode, 0.0, gains[best], True
                 self._left = TRIAL_STEPS + (SETTLING if mode == PLAIN else 0)
                 return mode
-        again = self._held[bucket] == best and self._hold[bucket] > 0
-        self._held[bucket], self._hold[bucket] = (
-            best,
-            min(2 * self._hold[bucket], LONGEST_HOLD) if again else HOLD_STEPS,
-        )
+        self._hold[bucket] = min(2 * self._hold[bucket], LONGEST_HOLD) if again else HOLD_STEPS
         self._held_until[bucket] = self._steps + self._hold[bucket]
         return best
 

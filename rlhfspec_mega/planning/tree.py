@@ -214,7 +214,7 @@ class DraftingPolicy(Protocol):
         """Learn from samples that have ended, or left the engine.
 
         Args:
-            samples, tokens: of each its number (`Batch.samples`) and its response tokens.
+            samples, tokens: of each its number (`Batch.samples`) and the response tokens that it got here.
             left: samples that are still decoded.
         """
         return

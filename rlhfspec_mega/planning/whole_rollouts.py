@@ -16,6 +16,7 @@ from rlhfspec_mega.types import BATCH_BUCKETS, batch_bucket
 PRIOR_ROLLOUTS = 0.5
 OLDER = 0.8  # weight of earlier rollouts after one in which all steps had draft tokens
 NEWEST = 0.3  # weight of the newest rollout in the shares of batch sizes
+MOST_SAMPLES = 4096  # of a rollout; there is nothing to learn from longer ones, in which batches stay large
 OLDER_PLAIN = 0.99  # after any other: what was found is tried again some time
 
 
@@ -42,6 +43,7 @@ class WholeRollouts:
 
     def _begin(self) -> None:
         self._lengths: dict[int, int] = {}  # tokens of the samples that have ended, by their number
+        self._endless = False  # samples come all the time, and too many have ended to know them all
         self._largest, self._samples, self._kv_tokens = 0, 0, 0  # batch; sums over steps
         self._counted = self._seconds = self._unread_seconds = self._drafted_seconds = 0.0
 
@@ -77,12 +79,16 @@ class WholeRollouts:
         """Samples have ended, or left the engine.
 
         Args:
-            samples, tokens: of each its number, which rises in the order in which they came, and its response tokens.
+            samples, tokens: of each its number, which rises in the order in which they came, and the response tokens
+                that it got here.
             left: samples that are still decoded.
         """
         self._lengths.update(zip(samples.tolist(), tokens.tolist(), strict=True))
+        if len(self._lengths) > MOST_SAMPLES:
+            self._lengths.clear()
+            self._endless = True
         if left == 0:
-            if self._counted > 0.0:
+            if self._counted > 0.0 and not self._endless:
                 self._settle()
             self._begin()
 

@@ -212,3 +212,13 @@ def test_gains_outlive_their_process() -> None:
     step = StepView(make_batch(4, np.random.default_rng(0)), cost)
     assert later.choose(step, 8, False) == PLAIN
     assert make_choice(cost).choose(step, 8, False) == DRAFTED, "it believes its forecast at first"
+
+
+def test_decisions_made_without_a_draft_model_do_not_outlast_it() -> None:
+    cost = measured_cost()
+    choice = make_choice(cost)
+    step = StepView(make_batch(4, np.random.default_rng(0)), cost)
+    choice._following = False
+    assert choice.choose(step, 0, False) == PLAIN and choice.rests(4)
+    assert choice.follows(4) and not choice.rests(4)
+    assert choice.choose(step, 8, False) == DRAFTED

@@ -14,7 +14,7 @@ from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.forecast import StepView
 from rlhfspec_mega.planning.modes import DRAFTED, PLAIN, ModeChoice
 from rlhfspec_mega.planning.tree import DraftTree, Ints, StepRecord
-from rlhfspec_mega.planning.whole_rollouts import PRIOR_ROLLOUTS, WholeRollouts, plain_steps
+from rlhfspec_mega.planning.whole_rollouts import MOST_SAMPLES, PRIOR_ROLLOUTS, WholeRollouts, plain_steps
 from rlhfspec_mega.types import batch_bucket
 from tests.random_trees import RandomTrees
 from tests.synthetic_drafts import make_batch
@@ -90,6 +90,17 @@ def test_plain_rollouts_keep_everything_and_what_was_lost_is_forgotten_slowly() 
     assert lost < 0.6
     later = [rollout(8.0, drafted=False) for _ in range(300)]
     assert later == sorted(later) and later[0] < 0.65 and later[-1] > 0.8
+
+
+def test_rollouts_without_end_take_no_memory_and_teach_nothing() -> None:
+    cost = cost_of(1e-2, 1e-3, 1e-3, 1e-4)
+    whole = WholeRollouts(cost)
+    for number in range(3 * MOST_SAMPLES):
+        whole.add_step(4, 0, 2.0, 1.0, 0.0, drafted=True)
+        whole.ended(np.array([number]), np.array([8]), 4)
+        assert len(whole._lengths) <= MOST_SAMPLES
+    whole.ended(np.arange(4) + 3 * MOST_SAMPLES, np.full(4, 8), 0)
+    assert whole.kept(4) == 1.0 and not whole.shares(4).any()
 
 
 def test_modes_go_by_what_is_kept_and_nobody_is_followed_in_vain() -> None:

@@ -140,8 +140,8 @@ class Decoder:
     def ended(self, slots: Sequence[int], left: int) -> None:
         """Tell the policy that the samples of these slots have ended, or move away, while `left` others are decoded."""
         if self._policy and slots:
-            numbers, generated = (values[list(slots)] for values in (self.slots.numbers, self.slots.generated))
-            self._policy.ended(numbers, generated, left)
+            rows, own = list(slots), self.slots
+            self._policy.ended(own.numbers[rows], own.generated[rows] - own.brought[rows], left)
 
     def leave(self, slots: Iterable[int]) -> None:
         """The samples of these slots have ended, or moved to others."""
