@@ -28,7 +28,7 @@ class Attention(Protocol):
 
 
 class Tap(Protocol):
-    """Called with each layer's number and its output [tokens, hidden], valid until the next call."""
+    """Called with each layer's number and its output [tokens, hidden], which is never written again: it may be kept."""
 
     def __call__(self, layer: int, output: torch.Tensor) -> None: ...
 

@@ -158,7 +158,7 @@ class AcceptanceModel:
                 tree.survival,
             )
         if len(record.chosen):
-            self._learn(batch, tree, *_judged(tree.parents, record.chosen, record.accepted), record)
+            self._learn(record, *_judged(tree.parents, record.chosen, record.accepted))
         self._observed += 1
         if self._observed <= EXPECTED_AT_FIRST or self._observed % EXPECTED_EVERY == 0:
             self._expected = None
@@ -186,10 +186,10 @@ class AcceptanceModel:
         self._expected = None
         self._recalled = None
 
-    def _learn(self, batch: Batch, tree: DraftTree, judged: Ints, accepted: Bools, record: StepRecord) -> None:
-        entries = self._entries(batch, tree, judged)
+    def _learn(self, record: StepRecord, judged: Ints, accepted: Bools) -> None:
+        entries = self._entries(record.batch, record.tree, judged)
         expected = probabilities_of(self._log_odds, entries)
-        predicted = float(tree.survival[record.chosen].sum())
+        predicted = float(record.tree.survival[record.chosen].sum())
         self._calibration.add(expected, accepted, predicted, int(accepted.sum()))
         learn(self._log_odds, self._information, self._max_information, entries, accepted, expected, NONE)
 

@@ -24,13 +24,11 @@ class StepView:
     """A batch with its costs, which a policy reads several times per step.
 
     Attributes:
-        least_remaining: smallest `Batch.remaining` of the batch.
         plain_seconds: of a plain step.
     """
 
     def __init__(self, batch: Batch, cost: CostModel) -> None:
         self.batch, self.size, self.kv_tokens = batch, batch.size, batch.kv_tokens
-        self.least_remaining = int(batch.remaining.min())
         self._cost = cost
         self.plain_seconds = cost.plain_seconds(self.size, self.kv_tokens)
         self._verify = np.zeros(0)

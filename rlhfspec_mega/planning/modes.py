@@ -47,7 +47,7 @@ TRIAL_AT_LATEST = 5000  # steps after which a mode is tried whatever it loses
 # `oversight.CONTROL_STEPS`); by them drafting would look better than it is.
 SETTLING = 3
 
-_SAVED = ("measured", "overall", "kept", "forecast_gains", "came")  # arrays of ModeChoice
+_SAVED = ("measured", "overall", "forecast_kept", "forecast_gains", "came")  # arrays of ModeChoice
 
 
 @dataclass
@@ -99,14 +99,16 @@ class ModeChoice:
         self._came = np.zeros(BATCH_BUCKETS, np.bool_)  # whether drafting was looked at for a batch of this size
         self._overall = np.zeros((modes, 2))
         self._forecast_gains = np.zeros(BATCH_BUCKETS)  # of drafting, when last looked at
-        self._kept = np.full(2, FORECAST_WEIGHT)  # decayed sums: what drafting gave, and what was forecast for it
+        self._forecast_kept = np.full(
+            2, FORECAST_WEIGHT
+        )  # decayed sums: what drafting gave, and what was forecast for it
         self._tally = np.zeros((BATCH_BUCKETS, modes, 2))
         self._whole = WholeRollouts(cost)
         self._steps, self._plain_steps = 0, SETTLING
         # By bucket, the best mode when last looked at, until which step it is kept, and for how many it was kept last.
         self._held, self._held_until, self._hold = ([value] * BATCH_BUCKETS for value in (PLAIN, 0, 0))
         self._rest: _Rest | None = None
-        self._following = True  # the last answer of `follows`
+        self._undrafted = [False] * BATCH_BUCKETS  # whether that was decided while the draft model could not be used
         self._trials = [0] * modes
         self._due: dict[int, float] = {}  # steps at which modes are to be tried
         self._trial, self._left, self._lost, self._beside = PLAIN, 0, 0.0, 1.0  # the last: gain of the mode in use
@@ -118,12 +120,6 @@ class ModeChoice:
 
         In rollouts whose samples all end together there are no smaller batches.
         """
-        before, self._following = self._following, self._may_pay(size)
-        if self._following and not before:  # decisions were made without the draft model
-            self._held_until = [0] * BATCH_BUCKETS
-        return self._following
-
-    def _may_pay(self, size: int) -> bool:
         if self._steps >= self._due.get(DRAFTED, 0) - FOLLOWED_BEFORE:
             return True
         buckets = slice(batch_bucket(size) + 1)
@@ -131,7 +127,7 @@ class ModeChoice:
             self._measured[buckets, DRAFTED],
             self._forecast_gains[buckets],
             self._came[buckets],
-            float(self._kept[0] / self._kept[1]),
+            float(self._forecast_kept[0] / self._forecast_kept[1]),
             self._whole.kept(size),
             self._whole.shares(size)[buckets],
         )
@@ -176,7 +172,7 @@ class ModeChoice:
                 self._left = TRIAL_STEPS + (SETTLING if mode == PLAIN else 0)
                 return mode
         self._hold[bucket] = min(2 * self._hold[bucket], LONGEST_HOLD) if again else HOLD_STEPS
-        self._held_until[bucket] = self._steps + self._hold[bucket]
+        self._held_until[bucket], self._undrafted[bucket] = self._steps + self._hold[bucket], not usable
         return best
 
     def _kept_of(self, mode: int, size: int) -> float:
@@ -192,7 +188,7 @@ class ModeChoice:
             expected = self.overall(mode) if self._overall[mode, 1] else FIRST_GAIN
         else:
             self._forecast_gains[bucket] = expected = self._forecast_gain(step)
-            expected *= float(self._kept[0] / self._kept[1])
+            expected *= float(self._forecast_kept[0] / self._forecast_kept[1])
         tokens, work = self._measured[bucket, mode]
         return float((tokens + FORECAST_WEIGHT * expected) / (work + FORECAST_WEIGHT))
 
@@ -224,7 +220,7 @@ class ModeChoice:
             if not self._left:
                 self._end_trial()
         reading = min(reading, 0.5 * seconds)
-        self._whole.add_step(step.size, step.kv_tokens, tokens * plain, seconds, reading, mode != PLAIN)
+        self._whole.add_step(step.size, step.kv_tokens, tokens, seconds, reading, mode != PLAIN)
         seconds -= reading
         self._steps += 1
         settled = mode != PLAIN or self._plain_steps >= SETTLING
@@ -251,11 +247,17 @@ class ModeChoice:
             rest.settled += 1
             rest.settled_seconds += min(seconds, rest.most_seconds)
 
-    def ended(self, samples: Ints, tokens: Ints, left: int) -> None:
+    def ended(self, samples: Ints, tokens: Ints, joined: Floats, left: int) -> None:
         """See WholeRollouts.ended."""
         if left == 0:
             self._end_rest()
-        self._whole.ended(samples, tokens, left)
+        self._whole.ended(samples, tokens, joined, left)
+
+    def draft_returns(self) -> None:
+        """Decisions that were made while the draft model could not be used hold no more."""
+        for bucket in range(BATCH_BUCKETS):
+            if self._undrafted[bucket]:
+                self._held_until[bucket] = 0
 
     def _end_rest(self) -> None:
         """Learn from the steps of a rest."""
@@ -268,12 +270,12 @@ class ModeChoice:
             rest.seconds, rest.settled_seconds = rest.steps * plain, rest.settled * plain
         self._tally[bucket, PLAIN] += rest.steps, rest.seconds / plain
         self._learn(bucket, PLAIN, float(rest.settled), rest.settled_seconds / plain)
-        counted = rest.steps * plain
-        self._whole.add_step(rest.size, kv_tokens, counted, rest.seconds, 0.0, drafted=False, steps=rest.steps)
+        steps = rest.steps
+        self._whole.add_step(rest.size, kv_tokens, float(steps), rest.seconds, 0.0, drafted=False, steps=steps)
 
     def forget_draft(self) -> None:
         """The draft is another one: what drafting gave says nothing any more, and it is tried at once."""
-        self._measured[:, DRAFTED], self._overall[DRAFTED], self._kept[:] = 0.0, 0.0, FORECAST_WEIGHT
+        self._measured[:, DRAFTED], self._overall[DRAFTED], self._forecast_kept[:] = 0.0, 0.0, FORECAST_WEIGHT
         self._forecast_gains[:], self._came[:] = 0.0, False
         self._due[DRAFTED], self._trials[DRAFTED] = self._steps, 0
         self._held_until, self._hold = [0] * BATCH_BUCKETS, [0] * BATCH_BUCKETS
@@ -301,7 +303,7 @@ class ModeChoice:
         _decay_and_add(self._measured[bucket, mode], older, tokens, work)
         _decay_and_add(self._overall[mode], older, tokens, work)
         if mode == DRAFTED and self._forecast_gains[bucket]:
-            _decay_and_add(self._kept, older, tokens, work * self._forecast_gains[bucket])
+            _decay_and_add(self._forecast_kept, older, tokens, work * self._forecast_gains[bucket])
 
     def _forecast_gain(self, step: StepView) -> float:
         key = step.size, step.temperature
@@ -374,4 +376,4 @@ def _worth_following(
         gain = kept * tokens / work
         pays |= gain >= FOLLOWED_GAIN
         saved += shares[bucket] * (1.0 - 1.0 / max(gain, 1.0))
-    return saved >= FOLLOWED_SAVING if shares.any() else pays
+    return saved >= FOLLOWED_SAVING * shares.sum() if shares.any() else pays

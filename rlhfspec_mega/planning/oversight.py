@@ -8,7 +8,7 @@ import numpy as np
 
 from rlhfspec_mega.compiled import compiled
 from rlhfspec_mega.planning.strategy import CalibratedPolicy
-from rlhfspec_mega.planning.tree import Batch, Bools, DraftingPolicy, DraftTree, Ints, Recall, StepRecord
+from rlhfspec_mega.planning.tree import Batch, Bools, DraftingPolicy, DraftTree, Floats, Ints, Recall, StepRecord
 from rlhfspec_mega.types import TALLY_EDGES, DraftingTally
 
 # Steps before the first control, and between the starts of two controls. Controls cost 3% of what speculation gains.
@@ -167,8 +167,11 @@ class MonitoredPolicy(DraftingPolicy):
         self._tally.sample_steps_by_verified[0] += size
         self.policy.rested(samples, kv_tokens, seconds)
 
-    def ended(self, samples: Ints, tokens: Ints, left: int) -> None:
-        self.policy.ended(samples, tokens, left)
+    def ended(self, samples: Ints, tokens: Ints, joined: Floats, left: int) -> None:
+        self.policy.ended(samples, tokens, joined, left)
+
+    def draft_returns(self) -> None:
+        self.policy.draft_returns()
 
     def recall(self, batch: Batch) -> Recall | None:
         return self.policy.recall(batch if self.watch.may_draft else replace(batch, draftable=False))

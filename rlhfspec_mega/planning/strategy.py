@@ -79,9 +79,13 @@ class CalibratedPolicy(DraftingPolicy):
         if self.modes:
             self.modes.rested(size, kv_tokens, seconds)
 
-    def ended(self, samples: Ints, tokens: Ints, left: int) -> None:
+    def ended(self, samples: Ints, tokens: Ints, joined: Floats, left: int) -> None:
         if self.modes:
-            self.modes.ended(samples, tokens, left)
+            self.modes.ended(samples, tokens, joined, left)
+
+    def draft_returns(self) -> None:
+        if self.modes:
+            self.modes.draft_returns()
 
     def recall(self, batch: Batch) -> Recall | None:
         """Ask for the nodes that may be worth their verification."""
@@ -233,7 +237,7 @@ class Adaptive(CalibratedPolicy):
     def choose(self, batch: Batch, tree: DraftTree) -> Ints:
         """The nodes that are worth most, given what is drafted; a trial verifies at least as many nodes as samples."""
         if len(batch.recalled):
-            self.acceptance.fill_survival(batch, tree, 0)  # of what is drafted, more is known now
+            self.acceptance.fill_survival(batch, tree, 0)
         values = self._values(batch, tree)
         order = rank_nodes(tree, values, self.max_nodes)
         prices = self._prices(self._step(batch))
@@ -276,7 +280,7 @@ class Fixed(CalibratedPolicy):
 
     def choose(self, batch: Batch, tree: DraftTree) -> Ints:
         if len(batch.recalled):
-            self.acceptance.fill_survival(batch, tree, 0)  # of what is drafted, more is known now
+            self.acceptance.fill_survival(batch, tree, 0)
         return np.sort(rank_nodes(tree, tree.survival, self.max_nodes))
 
 
@@ -294,7 +298,7 @@ class Uniform(Fixed):
 
     def choose(self, batch: Batch, tree: DraftTree) -> Ints:
         if len(batch.recalled):
-            self.acceptance.fill_survival(batch, tree, 0)  # of what is drafted, more is known now
+            self.acceptance.fill_survival(batch, tree, 0)
         order = rank_nodes(tree, tree.survival, self.max_nodes)
         place = index_within_row(tree.rows[order])
         most = int(place.max()) + 1 if len(order) else 0

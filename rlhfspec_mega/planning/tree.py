@@ -186,12 +186,12 @@ class Recall(NamedTuple):
 class DraftingPolicy(Protocol):
     """Decides in each step how many layers to draft and which nodes to verify. One engine calls it in this order:
 
-        follows (when samples join the batch), ended (when samples leave it)
+        follows, draft_returns (when samples join the batch), ended (when samples leave it)
         rests -> recall -> depth -> (add_layer -> expand)* -> add_recalled -> choose -> observe
               -> rested
 
-    A step of which `rests` says so is plain, without further questions. All methods but `observe`, `rested` and `ended`
-    depend only on their arguments and on what was observed before.
+    A step of which `rests` says so is plain, without further questions. All methods but `observe`, `rested`, `ended`
+    and `draft_returns` depend only on their arguments and on what was observed before.
     """
 
     width: int  # most children per drafted node
@@ -210,13 +210,18 @@ class DraftingPolicy(Protocol):
         """Learn from such a step; `samples` are the numbers of its samples (`Batch.samples`)."""
         return
 
-    def ended(self, samples: Ints, tokens: Ints, left: int) -> None:
+    def ended(self, samples: Ints, tokens: Ints, joined: Floats, left: int) -> None:
         """Learn from samples that have ended, or left the engine.
 
         Args:
             samples, tokens: of each its number (`Batch.samples`) and the response tokens that it got here.
-            left: samples that are still decoded.
+            joined: of each, how many tokens of a sample the engine had decoded in the mean when it got a slot.
+            left: samples that are still here.
         """
+        return
+
+    def draft_returns(self) -> None:
+        """The draft model, which had no sample to follow, follows one now."""
         return
 
     def recall(self, batch: Batch) -> Recall | None:

@@ -218,7 +218,6 @@ def test_decisions_made_without_a_draft_model_do_not_outlast_it() -> None:
     cost = measured_cost()
     choice = make_choice(cost)
     step = StepView(make_batch(4, np.random.default_rng(0)), cost)
-    choice._following = False
     assert choice.choose(step, 0, False) == PLAIN and choice.rests(4)
-    assert choice.follows(4) and not choice.rests(4)
-    assert choice.choose(step, 8, False) == DRAFTED
+    choice.draft_returns()
+    assert not choice.rests(4) and choice.choose(step, 8, False) == DRAFTED

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.forecast import StepView
 from rlhfspec_mega.planning.modes import DRAFTED, PLAIN, ModeChoice
-from rlhfspec_mega.planning.tree import DraftTree, Ints, StepRecord
+from rlhfspec_mega.planning.tree import DraftTree, Floats, Ints, StepRecord
 from rlhfspec_mega.planning.whole_rollouts import MOST_SAMPLES, PRIOR_ROLLOUTS, WholeRollouts, plain_steps
 from rlhfspec_mega.types import batch_bucket
 from tests.random_trees import RandomTrees
@@ -22,21 +22,30 @@ from tests.unit.test_losslessness import make_engine, request
 from tests.unit.test_strategy import cost_of
 
 
-def decoded(lengths: Sequence[int], slots: int) -> list[int]:
-    """Batch sizes of plain steps, one after the other."""
-    waiting, running, sizes = [length for length in lengths if length], list[int](), list[int]()
+def decoded(samples: Sequence[tuple[int, int]], slots: int) -> list[int]:
+    """Batch sizes of plain steps, one after the other, of samples (length, steps before it) in order."""
+    waiting, running, sizes, now = [one for one in samples if one[0]], list[int](), list[int](), 0
     while waiting or running:
-        while waiting and len(running) < slots:
-            running.append(waiting.pop(0))
-        sizes.append(len(running))
+        while waiting and len(running) < slots and waiting[0][1] <= now:
+            running.append(waiting.pop(0)[0])
+        if running:
+            sizes.append(len(running))
         running = [left - 1 for left in running if left > 1]
+        now += 1
     return sizes
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 6))
-def test_plain_steps_are_those_of_a_simulation(lengths: list[int], slots: int) -> None:
-    sizes, steps = plain_steps(np.array(lengths), slots)
-    assert np.repeat(sizes, steps).tolist() == decoded(lengths, slots)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), min_size=1, max_size=12), st.integers(1, 6))
+def test_plain_steps_are_those_of_a_simulation(samples: list[tuple[int, int]], slots: int) -> None:
+    came = np.cumsum([pause for _, pause in samples])
+    lengths = np.array([length for length, _ in samples])
+    sizes, steps = plain_steps(lengths, came, slots)
+    assert np.repeat(sizes, steps).tolist() == decoded(list(zip(lengths.tolist(), came.tolist(), strict=True)), slots)
+
+
+def end(whole: WholeRollouts, samples: Ints, tokens: Ints, left: int) -> None:
+    """Of samples that came together."""
+    whole.ended(samples, tokens, np.zeros(len(samples)), left)
 
 
 def test_kept_by_hand() -> None:
@@ -44,12 +53,13 @@ def test_kept_by_hand() -> None:
     cost = cost_of(1e-2, 1e-3, 1e-3, 1e-4)
     whole = WholeRollouts(cost)
     both, one = cost.plain_seconds(2, 0), cost.plain_seconds(1, 0)
-    whole.add_step(2, 0, 2.0 * both, 1.1 * both, 0.1 * both, drafted=True)
-    whole.ended(np.array([7]), np.array([4]), 1)
+    whole.add_step(2, 0, 2.0, 1.1 * both, 0.1 * both, drafted=True)
+    end(whole, np.array([7]), np.array([4]), 1)
     assert whole.kept(1) == whole.kept(2) == 1.0, "the rollout has not ended"
-    whole.add_step(1, 0, 3.0 * one, 1.1 * one, 0.0, drafted=True)
-    whole.ended(np.array([8]), np.array([4]), 0)
-    kept = 4 * both / (2 * both + 3 * one) if 4 * both < 2 * both + 3 * one else 1.0
+    whole.add_step(1, 0, 3.0, 1.1 * one, 0.0, drafted=True)
+    end(whole, np.array([8]), np.array([4]), 0)
+    kept = 4 * both / (2 * both + 3 * one)
+    assert kept < 1.0
     kept *= 1.0 - 0.1 * both / (1.1 * both + 1.1 * one)
     assert whole.kept(2) == pytest.approx((PRIOR_ROLLOUTS + kept) / (PRIOR_ROLLOUTS + 1.0))
     assert whole.kept(1) == 1.0, "no rollout had one sample at most"
@@ -67,11 +77,11 @@ def test_little_is_kept_where_all_have_the_same_length(lengths: list[int], least
         while (alive := np.flatnonzero(left > 0)).size:
             new = np.minimum(rng.choice((1, 2, 3, 4), len(alive)), left[alive])
             plain = cost.plain_seconds(len(alive), 0)
-            whole.add_step(len(alive), 0, plain * new.sum() / len(alive), plain, 0.0, drafted=True)
+            whole.add_step(len(alive), 0, new.sum() / len(alive), plain, 0.0, drafted=True)
             left[alive] -= new
             gone = alive[left[alive] == 0]
             if len(gone):
-                whole.ended(gone, np.array(lengths)[gone], int((left > 0).sum()))
+                end(whole, gone, np.array(lengths)[gone], int((left > 0).sum()))
     assert least <= whole.kept(32) <= most
 
 
@@ -80,8 +90,8 @@ def test_plain_rollouts_keep_everything_and_what_was_lost_is_forgotten_slowly() 
     whole = WholeRollouts(cost)
 
     def rollout(counted: float, drafted: bool) -> float:
-        whole.add_step(4, 0, counted * cost.plain_seconds(4, 0), 1.0, 0.0, drafted=drafted)
-        whole.ended(np.arange(4), np.full(4, 8), 0)
+        whole.add_step(4, 0, counted, 1.0, 0.0, drafted=drafted)
+        end(whole, np.arange(4), np.full(4, 8), 0)
         return whole.kept(4)
 
     assert rollout(8.0, drafted=False) == 1.0
@@ -92,14 +102,36 @@ def test_plain_rollouts_keep_everything_and_what_was_lost_is_forgotten_slowly() 
     assert later == sorted(later) and later[0] < 0.65 and later[-1] > 0.8
 
 
+def test_batches_that_fill_slowly_are_not_blamed_on_drafts() -> None:
+    """One sample comes with each step; each has 64 tokens, and steps give one token a sample."""
+    cost, whole, came = cost_of(5e-3, 5e-5, 1e-3, 1e-5), WholeRollouts(cost_of(5e-3, 5e-5, 1e-3, 1e-5)), np.arange(32)
+    for now in range(64 + 31):
+        size = int(((came <= now) & (now < came + 64)).sum())
+        plain = cost.plain_seconds(size, 0)
+        whole.add_step(size, 0, 1.0, plain, 0.0, drafted=True)
+        if (gone := np.flatnonzero(came + 64 == now + 1)).size:
+            whole.ended(gone, np.full(len(gone), 64), came[gone].astype(float), int((came + 64 > now + 1).sum()))
+    assert whole.kept(32) == pytest.approx(1.0)
+
+
+def test_what_is_lost_is_that_of_the_drafted_steps() -> None:
+    """Of 100 plain steps' time ten are drafted, at the end, and a tenth of their tokens' time is lost."""
+    cost = cost_of(1e-2, 0.0, 1e-3, 1e-4)
+    whole, plain = WholeRollouts(cost), cost.plain_seconds(2, 0)
+    whole.add_step(2, 0, 90.0, 90 * plain, 0.0, drafted=False, steps=90)
+    whole.add_step(2, 0, 10.0, 8 * plain, 0.0, drafted=True, steps=5)
+    end(whole, np.arange(2), np.full(2, 99), 0)
+    assert whole._kept[batch_bucket(2)].tolist() == pytest.approx([8 / 98, 8 / 98 * 0.9])
+
+
 def test_rollouts_without_end_take_no_memory_and_teach_nothing() -> None:
     cost = cost_of(1e-2, 1e-3, 1e-3, 1e-4)
     whole = WholeRollouts(cost)
     for number in range(3 * MOST_SAMPLES):
         whole.add_step(4, 0, 2.0, 1.0, 0.0, drafted=True)
-        whole.ended(np.array([number]), np.array([8]), 4)
-        assert len(whole._lengths) <= MOST_SAMPLES
-    whole.ended(np.arange(4) + 3 * MOST_SAMPLES, np.full(4, 8), 0)
+        end(whole, np.array([number]), np.array([8]), 4)
+        assert len(whole._ended) <= MOST_SAMPLES
+    end(whole, np.arange(4) + 3 * MOST_SAMPLES, np.full(4, 8), 0)
     assert whole.kept(4) == 1.0 and not whole.shares(4).any()
 
 
@@ -121,7 +153,9 @@ def test_modes_go_by_what_is_kept_and_nobody_is_followed_in_vain() -> None:
             accepted[: 0 if modes[-1] == PLAIN else 32] = True
             record = StepRecord(batch, DraftTree(), np.arange(64), accepted, 0, 0.0, seconds)
             choice.observe(record, modes[-1], step)
-        choice.ended(np.arange(32) + 32 * rollout, np.full(32, 16), 0)  # half of what drafted steps count is not real
+        choice.ended(
+            np.arange(32) + 32 * rollout, np.full(32, 16), np.zeros(32), 0
+        )  # half of what drafted steps count is not real
     assert modes[:16].count(DRAFTED) > 8 and modes[-320:].count(PLAIN) > 300
     choice._due[DRAFTED] = 10**9
     assert not choice.follows(32)
@@ -134,7 +168,7 @@ def test_an_engine_tells_of_every_sample_once() -> None:
             self.left: list[int] = []
             self.tokens: Counter[int] = Counter()
 
-        def ended(self, samples: Ints, tokens: Ints, left: int) -> None:
+        def ended(self, samples: Ints, tokens: Ints, joined: Floats, left: int) -> None:
             assert not self.tokens.keys() & set(samples.tolist())
             self.tokens.update(dict(zip(samples.tolist(), tokens.tolist(), strict=True)))
             self.left.append(left)

@@ -125,8 +125,11 @@ class Decoder:
                 past = None  # plain steps would not keep it up to date
             elif kv is None:
                 past = self.drafter.empty_past() if self.follower(first + len(samples)) else None
+            followed = self.drafter.unread.following
             for slot, sample in enumerate(samples, start=first):
                 self.drafter.admit(slot, past, sample.sequence)
+            if self._policy and past is not None and not followed:
+                self._policy.draft_returns()
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy a slot with `length` cached positions over another."""
@@ -138,10 +141,11 @@ class Decoder:
             self.drafter.move(source, target)
 
     def ended(self, slots: Sequence[int], left: int) -> None:
-        """Tell the policy that the samples of these slots have ended, or move away, while `left` others are decoded."""
+        """Tell the policy that the samples of these slots have ended, or move away, while `left` others are here."""
         if self._policy and slots:
             rows, own = list(slots), self.slots
-            self._policy.ended(own.numbers[rows], own.generated[rows] - own.brought[rows], left)
+            tokens = own.generated[rows] - own.brought[rows]
+            self._policy.ended(own.numbers[rows], tokens, own.joined[rows], left)
 
     def leave(self, slots: Iterable[int]) -> None:
         """The samples of these slots have ended, or moved to others."""
@@ -159,6 +163,7 @@ class Decoder:
             decoded = self._rest(policy, drafter, batch)
         else:
             decoded = self._speculate(policy, drafter, batch)
+        self.slots.progress += len(decoded.tokens) / batch
         if self.history:
             self.history.extend(decoded.tokens, decoded.counts)
         return decoded

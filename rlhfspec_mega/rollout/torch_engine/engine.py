@@ -358,7 +358,7 @@ class TorchEngine(UpdatedEngine):
 
     def _retire(self, slots: Sequence[int]) -> None:
         before = len(self._scheduler.active)
-        self._decoder.ended(slots, before - len(slots))
+        self._decoder.ended(slots, len(self._held))
         for move in self._scheduler.retire(slots):
             self._decoder.move(*move)
         self._decoder.leave(range(len(self._scheduler.active), before))

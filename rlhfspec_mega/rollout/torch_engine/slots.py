@@ -25,8 +25,9 @@ class SlotState:
         lengths, generated, remaining: int64 on the host; tokens of prompt and response, tokens of the response, and
             tokens that may still be generated.
         host_temperatures, host_noise: float64 and int64 on the host.
-        brought: int64 on the host, tokens of the response that the sample came with.
+        brought, joined: on the host, tokens of the response that the sample came with, and `progress` then.
         numbers: int64 on the host, consecutive number of the sample in this engine.
+        progress: tokens of a sample that were decoded so far, in the mean over those of each step.
         next_tokens: those arrays on the host that the choice of tokens depends on.
     """
 
@@ -39,11 +40,12 @@ class SlotState:
         self.tokens, self.lengths, self.generated, self.remaining = (np.zeros(slots, np.int64) for _ in range(4))
         self.host_temperatures, self.host_noise = np.zeros(slots), np.zeros(slots, np.int64)
         self.brought, self.numbers = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
+        self.progress, self.joined = 0.0, np.zeros(slots)
         self._assigned = 0  # samples so far
         self.any_forced = False
         self._tensors = (self.noise, self.temperatures, self.stops, self.forced)
         self._arrays = (
-            *(self.tokens, self.lengths, self.generated, self.remaining, self.brought, self.numbers),
+            *(self.tokens, self.lengths, self.generated, self.remaining, self.brought, self.joined, self.numbers),
             *(self.host_temperatures, self.host_noise, self.host_stops, self.host_forced),
         )
         self.next_tokens = NextTokens(
@@ -68,6 +70,7 @@ class SlotState:
         self.any_forced |= any(request.ignore_stop for request in requests)
         self.lengths[rows] = [sample.length for sample in samples]
         self.generated[rows] = self.brought[rows] = [len(sample.tokens) for sample in samples]
+        self.joined[rows] = self.progress
         self.remaining[rows] = [sample.request.max_new_tokens - len(sample.tokens) for sample in samples]
         self.host_temperatures[rows] = [request.temperature for request in requests]
         self.numbers[rows] = np.arange(self._assigned, self._assigned + len(samples))
