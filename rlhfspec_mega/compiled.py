@@ -55,10 +55,15 @@ def _compiled(function: Function, **options: Any) -> Function:
     try:
         made = njit(cache=True, **options)(function)
         # numba itself looks at the function's own file only. What is read here is not part of its interface.
-        made._cache._cache_file._source_stamp = _digest(Path(function.__code__.co_filename), repr(options))
+        made._cache._cache_file._source_stamp = _digest(Path(function.__code__.co_filename), _described(options))
     except (RuntimeError, AttributeError):  # there is no place for it, or numba keeps it in another way
         return njit(**options)(function)
     return made
+
+
+def _described(options: dict[str, Any]) -> str:
+    """The same in every process: sets have another order in each."""
+    return repr([(name, sorted(value) if isinstance(value, set) else value) for name, value in options.items()])
 
 
 def _digest(file: Path, options: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -53,3 +54,39 @@ def test_code_is_made_anew_when_a_module_that_it_imports_changes(tmp_path: Path)
     assert run() == "15 0", "a function of another module is part of the code"
     (package / "constants.py").write_text("FACTOR = 7\n")
     assert run() == "105 0" and run() == "105 1", "so is a constant, also at second hand"
+
+
+SUM = """
+import numpy as np
+
+from rlhfspec_mega.compiled import vectorized
+
+
+@vectorized
+def total(values):
+    found = 0.0
+    for value in values:
+        found += value
+    return found
+
+
+result = total(np.ones(5))
+print(result, sum(total.stats.cache_hits.values()))
+"""
+
+
+def test_code_is_kept_for_every_later_process(tmp_path: Path) -> None:
+    """Sets of names, such as compiler options, have another order in each."""
+    package = tmp_path / "rlhfspec_mega"
+    package.mkdir()
+    shutil.copy(COMPILED, package)
+    (package / "__init__.py").touch()
+    (package / "sums.py").write_text(SUM)
+    found = []
+    for seed in range(6):
+        command = [sys.executable, "-B", "-c", "import rlhfspec_mega.sums"]
+        environment = os.environ | {"PYTHONHASHSEED": str(seed)}
+        found.append(
+            subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+        )
+    assert [line.strip() for line in found] == ["5.0 0", *["5.0 1"] * 5]
