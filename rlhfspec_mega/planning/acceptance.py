@@ -149,7 +149,7 @@ class AcceptanceModel:
         if tree.depth:
             _add_gaps(
                 self._siblings,
-                _classes(batch),
+                temperature_classes(batch),
                 tree.rows,
                 tree.parents,
                 tree.depths,
@@ -201,12 +201,15 @@ class AcceptanceModel:
     def _entries_of(self, batch: Batch) -> Ints:
         """Those of the samples; see `_row_entries`."""
         if batch is not self._batch:
-            self._batch, self._row_entries = batch, _row_entries(_classes(batch), batch.lengths, batch.samples)
+            self._batch, self._row_entries = (
+                batch,
+                _row_entries(temperature_classes(batch), batch.lengths, batch.samples),
+            )
             _reset_new_samples(batch.samples, self._owners, self._log_odds, self._information)
         return self._row_entries
 
 
-def _classes(batch: Batch) -> Ints:
+def temperature_classes(batch: Batch) -> Ints:
     """The temperature class of each sample."""
     return TEMPERATURE_EDGES.searchsorted(batch.temperatures)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlhfspec_mega.planning.acceptance import DEPTHS, TEMPERATURE_EDGES, AcceptanceModel
+from rlhfspec_mega.planning.acceptance import DEPTHS, AcceptanceModel, temperature_classes
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.tree import Batch, Floats, Ints
 
@@ -42,7 +42,7 @@ class StepView:
     @cached_property
     def classes(self) -> Ints:
         """The temperature class of each sample."""
-        return TEMPERATURE_EDGES.searchsorted(self.batch.temperatures)
+        return temperature_classes(self.batch)
 
     def verify_seconds(self, count: int) -> Floats:
         """Seconds [count] of a step that verifies 0, 1, .. count - 1 draft tokens, without drafting."""
@@ -94,7 +94,7 @@ class Forecast:
 
     def for_batch(self, batch: Batch) -> ExpectedTrees:
         """Mean over the batch's samples, which fall into temperature classes."""
-        classes = TEMPERATURE_EDGES.searchsorted(batch.temperatures)
+        classes = temperature_classes(batch)
         if (classes == classes[0]).all():
             return self._of_class(int(classes[0]))
         classes, counts = np.unique(classes, return_counts=True)

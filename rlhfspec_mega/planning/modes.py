@@ -74,8 +74,8 @@ class ModeChoice:
 
     By bucket of batch sizes, a mode's gain is the sum of its tokens, in those of plain steps, over that of its time, in
     the time of plain steps, where older steps count less. So it contains all that a mode costs beside what models
-    predict. A forecast stands in until enough is measured. A mode that is not in use is tried for a few steps in a row,
-    as often as that loses a small share of the time.
+    predict. A forecast stands in until enough is measured. As much of a gain counts as whole rollouts keep. A mode that
+    is not in use is tried for a few steps in a row, as often as that loses a small share of the time.
 
     Args:
         width, depth, max_nodes: of the policy's trees.
@@ -99,9 +99,8 @@ class ModeChoice:
         self._came = np.zeros(BATCH_BUCKETS, np.bool_)  # whether drafting was looked at for a batch of this size
         self._overall = np.zeros((modes, 2))
         self._forecast_gains = np.zeros(BATCH_BUCKETS)  # of drafting, when last looked at
-        self._forecast_kept = np.full(
-            2, FORECAST_WEIGHT
-        )  # decayed sums: what drafting gave, and what was forecast for it
+        # Decayed sums: what drafting gave, and what was forecast for it.
+        self._forecast_kept = np.full(2, FORECAST_WEIGHT)
         self._tally = np.zeros((BATCH_BUCKETS, modes, 2))
         self._whole = WholeRollouts(cost)
         self._steps, self._plain_steps = 0, SETTLING

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 
 from rlhfspec_mega.config.schema.generation import SpeculationConfig
-from rlhfspec_mega.planning.acceptance import TEMPERATURE_EDGES, AcceptanceModel
+from rlhfspec_mega.planning.acceptance import AcceptanceModel, temperature_classes
 from rlhfspec_mega.planning.cost import CostModel, StepCost, step_cost
 from rlhfspec_mega.planning.forecast import StepView, recalled_rate
 from rlhfspec_mega.planning.growth import Prices, drafting_seconds, most_worth, worth_children
@@ -92,8 +92,7 @@ class CalibratedPolicy(DraftingPolicy):
         if not self.recalls or (self.modes and self._chosen_mode(batch) == PLAIN):
             return None
         least = self._least_survival(batch) if self.learns_cost else LEAST_RECALLED
-        classes = TEMPERATURE_EDGES.searchsorted(batch.temperatures)
-        return Recall(self.max_nodes, least, classes, self.acceptance.recalled_table())
+        return Recall(self.max_nodes, least, temperature_classes(batch), self.acceptance.recalled_table())
 
     def _least_survival(self, batch: Batch) -> float:
         """Survival from which a node is asked for: k draft tokens pay if their mean survival exceeds

@@ -36,16 +36,28 @@ def twice(x):
 """
 
 
-def test_code_is_made_anew_when_a_module_that_it_imports_changes(tmp_path: Path) -> None:
-    package = tmp_path / "rlhfspec_mega"
+def make_package(directory: Path) -> Path:
+    package = directory / "rlhfspec_mega"
     package.mkdir()
     shutil.copy(COMPILED, package)
     (package / "__init__.py").touch()
+    return package
+
+
+def printed(directory: Path, module: str, seed: int = 0) -> str:
+    """By a new process that imports a module; `seed` is that of the order of its sets."""
+    command = [sys.executable, "-B", "-c", f"import rlhfspec_mega.{module}"]
+    given = os.environ | {"PYTHONHASHSEED": str(seed)}
+    done = subprocess.run(command, cwd=directory, env=given, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_code_is_made_anew_when_a_module_that_it_imports_changes(tmp_path: Path) -> None:
+    package = make_package(tmp_path)
     (package / "caller.py").write_text(CALLER)
 
     def run() -> str:
-        command = [sys.executable, "-B", "-c", "import rlhfspec_mega.caller"]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+        return printed(tmp_path, "caller")
 
     (package / "constants.py").write_text("FACTOR = 1\n")
     (package / "other.py").write_text(OTHER.format(factor=2))
@@ -77,16 +89,5 @@ print(result, sum(total.stats.cache_hits.values()))
 
 def test_code_is_kept_for_every_later_process(tmp_path: Path) -> None:
     """Sets of names, such as compiler options, have another order in each."""
-    package = tmp_path / "rlhfspec_mega"
-    package.mkdir()
-    shutil.copy(COMPILED, package)
-    (package / "__init__.py").touch()
-    (package / "sums.py").write_text(SUM)
-    found = []
-    for seed in range(6):
-        command = [sys.executable, "-B", "-c", "import rlhfspec_mega.sums"]
-        environment = os.environ | {"PYTHONHASHSEED": str(seed)}
-        found.append(
-            subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
-        )
-    assert [line.strip() for line in found] == ["5.0 0", *["5.0 1"] * 5]
+    (make_package(tmp_path) / "sums.py").write_text(SUM)
+    assert [printed(tmp_path, "sums", seed) for seed in range(6)] == ["5.0 0", *["5.0 1"] * 5]
