@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhfspec_mega.compiled import compiled, inlined, vectorized
+from rlhfspec_mega.compiled import compiled, vectorized
 from rlhfspec_mega.sampling.exponential import exponential
+from rlhfspec_mega.sampling.float_order import in_order, of_order
 from rlhfspec_mega.sampling.token_noise import absorbed, gumbel_of_hash, mixed_word
 
 Singles = NDArray[np.float32]
@@ -56,7 +57,7 @@ class _Noise(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """Arrays [vocabulary] of one row: logits / T, hashes, and `_key` of the most that a score can be."""
+    """Arrays [vocabulary] of one row: logits / T, hashes, and `in_order` of the most that a score can be."""
 
     scaled: Singles
     hashes: Words
@@ -162,15 +163,8 @@ def _fill_best(
             _bound(scaled, scratch.hashes, noise.most, scratch.most)
         else:
             for column in range(vocabulary):
-                scratch.most[column] = _key(scaled[column])
+                scratch.most[column] = in_order(scaled[column])
         _take_best(scratch, sampled, columns[one], scores[one])
-
-
-@inlined
-def _key(x: np.float32) -> np.int32:
-    """An integer in the order of x: the compiler finds the largest integer with SIMD instructions, unlike a float."""
-    bits = np.float32(x).view(np.int32)
-    return np.int32(bits ^ (bits >> np.int32(31) & np.int32(0x7FFFFFFF)))
 
 
 @vectorized
@@ -183,8 +177,8 @@ def _fill_logprobs(logits: Singles, temperatures: Doubles, rows: Ints, tokens: I
             temperature = np.float32(1.0)
         largest = np.int32(-(2**31))
         for column in range(vocabulary):
-            largest = max(largest, _key(logits[one, column] / temperature))
-        best = np.int32(largest ^ (largest >> np.int32(31) & np.int32(0x7FFFFFFF))).view(np.float32)  # `_key` inverted
+            largest = max(largest, in_order(logits[one, column] / temperature))
+        best = of_order(largest)
         total: Any = 0.0
         for first in range(0, vocabulary, _BLOCK):
             some = np.float32(0.0)
@@ -215,14 +209,14 @@ def _hash(prefix: np.uint32, words: Words, hashes: Words) -> None:
 def _bound(scaled: Singles, hashes: Words, noise: Singles, most: Keys) -> None:
     """Fill in what the scores are at most, rounded to float32."""
     for column in range(len(scaled)):
-        most[column] = _key(scaled[column] + noise[hashes[column] >> _SHIFT])
+        most[column] = in_order(scaled[column] + noise[hashes[column] >> _SHIFT])
 
 
 @compiled
 def _take_best(scratch: _Scratch, sampled: bool, columns: Ints, scores: Doubles) -> None:
     """Fill in the best columns and their scores; places for which there are no scores get other columns."""
     columns[:], scores[:] = -1, -np.inf
-    bar = _key(np.float32(-np.inf))
+    bar = in_order(np.float32(-np.inf))
     for first in range(0, len(scratch.most), _LOOK):
         some = scratch.most[first : first + _LOOK]
         if _largest(some) < bar:
@@ -232,7 +226,7 @@ def _take_best(scratch: _Scratch, sampled: bool, columns: Ints, scores: Doubles)
             if scratch.most[column] >= bar:
                 noise = gumbel_of_hash(scratch.hashes[column]) if sampled else 0.0
                 _insert(scratch.scaled[column] + noise, column, columns, scores)
-                bar = _key(np.float32(scores[len(scores) - 1]))
+                bar = in_order(np.float32(scores[len(scores) - 1]))
     unused = 0
     for place in range(len(columns)):
         if columns[place] < 0:

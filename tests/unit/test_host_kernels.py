@@ -17,10 +17,11 @@ from rlhfspec_mega.models.rope import Rotary
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.rollout.torch_engine import cache as cache_module
 from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, Inputs, KVCache, number_in_row
-from rlhfspec_mega.rollout.torch_engine.host_attention import MOST_WORK, HostAttention, step_attention
+from rlhfspec_mega.rollout.torch_engine.host_attention import CALLS_WORK, MOST_WORK, HostAttention, step_attention
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState
 from rlhfspec_mega.rollout.torch_engine.step_noise import DeviceNoise, step_noise
 from rlhfspec_mega.sampling.exponential import exponential
+from rlhfspec_mega.sampling.float_order import in_order, of_order
 from rlhfspec_mega.sampling.host_select import best_tokens, choose_tokens
 from rlhfspec_mega.sampling.noise import gumbel, seed_states
 from rlhfspec_mega.sampling.select import perturbed_scores, scaled_logits, select_tokens
@@ -60,6 +61,15 @@ def test_bfloat16_is_read_and_rounded_as_in_torch(words: list[int]) -> None:
     assert torch.allclose(halves, expected, rtol=0.0, atol=0.0, equal_nan=True)
     widened = torch.tensor([float(load(host_array(halves), place)) for place in range(len(words))])
     assert torch.allclose(widened, expected.float(), rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=2, max_size=2))
+@example([-float("inf"), float("inf")])
+@example([-1e-45, 0.0])
+def test_whole_numbers_are_in_the_order_of_floats(pair: list[float]) -> None:
+    first, second = map(np.float32, pair)
+    assert (in_order(first) < in_order(second)) == (first < second) or first == second == 0.0
+    assert of_order(in_order(first)) == first
 
 
 @pytest.mark.parametrize("dtype", HOST_DTYPES)
@@ -121,6 +131,9 @@ def test_much_work_is_left_to_matrix_products(monkeypatch: pytest.MonkeyPatch) -
     made = KVCache(shape_of(4, 2, 12), slots=2, places=PLACES, dtype=torch.float32, device="cpu")
     zeros = torch.zeros(8, dtype=torch.int64)
     inputs = Inputs(zeros, zeros, zeros, zeros, zeros, torch.ones(8, PLACES, dtype=torch.bool), 2, 4)
+    assert isinstance(step_attention(made, inputs), HostAttention)
+    monkeypatch.setitem(CALLS_WORK, torch.float32, 0)
+    monkeypatch.setitem(MOST_WORK, torch.float32, 3 * PLACES * 12)
     assert isinstance(step_attention(made, inputs), HostAttention)
     monkeypatch.setitem(MOST_WORK, torch.float32, 3 * PLACES * 12 - 1)
     assert isinstance(step_attention(made, inputs), CachedAttention)

@@ -53,8 +53,7 @@ class Drafter:
     """The draft's weights, its KV cache, and the tokens that it has not read yet, by slot.
 
     Entry t of the cache is computed from the target's hidden states at position t and the token at t + 1. Entries of
-    tree nodes lie behind the committed entries of the longest sample, at the same places in every slot. "Reading" a
-    token means to compute its entry.
+    tree nodes lie behind the sample's committed entries. "Reading" a token means to compute its entry.
 
     Args:
         policy: decides how deep to draft and which nodes to expand.
@@ -268,10 +267,9 @@ class Drafter:
         """
         tree, device = grown.tree, states.device
         rows, settled = tree.rows[nodes], self._read[:batch]
-        longest = int(settled.max())
-        visible = _visible(settled, rows, longest, above)
+        visible = _visible(settled, rows, above)
         numbers = number_in_row(rows)
-        places = (settled[rows] - 1 + tree.depth, rows, numbers, longest + columns)
+        places = (settled[rows] - 1 + tree.depth, rows, numbers, settled[rows] + columns)
         positions, device_rows, device_numbers, device_places = (torch.from_numpy(a).to(device) for a in places)
         inputs = Inputs(
             tokens=torch.from_numpy(grown.tokens[nodes]).to(device),
@@ -379,10 +377,11 @@ def _extended(above: Bools, sources: Ints, columns: Ints) -> Bools:
 
 
 @compiled
-def _visible(settled: Ints, rows: Ints, longest: int, above: Bools) -> Bools:
-    """What each node sees: the committed entries of its row, of `longest` places, and its ancestors behind them."""
-    visible = np.zeros((len(rows), longest + above.shape[1]), np.bool_)
+def _visible(settled: Ints, rows: Ints, above: Bools) -> Bools:
+    """What each node sees: the committed entries of its row, and its ancestors behind them."""
+    visible = np.zeros((len(rows), settled[rows].max() + above.shape[1]), np.bool_)
     for node in range(len(rows)):
-        visible[node, : settled[rows[node]]] = True
-        visible[node, longest:] = above[node]
+        committed = settled[rows[node]]
+        visible[node, :committed] = True
+        visible[node, committed : committed + above.shape[1]] = above[node]
     return visible

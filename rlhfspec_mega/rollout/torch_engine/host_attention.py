@@ -13,51 +13,67 @@ from rlhfspec_mega.models.transformer import Attention
 from rlhfspec_mega.planning.tree import Bools, Ints
 from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, Inputs, KVCache
 from rlhfspec_mega.sampling.exponential import exponential
+from rlhfspec_mega.sampling.float_order import in_order, of_order
 
 Singles = NDArray[np.float32]
 
 # (Queries of a sample - 1) x places x head_dim, up to which this loop is quicker than matrix products: they read keys
-# and values once for all queries of a sample, but have to copy them, and cost ten calls. In bfloat16 the fused kernel
-# does without copies.
-MOST_WORK = {torch.float32: 2**17, torch.bfloat16: 2**15}
-_AT_ONCE = 4  # places whose values are added up together
+# and values once for all queries of a sample, but have to copy them; in bfloat16 the fused kernel does without copies.
+MOST_WORK = {torch.float32: 2**16, torch.bfloat16: 2**14}
+# They also cost ten calls for all samples of a step together, which are worth this much work.
+CALLS_WORK = {torch.float32: 2**17, torch.bfloat16: 2**16}
+_AT_ONCE = 4  # places whose scores are computed, or whose values are added up, together
+# Weights below exp(-60) of the largest, which no sum shows, count as 0: products with them would be denormal numbers,
+# each of which takes as long as a hundred others.
+_LEAST = np.float32(-60.0)
+_ZERO, _ONE, _UNSEEN = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 
 
 def step_attention(cache: KVCache, inputs: Inputs) -> Attention:
     """The quicker attention for the inputs of a decode step."""
-    work = (inputs.queries - 1) * inputs.visible.shape[1] * cache.kv.shape[-1]
-    if suits_host_kernels(cache.kv) and work <= MOST_WORK[cache.kv.dtype]:
-        return HostAttention(cache, inputs)
-    return CachedAttention(cache, inputs)
+    if not suits_host_kernels(cache.kv):
+        return CachedAttention(cache, inputs)
+    work, dtype = (inputs.queries - 1) * inputs.visible.shape[1] * cache.kv.shape[-1], cache.kv.dtype
+    few = work <= MOST_WORK[dtype] + CALLS_WORK[dtype] / inputs.batch
+    return HostAttention(cache, inputs) if few else CachedAttention(cache, inputs)
 
 
 class HostAttention:
     """As CachedAttention: implements `models.transformer.Attention` for flat inputs over their slots' cached places."""
 
     def __init__(self, cache: KVCache, inputs: Inputs) -> None:
-        self._cache, self._rows, self._places = cache, inputs.rows.numpy(), inputs.places.numpy()
-        self._seen, self._counts = _visible_places(inputs.visible.numpy())
+        self._cache, self._scale = cache, np.float32(cache.scale)
+        self._rows, self._places, self._visible = inputs.rows.numpy(), inputs.places.numpy(), inputs.visible.numpy()
+        self._spans = _spans(self._rows, self._visible)
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """[N, heads + 2 * kv_heads, head_dim] -> [N, heads, head_dim]; caches the new keys and values."""
         mixed, kv = qkv.new_empty(len(qkv), self._cache.heads, qkv.shape[2]), host_array(self._cache.kv[layer])
-        rows, scale, queries = self._rows, np.float32(self._cache.scale), host_array(qkv)
-        _write(queries, kv, rows, self._places, self._cache.heads)
-        _attend(queries, kv, rows, self._seen, self._counts, scale, host_array(mixed))
+        queries = host_array(qkv)
+        _write(queries, kv, self._rows, self._places, self._cache.heads)
+        _attend(queries, kv, self._rows, self._spans, self._visible, self._scale, host_array(mixed))
         return mixed
 
 
 @compiled
-def _visible_places(visible: Bools) -> tuple[Ints, Ints]:
-    """The places that each input attends to, [N, L], of which the first counts[i] count, and these counts [N]."""
+def _spans(rows: Ints, visible: Bools) -> Ints:
+    """[samples, 4], for each sample with inputs: its first input and the end of its inputs; how many places, from the
+    first on, all of them see; the end of the places that any of them sees.
+    """
     count, length = visible.shape
-    places, counts = np.empty((count, length), np.int64), np.zeros(count, np.int64)
+    spans, number = np.empty((count, 4), np.int64), -1
     for one in range(count):
-        for place in range(length):
-            if visible[one, place]:
-                places[one, counts[one]] = place
-                counts[one] += 1
-    return places, counts
+        settled, end = 0, length
+        while settled < length and visible[one, settled]:
+            settled += 1
+        while not visible[one, end - 1]:
+            end -= 1
+        if one == 0 or rows[one] != rows[one - 1]:
+            number += 1
+            spans[number, 0], spans[number, 2], spans[number, 3] = one, settled, end
+        spans[number, 1] = one + 1
+        spans[number, 2], spans[number, 3] = min(spans[number, 2], settled), max(spans[number, 3], end)
+    return spans[: number + 1]
 
 
 @compiled
@@ -71,68 +87,103 @@ def _write(qkv: Floats, kv: Floats, rows: Ints, places: Ints, heads: int) -> Non
 
 
 @vectorized
-def _attend(qkv: Floats, kv: Floats, rows: Ints, seen: Ints, counts: Ints, scale: Single, mixed: Floats) -> None:
-    """Softmax attention of each input's queries over the places that it sees; fills `mixed` [N, heads, head_dim]."""
-    heads, kv_heads = mixed.shape[1], kv.shape[2]
-    weights = np.empty(seen.shape[1], np.float32)
-    for one in range(len(mixed)):
-        places = seen[one, : counts[one]]
-        for head in range(heads):
-            keys = kv[0, rows[one], head * kv_heads // heads]
-            values = kv[1, rows[one], head * kv_heads // heads]
-            total = _weigh(qkv[one, head], keys, places, scale, weights)
-            _add_up(values, places, weights, np.float32(1.0) / total, mixed[one, head])
+def _attend(qkv: Floats, kv: Floats, rows: Ints, spans: Ints, visible: Bools, scale: Single, mixed: Floats) -> None:
+    """Softmax attention of each input's queries over the places that it sees; fills `mixed` [N, heads, head_dim].
+
+    A sample's queries take its keys and values in pairs, so that these are read, and widened, half as often.
+    """
+    kv_heads, width = kv.shape[2], kv.shape[4]
+    group = mixed.shape[1] // kv_heads
+    weights = np.empty((2, visible.shape[1]), np.float32)
+    queries, sums = np.empty((2, width), np.float32), np.empty((2, width), np.float32)
+    for number in range(len(spans)):
+        first, end, settled, seen = spans[number]
+        count = (end - first) * group
+        for kv_head in range(kv_heads):
+            keys, values = kv[0, rows[first], kv_head], kv[1, rows[first], kv_head]
+            for pair in range(0, count, 2):
+                for member in range(2):
+                    query = min(pair + member, count - 1)  # the last one of an odd number makes a pair with itself
+                    vector = qkv[first + query // group, kv_head * group + query % group]
+                    for place in range(width):
+                        queries[member, place] = load(vector, place) * scale
+                _score(queries, keys, weights, seen)
+                for member in range(2):
+                    query = min(pair + member, count - 1)
+                    _weigh(weights[member], visible[first + query // group], settled, seen)
+                _add_up(values, weights, sums, seen)
+                for member in range(2):
+                    query = min(pair + member, count - 1)
+                    store(mixed[first + query // group, kv_head * group + query % group], sums[member])
 
 
 @inlined
-def _weigh(query: Floats, keys: Floats, places: Ints, scale: Single, weights: Singles) -> Single:
-    """Fill in exp(score - best score) of each place; returns their sum."""
-    count, width = len(places), len(query)
+def _score(queries: Singles, keys: Floats, scores: Singles, count: int) -> None:
+    """Fill in the products of two queries with each of the first `count` keys."""
+    query0, query1, width = queries[0], queries[1], queries.shape[1]
     whole = count - count % _AT_ONCE
-    best = np.float32(-np.inf)
     for first in range(0, whole, _AT_ONCE):
-        key0, key1 = keys[places[first]], keys[places[first + 1]]
-        key2, key3 = keys[places[first + 2]], keys[places[first + 3]]
-        sum0 = sum1 = sum2 = sum3 = np.float32(0.0)
+        key0, key1, key2, key3 = keys[first], keys[first + 1], keys[first + 2], keys[first + 3]
+        a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = _ZERO
         for place in range(width):
-            sum0 += load(query, place) * load(key0, place)
-            sum1 += load(query, place) * load(key1, place)
-            sum2 += load(query, place) * load(key2, place)
-            sum3 += load(query, place) * load(key3, place)
-        weights[first], weights[first + 1] = sum0 * scale, sum1 * scale
-        weights[first + 2], weights[first + 3] = sum2 * scale, sum3 * scale
-        best = max(best, max(max(sum0, sum1), max(sum2, sum3)) * scale)
+            k0, k1, k2, k3 = load(key0, place), load(key1, place), load(key2, place), load(key3, place)
+            a0 += query0[place] * k0
+            a1 += query0[place] * k1
+            a2 += query0[place] * k2
+            a3 += query0[place] * k3
+            b0 += query1[place] * k0
+            b1 += query1[place] * k1
+            b2 += query1[place] * k2
+            b3 += query1[place] * k3
+        scores[0, first], scores[0, first + 1], scores[0, first + 2], scores[0, first + 3] = a0, a1, a2, a3
+        scores[1, first], scores[1, first + 1], scores[1, first + 2], scores[1, first + 3] = b0, b1, b2, b3
     for number in range(whole, count):
-        key, score = keys[places[number]], np.float32(0.0)
+        key = keys[number]
+        a0 = b0 = _ZERO
         for place in range(width):
-            score += load(query, place) * load(key, place)
-        weights[number] = score * scale
-        best = max(best, score * scale)
-    total = np.float32(0.0)
-    for number in range(count):
-        weight = exponential(weights[number] - best)
-        weights[number] = weight
+            a0 += query0[place] * load(key, place)
+            b0 += query1[place] * load(key, place)
+        scores[0, number], scores[1, number] = a0, b0
+
+
+@inlined
+def _weigh(scores: Singles, visible: Bools, settled: int, count: int) -> None:
+    """Turn the scores of the first `count` places into weights; the first `settled` are seen, others if `visible`."""
+    for place in range(settled, count):
+        if not visible[place]:
+            scores[place] = _UNSEEN
+    highest = in_order(scores[0])
+    for place in range(count):
+        highest = max(highest, in_order(scores[place]))
+    best, total = of_order(highest), _ZERO
+    for place in range(count):
+        below = scores[place] - best
+        weight = exponential(below)
+        weight = _ZERO if below < _LEAST else weight
+        scores[place] = weight
         total += weight
-    return total
+    share = _ONE / total
+    for place in range(count):
+        scores[place] *= share
 
 
 @inlined
-def _add_up(values: Floats, places: Ints, weights: Singles, factor: Single, mixed: Floats) -> None:
-    """Fill in factor x the weighted sum of the values at these places."""
-    count, width = len(places), len(mixed)
-    whole = count - count % _AT_ONCE
-    sums = np.zeros(width, np.float32)
-    for first in range(0, whole, _AT_ONCE):
-        value0, value1 = values[places[first]], values[places[first + 1]]
-        value2, value3 = values[places[first + 2]], values[places[first + 3]]
-        w0, w1, w2, w3 = weights[first], weights[first + 1], weights[first + 2], weights[first + 3]
-        for place in range(width):
-            first_two = w0 * load(value0, place) + w1 * load(value1, place)
-            sums[place] += first_two + w2 * load(value2, place) + w3 * load(value3, place)
-    for number in range(whole, count):
-        value, weight = values[places[number]], weights[number]
-        for place in range(width):
-            sums[place] += weight * load(value, place)
+def _add_up(values: Floats, weights: Singles, sums: Singles, count: int) -> None:
+    """Fill in the sums of the first `count` values by two rows of weights."""
+    sums0, sums1, width = sums[0], sums[1], sums.shape[1]
     for place in range(width):
-        sums[place] *= factor
-    store(mixed, sums)
+        sums0[place] = sums1[place] = _ZERO
+    whole = count - count % _AT_ONCE
+    for first in range(0, whole, _AT_ONCE):
+        value0, value1, value2, value3 = values[first], values[first + 1], values[first + 2], values[first + 3]
+        a0, a1, a2, a3 = weights[0, first], weights[0, first + 1], weights[0, first + 2], weights[0, first + 3]
+        b0, b1, b2, b3 = weights[1, first], weights[1, first + 1], weights[1, first + 2], weights[1, first + 3]
+        for place in range(width):
+            v0, v1, v2, v3 = load(value0, place), load(value1, place), load(value2, place), load(value3, place)
+            sums0[place] += (a0 * v0 + a1 * v1) + (a2 * v2 + a3 * v3)
+            sums1[place] += (b0 * v0 + b1 * v1) + (b2 * v2 + b3 * v3)
+    for number in range(whole, count):
+        value, a0, b0 = values[number], weights[0, number], weights[1, number]
+        for place in range(width):
+            sums0[place] += a0 * load(value, place)
+            sums1[place] += b0 * load(value, place)

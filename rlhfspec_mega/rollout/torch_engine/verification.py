@@ -51,7 +51,7 @@ class Accepted(NamedTuple):
         last: [B] the newest token of each sample.
         nodes: [chosen nodes] whether a node is on it.
         moves: [3, n] slots, places and positions of the draft tokens whose KV moves from place to position: it was
-            written behind the longest sample.
+            written behind the sample's own, in the order in which it was drafted.
     """
 
     taken: Bools
@@ -153,7 +153,7 @@ def _flat_inputs(
         above, column = root if node_parents[node] == ROOT else found[node_parents[node]], here - root
         order[here], rows[here], columns[here], nodes[here] = batch + number, row, column, number
         positions[here], depths[here] = lengths[row] - 1 + node_depths[node], node_depths[node]
-        places[here], parents[here] = longest + column - 1, above
+        places[here], parents[here] = lengths[row] + column - 1, above
         visible[here] = visible[above]
-        visible[here, longest + column - 1] = True
+        visible[here, lengths[row] + column - 1] = True
     return _FlatInputs(arrays, visible, nodes)
