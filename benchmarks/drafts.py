@@ -52,6 +52,7 @@ def own_draft(
     tokens: int,
     steps: int,
     forced: bool,
+    ffn_size: int | None = None,
     start: tuple[DraftShape, Path] | None = None,
 ) -> Path:
     """Directory of a draft trained on the target's samples at temperature 1, from the cache or made now.
@@ -59,9 +60,10 @@ def own_draft(
     Args:
         tokens: longest response; every response has so many if `forced`.
         steps: of training.
+        ffn_size: width of the draft's feed-forward network; None: the target's.
         start: shape of the draft, and the directory of one with the same tensors whose training goes on.
     """
-    shape, phases = (start[0], TRAINED_ON) if start else (draft_shape(target.shape), PHASES)
+    shape, phases = (start[0], TRAINED_ON) if start else (draft_shape(target.shape, ffn_size=ffn_size), PHASES)
     origin = (start[1].name,) if start else ()
     recipe = (_RECIPE_VERSION, target.directory.name, list(prompts), tokens, steps, forced, shape, phases, *origin)
     key = hashlib.sha256(repr(recipe).encode()).hexdigest()[:10]

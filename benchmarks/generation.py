@@ -69,6 +69,8 @@ class Sizes:
         history: whether all policies draft from history, too.
         taught, predicted: runs, each of another prompt, that predictions are learnt from, and judged by, at least: what
             is drafted for one prompt's samples is accepted more often than for another's.
+        draft_samples, draft_steps: what the draft learns from, and steps of its training.
+        draft_ffn: width of its feed-forward network; None: the target's.
     """
 
     model: str
@@ -82,15 +84,17 @@ class Sizes:
     predicted: int
     draft_samples: int
     draft_steps: int
+    draft_ffn: int | None = None
     device: str = "cpu"
     dtype: str = "float32"
     history: bool = False
 
 
 QUICK = Sizes("tiny", (1, 8, 32), (1,), 32, 16, 2, 6, 2, 5, 192, 300)
-FULL = Sizes("small", BATCHES, (), 32, 32, 2, 20, 6, 16, 8192, 5000)
+FULL = Sizes("small", BATCHES, (), 32, 32, 2, 20, 6, 16, 8192, 5000, 384)
 DEEP = replace(FULL, model="deep", draft_samples=768, draft_steps=800)
-BY_MODEL = {"tiny": replace(FULL, model="tiny", draft_samples=192, draft_steps=300), "small": FULL, "deep": DEEP}
+TINY = replace(FULL, model="tiny", draft_samples=192, draft_steps=300, draft_ffn=None)
+BY_MODEL = {"tiny": TINY, "small": FULL, "deep": DEEP}
 
 
 def usual_dtype(device: str) -> str:
@@ -177,7 +181,15 @@ def words_draft(target: Target, sizes: Sizes) -> Path:
     if sizes.model == "deep":
         small = words_draft(load_target(words_target(FULL.model)), FULL)
         start = deep_draft_shape(small, target.shape), small
-    return own_draft(target, training, tokens=DRAFT_TOKENS, steps=sizes.draft_steps, forced=False, start=start)
+    return own_draft(
+        target,
+        training,
+        tokens=DRAFT_TOKENS,
+        steps=sizes.draft_steps,
+        forced=False,
+        ffn_size=sizes.draft_ffn,
+        start=start,
+    )
 
 
 def prepare(sizes: Sizes) -> tuple[Bench, Target, Path]:

@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1200, help="training steps (default 1200)")
     parser.add_argument("--batch-tokens", type=int, default=512, help="tokens per training step (default 512)")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--ffn-size", type=int, help="width of the draft's feed-forward network (default: the model's)")
     parser.add_argument("--draft-vocab", type=int, help="most frequent tokens in the draft's vocabulary (default: all)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     arguments = parser.parse_args()
@@ -59,6 +60,8 @@ def train_draft(arguments: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} must be above 0.")
     if arguments.draft_vocab is not None and arguments.draft_vocab < 2:
         raise UserError("--draft-vocab must be at least 2.")
+    if arguments.ffn_size is not None and arguments.ffn_size < 1:
+        raise UserError("--ffn-size must be at least 1.")
     from rlhfspec_mega.bootstrap.first_draft import DraftRecipe, make_draft
     from rlhfspec_mega.config.schema.generation import DataConfig
     from rlhfspec_mega.data.prompts import make_prompts
@@ -77,6 +80,7 @@ def train_draft(arguments: argparse.Namespace) -> None:
         learning_rate=arguments.learning_rate,
         batch_tokens=arguments.batch_tokens,
         draft_vocab=arguments.draft_vocab,
+        ffn_size=arguments.ffn_size,
     )
     tokenizer = load_tokenizer(arguments.model)
     data = DataConfig(

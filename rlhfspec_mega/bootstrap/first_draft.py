@@ -44,6 +44,7 @@ class DraftRecipe:
         steps: training steps; the learning rate rises over `warmup_steps` and then falls to zero by a cosine.
         batch_tokens: tokens of one step, padding included.
         draft_vocab: size of the draft's vocabulary, the samples' most frequent tokens; None: the whole vocabulary.
+        ffn_size: width of the draft's feed-forward network; None: the target's.
     """
 
     prompts: int = 2048
@@ -55,6 +56,7 @@ class DraftRecipe:
     warmup_steps: int = 50
     batch_tokens: int = 512
     draft_vocab: int | None = None
+    ffn_size: int | None = None
     seed: int = DRAFT_SEED
 
 
@@ -85,7 +87,7 @@ def make_draft(
     target = Transformer(shape, max_positions=longest, dtype=dtype, device=device)
     target.load({name: weights.get(name) for name in weights.names()})
     target_ids = _frequent(sequences, stops, recipe.draft_vocab, shape.vocab_size)
-    draft = draft_shape(shape, None if target_ids is None else len(target_ids))
+    draft = draft_shape(shape, None if target_ids is None else len(target_ids), recipe.ffn_size)
     write_draft(directory, draft, _trained(draft, target, sequences, target_ids, recipe, console), target_ids)
 
 

@@ -48,11 +48,12 @@ class DraftShape:
         return TAPS * hidden * hidden + attention + 3 * hidden * self.ffn_size + (self.vocab_size + 4) * hidden
 
 
-def draft_shape(target: ModelShape, vocab_size: int | None = None) -> DraftShape:
+def draft_shape(target: ModelShape, vocab_size: int | None = None, ffn_size: int | None = None) -> DraftShape:
     """The usual draft of a target: a layer of the target's own sizes; taps after an early, the middle and a late layer.
 
     Args:
         vocab_size: of a reduced draft vocabulary; None: the target's.
+        ffn_size: of a narrower feed-forward network; None: the target's.
     """
     layers = target.num_layers
     return DraftShape(
@@ -63,7 +64,7 @@ def draft_shape(target: ModelShape, vocab_size: int | None = None) -> DraftShape
         num_heads=target.num_heads,
         num_kv_heads=target.num_kv_heads,
         head_dim=target.head_dim,
-        ffn_size=target.ffn_size,
+        ffn_size=ffn_size or target.ffn_size,
     )
 
 

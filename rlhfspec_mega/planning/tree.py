@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhfspec_mega.compiled import compiled
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -115,11 +117,16 @@ class DraftTree:
 
     def add_layer(self, rows: Ints, parents: Ints, ranks: Ints, gaps: Floats, ends: Bools) -> None:
         """Append children of nodes of the last layer, with a survival of 0; those of a node stand together."""
-        new, depth = len(rows), self.depth + 1
         self.layers.append(self.size)
-        if depth > 1 and new:
-            self.drafted += 1 + int(np.count_nonzero(parents[1:] != parents[:-1]))
-        self._append(rows, parents, np.full(new, depth), ranks, gaps, ends, np.full(new, NO_MATCH))
+        grown = _with_layer(
+            (self.rows, self.parents, self.depths, self.ranks, self.matches),
+            (self.gaps, self.survival, self.ends),
+            (rows, parents, ranks),
+            (gaps, ends),
+            self.depth,
+        )
+        (self.rows, self.parents, self.depths, self.ranks, self.matches), self.gaps, self.survival, self.ends, n = grown
+        self.drafted += n
 
     def add_recalled(self, rows: Ints, parents: Ints, depths: Ints, matches: Ints, drafted: Bools) -> None:
         """Append nodes that only earlier text gives, none of which ends its sample.
@@ -127,22 +134,44 @@ class DraftTree:
         Args:
             drafted: whether the draft model was run on their parents.
         """
-        new = len(rows)
+        new, joined = len(rows), np.concatenate
         ranks = np.where(drafted, NOT_NAMED, NOT_DRAFTED)
-        self._append(rows, parents, depths, ranks, np.zeros(new), np.zeros(new, np.bool_), matches)
-
-    def _append(
-        self, rows: Ints, parents: Ints, depths: Ints, ranks: Ints, gaps: Floats, ends: Bools, matches: Ints
-    ) -> None:
-        if not self.size:
-            self.rows, self.parents, self.depths, self.ranks, self.gaps = rows, parents, depths, ranks, gaps
-            self.survival, self.ends, self.matches = np.zeros(len(rows)), ends, matches
-            return
-        joined = np.concatenate
         self.rows, self.parents = joined((self.rows, rows)), joined((self.parents, parents))
         self.depths, self.ranks = joined((self.depths, depths)), joined((self.ranks, ranks))
-        self.gaps, self.survival = joined((self.gaps, gaps)), joined((self.survival, np.zeros(len(rows))))
-        self.ends, self.matches = joined((self.ends, ends)), joined((self.matches, matches))
+        self.gaps, self.survival = joined((self.gaps, np.zeros(new))), joined((self.survival, np.zeros(new)))
+        self.ends, self.matches = joined((self.ends, np.zeros(new, np.bool_))), joined((self.matches, matches))
+
+
+@compiled
+def _with_layer(
+    whole: tuple[Ints, Ints, Ints, Ints, Ints],
+    others: tuple[Floats, Floats, Bools],
+    new: tuple[Ints, Ints, Ints],
+    new_others: tuple[Floats, Bools],
+    depth: int,
+) -> tuple[Ints, Floats, Floats, Bools, int]:
+    """A tree's arrays with those of a new layer behind them, and of how many nodes it has children, but for the first.
+
+    Args:
+        whole: rows, parents, depths, ranks and matches; `others` gaps, survival and ends.
+        new: rows, parents and ranks of the layer; `new_others` its gaps and ends.
+    """
+    rows, parents, depths, ranks, matches = whole
+    own, added = len(rows), len(new[0])
+    joined, gaps = np.empty((5, own + added), np.int64), np.empty(own + added)
+    survival, ends = np.zeros(own + added), np.empty(own + added, np.bool_)
+    for node in range(own):
+        joined[0, node], joined[1, node], joined[2, node] = rows[node], parents[node], depths[node]
+        joined[3, node], joined[4, node] = ranks[node], matches[node]
+        gaps[node], survival[node], ends[node] = others[0][node], others[1][node], others[2][node]
+    drafted = 0
+    for one in range(added):
+        node, parent = own + one, new[1][one]
+        joined[0, node], joined[1, node], joined[2, node] = new[0][one], parent, depth
+        joined[3, node], joined[4, node] = new[2][one], NO_MATCH
+        gaps[node], ends[node] = new_others[0][one], new_others[1][one]
+        drafted += depth > 1 and (one == 0 or parent != new[1][one - 1])
+    return joined, gaps, survival, ends, drafted
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ def test_the_tool_makes_a_draft_that_fits_its_model(model, tmp_path, monkeypatch
     long = '{"question": "' + 40 * "a" + '"}\n'
     prompts.write_text('{"question": "1+1?"}\n{"question": "what?"}\n' + long)
     arguments = [f"--model={model}", f"--out={out}", f"--prompts={prompts}", "--max-prompt-tokens=20"]
-    assert run_tool(monkeypatch, *arguments, *TINY_BUDGET, "--draft-vocab=32") == 0
+    assert run_tool(monkeypatch, *arguments, *TINY_BUDGET, "--draft-vocab=32", "--ffn-size=20") == 0
     shape = check_draft(out, SHAPE)
-    assert shape.vocab_size == 32 and len(load_target_ids(out, shape)) == 32
+    assert shape.ffn_size == 20 and shape.vocab_size == 32 and len(load_target_ids(out, shape)) == 32
     before = (out / "model.safetensors").read_bytes()
     assert run_tool(monkeypatch, *arguments, *TINY_BUDGET, "--learning-rate=0.1", "--draft-vocab=32") == 0
     assert (out / "model.safetensors").read_bytes() != before  # replaced
@@ -45,6 +45,7 @@ def test_the_tool_makes_a_draft_that_fits_its_model(model, tmp_path, monkeypatch
     [
         (["--steps=0"], "--steps must be above 0"),
         (["--draft-vocab=1"], "--draft-vocab must be at least 2"),
+        (["--ffn-size=0"], "--ffn-size must be at least 1"),
         (["--max-prompt-tokens=0"], "--max-prompt-tokens must be above 0"),
         (["--device=gpu"], "--device gpu is not known: use cpu or cuda"),
         (["--device=cuda"], "torch finds no NVIDIA GPU on this machine: use --device cpu"),

@@ -8,7 +8,6 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
-from rlhfspec_mega.compiled import compiled
 from rlhfspec_mega.draft.model import DraftModel
 from rlhfspec_mega.draft.shape import TAPS, DraftShape
 from rlhfspec_mega.models.transformer import Transformer
@@ -21,7 +20,6 @@ from rlhfspec_mega.planning.tree import (
     Bools,
     DraftingPolicy,
     DraftTree,
-    Floats,
     Ints,
     most_drafted,
 )
@@ -31,6 +29,7 @@ from rlhfspec_mega.rollout.torch_engine.host_attention import step_attention
 from rlhfspec_mega.rollout.torch_engine.prefixes import PrefixPast, UnreadPrefixes
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState
 from rlhfspec_mega.rollout.torch_engine.step_noise import StepNoise
+from rlhfspec_mega.rollout.torch_engine.tree_layers import best_children, layer_inputs, masks_below, with_room
 from rlhfspec_mega.rollout.torch_engine.unread import Features, Unread
 
 # Share of a batch that the draft follows, below which nothing is drafted.
@@ -218,13 +217,13 @@ class Drafter:
             nodes = self.policy.expand(batch, tree)
             if tree.depth >= depth:
                 return grown
-            nodes, columns = _with_room(
+            nodes, columns = with_room(
                 nodes, tree.rows, tree.ends, batch.remaining, tree.depth, used, self._most_drafted
             )
             if not len(nodes):
                 return grown
             sources = (nodes - tree.layers[-1]) // width
-            above = _extended(above, sources, columns)
+            above = masks_below(above, sources, columns)
             rows, parents = tree.rows[nodes], nodes
             parents_states = states[torch.from_numpy(sources).to(states.device)]
             states = self._draft_from(grown, nodes, columns, above, parents_states, batch.size)
@@ -250,8 +249,10 @@ class Drafter:
             pieces.append(noise.best(self.model.logits(states[some]), rows[some], depths[some], wanted, ids))
         columns, scores = pieces[0] if len(pieces) == 1 else map(np.concatenate, zip(*pieces, strict=True))
         width = min(self.policy.width, most)
-        tokens, children, parents, ranks, gaps = _children(columns, scores, rows, parents, width, self._host_ids)
-        tree.add_layer(children, parents, ranks, gaps, slots.ends(children, tokens))
+        stops = slots.host_stops, slots.host_forced
+        made, gaps, ends = best_children(columns, scores, rows, parents, width, self._host_ids, *stops)
+        tokens, children, parents, ranks = made
+        tree.add_layer(children, parents, ranks, gaps, ends)
         grown.tokens = np.concatenate((grown.tokens, tokens))
         return width
 
@@ -266,21 +267,12 @@ class Drafter:
             states: the draft's outputs at the nodes' parents.
         """
         tree, device = grown.tree, states.device
-        rows, settled = tree.rows[nodes], self._read[:batch]
-        visible = _visible(settled, rows, above)
-        numbers = number_in_row(rows)
-        places = (settled[rows] - 1 + tree.depth, rows, numbers, settled[rows] + columns)
-        positions, device_rows, device_numbers, device_places = (torch.from_numpy(a).to(device) for a in places)
-        inputs = Inputs(
-            tokens=torch.from_numpy(grown.tokens[nodes]).to(device),
-            positions=positions,
-            rows=device_rows,
-            columns=device_numbers,
-            places=device_places,
-            visible=torch.from_numpy(visible).to(device),
-            batch=batch,
-            queries=int(numbers.max()) + 1,
+        made, visible, queries = layer_inputs(
+            self._read[:batch], tree.rows, grown.tokens, nodes, columns, above, tree.depth
         )
+        tokens, positions, rows, numbers, places = torch.from_numpy(made).to(device)
+        seen = torch.from_numpy(visible).to(device)
+        inputs = Inputs(tokens, positions, rows, numbers, places, seen, batch, queries)
         return self.model.advance(inputs.tokens, states, inputs.positions, step_attention(self.cache, inputs))
 
     def _read_unread(self, counts: Ints) -> torch.Tensor:
@@ -320,68 +312,3 @@ class Drafter:
             if (past := self._prefixes[slot]) is not None:
                 self._prefixes[slot] = None
                 self.cache.fill(slot, 1, past.kv())
-
-
-@compiled
-def _children(
-    columns: Ints, scores: Floats, rows: Ints, parents: Ints, width: int, ids: Ints
-) -> tuple[Ints, Ints, Ints, Ints, Floats]:
-    """Tokens, rows, parents, ranks and gaps of the best `width` children of each of the nodes `parents`.
-
-    Args:
-        columns, scores: [parents, width or more] of the children, best first.
-        ids: target tokens of the draft's; empty if they are the same.
-    """
-    count = len(rows) * width
-    tokens, of_rows, of_parents = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
-    ranks, gaps = np.empty(count, np.int64), np.empty(count)
-    for parent in range(len(rows)):
-        for rank in range(width):
-            child = parent * width + rank
-            token = columns[parent, rank]
-            tokens[child] = ids[token] if len(ids) else token
-            of_rows[child], of_parents[child], ranks[child] = rows[parent], parents[parent], rank
-            gaps[child] = scores[parent, 0] - scores[parent, 1]  # no number where a draft overflows
-    return tokens, of_rows, of_parents, ranks, gaps
-
-
-@compiled
-def _with_room(
-    nodes: Ints, rows: Ints, ends: Bools, remaining: Ints, depth: int, used: Ints, most: int
-) -> tuple[Ints, Ints]:
-    """Those of the nodes whose children may be used and for which there is room, and the columns of their entries.
-
-    Args:
-        rows, ends: of all nodes.
-        used: columns taken by each row, at most `most`; the nodes' are added.
-    """
-    kept, columns, count = np.empty(len(nodes), np.int64), np.empty(len(nodes), np.int64), 0
-    for node in nodes:
-        row = rows[node]
-        if not ends[node] and remaining[row] - 1 > depth and used[row] < most:
-            kept[count], columns[count] = node, used[row]
-            used[row] += 1
-            count += 1
-    return kept[:count], columns[:count]
-
-
-@compiled
-def _extended(above: Bools, sources: Ints, columns: Ints) -> Bools:
-    """The ancestor masks of nodes whose parents have the masks above[sources]: with each node's own column added."""
-    known = above.shape[1]
-    extended = np.zeros((len(columns), max(known, columns.max() + 1)), np.bool_)
-    for node in range(len(columns)):
-        extended[node, :known] = above[sources[node]]
-        extended[node, columns[node]] = True
-    return extended
-
-
-@compiled
-def _visible(settled: Ints, rows: Ints, above: Bools) -> Bools:
-    """What each node sees: the committed entries of its row, and its ancestors behind them."""
-    visible = np.zeros((len(rows), settled[rows].max() + above.shape[1]), np.bool_)
-    for node in range(len(rows)):
-        committed = settled[rows[node]]
-        visible[node, :committed] = True
-        visible[node, committed : committed + above.shape[1]] = above[node]
-    return visible

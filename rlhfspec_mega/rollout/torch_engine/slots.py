@@ -88,7 +88,3 @@ class SlotState:
         self.lengths[rows] += counts
         self.generated[rows] += counts
         self.remaining[rows] -= counts
-
-    def ends(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Whether these tokens end the samples of these rows: bool [n], on the host."""
-        return self.host_stops[rows, tokens] & ~self.host_forced[rows]
