@@ -70,7 +70,7 @@ class Sizes:
         taught, predicted: runs, each of another prompt, that predictions are learnt from, and judged by, at least: what
             is drafted for one prompt's samples is accepted more often than for another's.
         draft_samples, draft_steps: what the draft learns from, and steps of its training.
-        draft_ffn: width of its feed-forward network; None: the target's.
+        draft_ffn: width of its feed-forward network; None: the target's. A draft that is trained on keeps its own.
     """
 
     model: str

@@ -53,7 +53,7 @@ def draft_shape(target: ModelShape, vocab_size: int | None = None, ffn_size: int
 
     Args:
         vocab_size: of a reduced draft vocabulary; None: the target's.
-        ffn_size: of a narrower feed-forward network; None: the target's.
+        ffn_size: of a feed-forward network of another width; None: the target's.
     """
     layers = target.num_layers
     return DraftShape(
@@ -64,7 +64,7 @@ def draft_shape(target: ModelShape, vocab_size: int | None = None, ffn_size: int
         num_heads=target.num_heads,
         num_kv_heads=target.num_kv_heads,
         head_dim=target.head_dim,
-        ffn_size=ffn_size or target.ffn_size,
+        ffn_size=target.ffn_size if ffn_size is None else ffn_size,
     )
 
 

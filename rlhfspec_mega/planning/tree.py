@@ -125,8 +125,9 @@ class DraftTree:
             (gaps, ends),
             self.depth,
         )
-        (self.rows, self.parents, self.depths, self.ranks, self.matches), self.gaps, self.survival, self.ends, n = grown
-        self.drafted += n
+        joined, self.gaps, self.survival, self.ends, drafted = grown
+        self.rows, self.parents, self.depths, self.ranks, self.matches = joined
+        self.drafted += drafted
 
     def add_recalled(self, rows: Ints, parents: Ints, depths: Ints, matches: Ints, drafted: Bools) -> None:
         """Append nodes that only earlier text gives, none of which ends its sample.
@@ -150,27 +151,26 @@ def _with_layer(
     new_others: tuple[Floats, Bools],
     depth: int,
 ) -> tuple[Ints, Floats, Floats, Bools, int]:
-    """A tree's arrays with those of a new layer behind them, and of how many nodes it has children, but for the first.
+    """A tree's arrays with those of a new layer behind them, and how many nodes the draft was run on for the layer.
+
+    That is 0 for the first layer, which the draft's first pass gives.
 
     Args:
         whole: rows, parents, depths, ranks and matches; `others` gaps, survival and ends.
         new: rows, parents and ranks of the layer; `new_others` its gaps and ends.
+        depth: of the layer.
     """
     rows, parents, depths, ranks, matches = whole
     own, added = len(rows), len(new[0])
     joined, gaps = np.empty((5, own + added), np.int64), np.empty(own + added)
     survival, ends = np.zeros(own + added), np.empty(own + added, np.bool_)
-    for node in range(own):
-        joined[0, node], joined[1, node], joined[2, node] = rows[node], parents[node], depths[node]
-        joined[3, node], joined[4, node] = ranks[node], matches[node]
-        gaps[node], survival[node], ends[node] = others[0][node], others[1][node], others[2][node]
+    joined[0, :own], joined[1, :own], joined[2, :own], joined[3, :own] = rows, parents, depths, ranks
+    joined[4, :own], gaps[:own], survival[:own], ends[:own] = matches, others[0], others[1], others[2]
+    joined[0, own:], joined[1, own:], joined[2, own:], joined[3, own:] = new[0], new[1], depth, new[2]
+    joined[4, own:], gaps[own:], ends[own:] = NO_MATCH, new_others[0], new_others[1]
     drafted = 0
     for one in range(added):
-        node, parent = own + one, new[1][one]
-        joined[0, node], joined[1, node], joined[2, node] = new[0][one], parent, depth
-        joined[3, node], joined[4, node] = new[2][one], NO_MATCH
-        gaps[node], ends[node] = new_others[0][one], new_others[1][one]
-        drafted += depth > 1 and (one == 0 or parent != new[1][one - 1])
+        drafted += depth > 1 and (one == 0 or new[1][one] != new[1][one - 1])
     return joined, gaps, survival, ends, drafted
 
 

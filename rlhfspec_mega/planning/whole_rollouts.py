@@ -147,7 +147,8 @@ def plain_steps(lengths: Ints, earliest: Ints, slots: int) -> tuple[Ints, Ints]:
         slot = free.argmin()
         starts[sample] = max(free[slot], earliest[sample])
         free[slot] = ends[sample] = starts[sample] + lengths[sample]
-    starts, ends = np.sort(starts), np.sort(ends)
+    # Every kind of sorting takes seconds to compile: one is used everywhere.
+    starts, ends = starts[np.argsort(starts, kind="mergesort")], ends[np.argsort(ends, kind="mergesort")]
     sizes, steps = np.zeros(2 * len(lengths), np.int64), np.zeros(2 * len(lengths), np.int64)
     found = begun = now = 0
     for ended in range(len(ends)):

@@ -15,11 +15,13 @@ from rlhfspec_mega.models.host_floats import HOST_DTYPES, host_array, load, stor
 from rlhfspec_mega.models.host_kernels import rms_norm, suits_host_kernels
 from rlhfspec_mega.models.rope import Rotary
 from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.planning.tree import ROOT, DraftTree
 from rlhfspec_mega.rollout.torch_engine import cache as cache_module
 from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, Inputs, KVCache, number_in_row
 from rlhfspec_mega.rollout.torch_engine.host_attention import CALLS_WORK, MOST_WORK, HostAttention, step_attention
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState
 from rlhfspec_mega.rollout.torch_engine.step_noise import DeviceNoise, step_noise
+from rlhfspec_mega.rollout.torch_engine.verification import Verification, accept, with_drafts
 from rlhfspec_mega.sampling.exponential import exponential
 from rlhfspec_mega.sampling.float_order import in_order, of_order
 from rlhfspec_mega.sampling.host_select import best_tokens, choose_tokens
@@ -127,6 +129,62 @@ def test_attention_on_the_host_is_that_of_matrix_products(
     assert torch.equal(caches[0].kv.float(), caches[1].kv)
 
 
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    nodes=st.integers(0, 9),
+    seed=st.integers(0, 99),
+    dtype=st.sampled_from(HOST_DTYPES),
+)
+@settings(max_examples=40, deadline=None)
+def test_attention_of_trees_reads_only_what_is_seen(
+    lengths: list[int], nodes: int, seed: int, dtype: torch.dtype
+) -> None:
+    """Draft tokens see their sample and their ancestors; whatever else is in the cache is no number here."""
+    random, size = np.random.default_rng(seed), len(lengths)
+    rows = np.sort(random.integers(0, size, nodes))
+    tree, anchors = DraftTree(), [[ROOT] for _ in lengths]
+    for number, row in enumerate(rows):
+        anchors[row].append(number)
+    parents = np.array(
+        [random.choice([a for a in anchors[row] if a < node]) for node, row in enumerate(rows)], np.int64
+    )
+    depths = np.ones(nodes, np.int64)
+    for node, parent in enumerate(parents):
+        depths[node] = 1 if parent == ROOT else depths[parent] + 1
+    tree.add_recalled(rows, parents, depths, np.zeros(nodes, np.int64), np.zeros(nodes, np.bool_))
+    tokens = random.integers(0, 29, nodes)
+    made = with_drafts(np.zeros(size, np.int64), np.array(lengths), tree, np.arange(nodes), tokens, torch.device("cpu"))
+    inputs, generator = made.inputs, torch.Generator().manual_seed(seed)
+    cache, other = (
+        KVCache(shape_of(4, 2, 12), slots=size, places=PLACES, dtype=kind, device="cpu")
+        for kind in (dtype, torch.float32)
+    )
+    cache.kv.copy_(torch.randn(cache.kv.shape, generator=generator))
+    other.kv.copy_(cache.kv)
+    for row, length in enumerate(lengths):
+        cache.kv[:, :, row, :, length:] = float("nan")
+    qkv = torch.randn(size + nodes, 8, 12, generator=generator).to(dtype)
+    if nodes:  # nor does a draft token that overflows spoil those that do not see it
+        qkv[-1, 4:], seen = float("inf"), inputs.visible[:, inputs.places[-1]] & (inputs.rows == inputs.rows[-1])
+    else:
+        seen = torch.zeros(size, dtype=torch.bool)
+    found = HostAttention(cache, inputs)(1, qkv)
+    expected = CachedAttention(other, inputs)(1, torch.nan_to_num(qkv.float(), posinf=0.0))
+    rounding = 2**-8 if dtype == torch.bfloat16 else 0.0
+    assert torch.allclose(found[~seen].float(), expected[~seen], rtol=rounding, atol=2e-5)
+    _check_moves(made, np.array(lengths), random.integers(0, 29, size + nodes))
+
+
+def _check_moves(made: Verification, lengths: np.ndarray, choices: np.ndarray) -> None:
+    """Inputs stand in their order behind what is cached, so that an accepted chain need not move; others move forward."""
+    nodes = made.nodes
+    assert np.array_equal(nodes.places, lengths[nodes.rows] - 1 + number_in_row(nodes.rows))
+    _, _, _, _, (rows, sources, targets) = accept(nodes, choices, lengths)
+    assert (targets < sources).all() and (rows[1:] >= rows[:-1]).all()
+    same = rows[1:] == rows[:-1]
+    assert (np.diff(sources)[same] > 0).all() and (np.diff(targets)[same] > 0).all()
+
+
 def test_much_work_is_left_to_matrix_products(monkeypatch: pytest.MonkeyPatch) -> None:
     made = KVCache(shape_of(4, 2, 12), slots=2, places=PLACES, dtype=torch.float32, device="cpu")
     zeros = torch.zeros(8, dtype=torch.int64)
@@ -141,7 +199,7 @@ def test_much_work_is_left_to_matrix_products(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_accepted_kv_moves_as_in_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row 0 ends where draft tokens begin: its second token comes to the place from which the first one went."""
+    """In row 0 the second token comes to the place from which the first one went."""
     rows, sources, targets = np.array([0, 0, 0, 2]), np.array([21, 23, 26, 20]), np.array([20, 21, 22, 9])
     on_host, in_torch = (KVCache(shape_of(4, 2, 12), slots=3, places=PLACES, dtype=dtype, device="cpu") for _ in "ab")
     on_host.kv.copy_(torch.randn(on_host.kv.shape))

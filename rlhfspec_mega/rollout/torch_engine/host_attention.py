@@ -20,7 +20,7 @@ Singles = NDArray[np.float32]
 # (Queries of a sample - 1) x places x head_dim, up to which this loop is quicker than matrix products: they read keys
 # and values once for all queries of a sample, but have to copy them; in bfloat16 the fused kernel does without copies.
 MOST_WORK = {torch.float32: 2**16, torch.bfloat16: 2**14}
-# They also cost ten calls for all samples of a step together, which are worth this much work.
+# As much more may be left to this loop for the ten calls that they take, for all samples of a batch together.
 CALLS_WORK = {torch.float32: 2**17, torch.bfloat16: 2**16}
 _AT_ONCE = 4  # places whose scores are computed, or whose values are added up, together
 # Weights below exp(-60) of the largest, which no sum shows, count as 0: products with them would be denormal numbers,
@@ -58,7 +58,7 @@ class HostAttention:
 @compiled
 def _spans(rows: Ints, visible: Bools) -> Ints:
     """[samples, 4], for each sample with inputs: its first input and the end of its inputs; how many places, from the
-    first on, all of them see; the end of the places that any of them sees.
+    first on, all of them see; the end of the places that any of them sees. Each input sees at least its own place.
     """
     count, length = visible.shape
     spans, number = np.empty((count, 4), np.int64), -1
@@ -66,7 +66,7 @@ def _spans(rows: Ints, visible: Bools) -> Ints:
         settled, end = 0, length
         while settled < length and visible[one, settled]:
             settled += 1
-        while not visible[one, end - 1]:
+        while end > settled and not visible[one, end - 1]:
             end -= 1
         if one == 0 or rows[one] != rows[one - 1]:
             number += 1
@@ -83,7 +83,9 @@ def _write(qkv: Floats, kv: Floats, rows: Ints, places: Ints, heads: int) -> Non
     for one in range(len(qkv)):
         for part in range(2):
             for head in range(kv_heads):
-                kv[part, rows[one], head, places[one]] = qkv[one, heads + part * kv_heads + head]
+                read, written = qkv[one, heads + part * kv_heads + head], kv[part, rows[one], head, places[one]]
+                for place in range(len(read)):
+                    written[place] = read[place]
 
 
 @vectorized
@@ -111,7 +113,7 @@ def _attend(qkv: Floats, kv: Floats, rows: Ints, spans: Ints, visible: Bools, sc
                 for member in range(2):
                     query = min(pair + member, count - 1)
                     _weigh(weights[member], visible[first + query // group], settled, seen)
-                _add_up(values, weights, sums, seen)
+                _add_up(values, weights, sums, settled, seen)
                 for member in range(2):
                     query = min(pair + member, count - 1)
                     store(mixed[first + query // group, kv_head * group + query % group], sums[member])
@@ -168,12 +170,15 @@ def _weigh(scores: Singles, visible: Bools, settled: int, count: int) -> None:
 
 
 @inlined
-def _add_up(values: Floats, weights: Singles, sums: Singles, count: int) -> None:
-    """Fill in the sums of the first `count` values by two rows of weights."""
+def _add_up(values: Floats, weights: Singles, sums: Singles, settled: int, count: int) -> None:
+    """Fill in the sums of the first `count` values by two rows of weights.
+
+    Of places behind the `settled` ones, those with a weight of 0 are left out: what they hold may be infinite or NaN.
+    """
     sums0, sums1, width = sums[0], sums[1], sums.shape[1]
     for place in range(width):
         sums0[place] = sums1[place] = _ZERO
-    whole = count - count % _AT_ONCE
+    whole = settled - settled % _AT_ONCE
     for first in range(0, whole, _AT_ONCE):
         value0, value1, value2, value3 = values[first], values[first + 1], values[first + 2], values[first + 3]
         a0, a1, a2, a3 = weights[0, first], weights[0, first + 1], weights[0, first + 2], weights[0, first + 3]
@@ -182,8 +187,10 @@ def _add_up(values: Floats, weights: Singles, sums: Singles, count: int) -> None
             v0, v1, v2, v3 = load(value0, place), load(value1, place), load(value2, place), load(value3, place)
             sums0[place] += (a0 * v0 + a1 * v1) + (a2 * v2 + a3 * v3)
             sums1[place] += (b0 * v0 + b1 * v1) + (b2 * v2 + b3 * v3)
-    for number in range(whole, count):
-        value, a0, b0 = values[number], weights[0, number], weights[1, number]
-        for place in range(width):
-            sums0[place] += a0 * load(value, place)
-            sums1[place] += b0 * load(value, place)
+    for member in range(2):
+        added = sums[member]
+        for number in range(whole, count):
+            value, weight = values[number], weights[member, number]
+            if weight != _ZERO:
+                for place in range(width):
+                    added[place] += weight * load(value, place)

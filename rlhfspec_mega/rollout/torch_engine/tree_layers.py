@@ -1,4 +1,4 @@
-"""What drafting a layer of a tree takes beside the draft model: the compiled functions of `Drafter`."""
+"""The compiled functions of `Drafter`: what a layer of a draft tree takes beside the draft model."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def layer_inputs(
     Args:
         settled: committed entries of each row.
         rows, tokens: of all nodes of the tree.
-        columns, above: see Drafter.
+        columns: places of the nodes' entries behind the committed ones.
+        above: the ancestors of each node by column, itself included.
     """
     longest = 0
     for node in nodes:

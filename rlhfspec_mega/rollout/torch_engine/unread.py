@@ -196,7 +196,8 @@ def _destinations(numbers: Ints, places: Ints, counts: Ints, own: Ints) -> tuple
         numbers, places, counts: of each step and sample; see _Step.
         own: number of the sample that each slot has now.
     """
-    order = np.argsort(own)
+    # Every kind of sorting takes seconds to compile: one is used everywhere.
+    order = np.argsort(own, kind="mergesort")
     ordered, total = own[order], counts.sum()
     kept, slots, columns = np.empty(total, np.int64), np.empty(total, np.int64), np.empty(total, np.int64)
     token = found = 0
