@@ -176,7 +176,7 @@ def test_attention_of_trees_reads_only_what_is_seen(
 
 
 def _check_moves(made: Verification, lengths: np.ndarray, choices: np.ndarray) -> None:
-    """Inputs stand in their order behind what is cached, so that an accepted chain need not move; others move forward."""
+    """Inputs stand in their order behind what is cached: an accepted chain need not move, and others move forward."""
     nodes = made.nodes
     assert np.array_equal(nodes.places, lengths[nodes.rows] - 1 + number_in_row(nodes.rows))
     _, _, _, _, (rows, sources, targets) = accept(nodes, choices, lengths)
