@@ -17,8 +17,9 @@ from rlhfspec_mega.sampling.float_order import in_order, of_order
 
 Singles = NDArray[np.float32]
 
-# (Queries of a sample - 1) x places x head_dim, up to which this loop is quicker than matrix products: they read keys
-# and values once for all queries of a sample, but have to copy them; in bfloat16 the fused kernel does without copies.
+# (Queries of a sample in the mean - 1) x places x head_dim, up to which this loop is quicker than matrix products: they
+# read keys and values once for all queries of a sample, but have to copy them, and all samples get as many queries as
+# the one with the most; in bfloat16 the fused kernel does without copies.
 MOST_WORK = {torch.float32: 2**16, torch.bfloat16: 2**14}
 # As much more may be left to this loop for the ten calls that they take, for all samples of a batch together.
 CALLS_WORK = {torch.float32: 2**17, torch.bfloat16: 2**16}
@@ -33,7 +34,8 @@ def step_attention(cache: KVCache, inputs: Inputs) -> Attention:
     """The quicker attention for the inputs of a decode step."""
     if not suits_host_kernels(cache.kv):
         return CachedAttention(cache, inputs)
-    work, dtype = (inputs.queries - 1) * inputs.visible.shape[1] * cache.kv.shape[-1], cache.kv.dtype
+    more, dtype = len(inputs.tokens) / inputs.batch - 1, cache.kv.dtype
+    work = more * inputs.visible.shape[1] * cache.kv.shape[-1]
     few = work <= MOST_WORK[dtype] + CALLS_WORK[dtype] / inputs.batch
     return HostAttention(cache, inputs) if few else CachedAttention(cache, inputs)
 
