@@ -27,9 +27,11 @@ Weights = NDArray[np.int8]
 Ints = NDArray[np.int64]
 
 _TOGETHER = 4  # entries that are multiplied by a weight once it is loaded
-# Weights of a draft, up to which four entries are quicker than with oneDNN's products in bfloat16: they fit a core's
-# cache. Measured on a Xeon with AMX, hidden sizes 384 (2 million weights), 768 and 2048; float32 gains at all of them.
+# Weights of a draft that fit a core's cache, and entries up to which the compiled functions are quicker than products
+# of whole weights. Measured on a Xeon with AMX: hidden sizes 128 and 384 (0.2 to 2 million weights), 768 and 2048.
 _FEW_WEIGHTS = 2**22
+_MOST_ENTRIES = {torch.float32: 16, torch.bfloat16: 8}
+_MOST_OF_LARGE = {torch.float32: 4, torch.bfloat16: 1}
 _ROWS_AT_ONCE = 4096  # of a matrix that is rounded
 _LARGEST = 127.0
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
@@ -59,7 +61,7 @@ def _rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def most_entries(matrices: Sequence[torch.Tensor]) -> int:
     """Entries up to which the compiled functions are quicker than products of whole weights of these matrices."""
     small = sum(matrix.numel() for matrix in matrices) <= _FEW_WEIGHTS
-    return _TOGETHER if small or matrices[0].dtype == torch.float32 else 1
+    return (_MOST_ENTRIES if small else _MOST_OF_LARGE).get(matrices[0].dtype, 0)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfspec_mega.draft.host_draft import EightBit, HostDraft
+from rlhfspec_mega.draft.host_draft import EightBit, HostDraft, most_entries
 from rlhfspec_mega.draft.model import DraftModel
 from rlhfspec_mega.draft.shape import draft_shape
 from rlhfspec_mega.models.transformer import Transformer
@@ -83,11 +83,17 @@ def test_it_computes_what_torch_does(entries: int, dtype: torch.dtype) -> None:
         assert relative_error(found, whole) < 0.03, f"{name}: rounding to 8 bits loses too much"
 
 
-def test_more_entries_are_computed_with_whole_weights() -> None:
-    draft, host = make(torch.float32)
-    features = torch.randn(5, 3 * SHAPE.hidden_size)
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 16), (torch.bfloat16, 8)])
+def test_more_entries_are_computed_with_whole_weights(dtype: torch.dtype, most: int) -> None:
+    draft, host = make(dtype)
+    features = torch.randn(most + 1, 3 * SHAPE.hidden_size).to(dtype)
     assert torch.equal(draft.fuse(features), draft._packed.linear(features, draft.fc))
-    assert torch.equal(draft.fuse(features[:4]), host.fuse(features[:4]))
+    assert torch.equal(draft.fuse(features[:most]), host.fuse(features[:most]))
+
+
+def test_with_many_weights_fewer_entries_are() -> None:
+    for dtype, most in ((torch.float32, 4), (torch.bfloat16, 1), (torch.float64, 0)):
+        assert most_entries([torch.empty(2**11, 2**12, dtype=dtype, device="meta")]) == most
 
 
 def test_copies_follow_the_weights() -> None:
