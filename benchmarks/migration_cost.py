@@ -13,6 +13,7 @@ from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.types import GenerationRequest, Landing
 
 LONG = 300  # tokens copied in stage one from which on the share of stage two is judged
+WARM_UP = 0.05  # seconds in which samples get their slots; a small model makes 40 tokens of each in that time
 
 
 @dataclass
@@ -103,7 +104,7 @@ def source_rate(fleet: Fleet, requests: list[GenerationRequest], steps: int, rep
     for repeat in range(repeats):
         if repeat % lasting == 0:
             engines.call("clear", phase="clear")
-            engines.call("advance", snapshots, 0.5, MigrationOrders(), phase="warm up", ranks=[0])
+            engines.call("advance", snapshots, WARM_UP, MigrationOrders(), phase="warm up", ranks=[0])
         rates = {}
         for copying in (True, False) if repeat % 2 else (False, True):
             destination = addresses[1] if copying else None
