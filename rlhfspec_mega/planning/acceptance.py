@@ -201,10 +201,8 @@ class AcceptanceModel:
     def _entries_of(self, batch: Batch) -> Ints:
         """Those of the samples; see `_row_entries`."""
         if batch is not self._batch:
-            self._batch, self._row_entries = (
-                batch,
-                _row_entries(temperature_classes(batch), batch.lengths, batch.samples),
-            )
+            self._batch = batch
+            self._row_entries = _row_entries(temperature_classes(batch), batch.lengths, batch.samples)
             _reset_new_samples(batch.samples, self._owners, self._log_odds, self._information)
         return self._row_entries
 

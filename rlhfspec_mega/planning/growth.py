@@ -101,7 +101,7 @@ def worth_children(
     for place in range(len(parents)):
         start, parent = len(kept) + width * place, parents[place]
         together[start : start + width] = values[parent] * expected[classes[rows[parent]], layer, :width]
-    together = together[np.argsort(-together, kind="mergesort")]  # others take seconds to compile
+    together = together[np.argsort(-together, kind="mergesort")]  # other kinds take seconds to compile
     count, deeper = most_worth(prices, together, drafting_seconds(prices, depth + 1, drafted + len(parents)), 1)
     worth, found = np.empty(len(parents), np.int64), 0
     for parent in parents:

@@ -152,7 +152,7 @@ def test_attention_of_trees_reads_only_what_is_seen(
     for node, parent in enumerate(parents):
         depths[node] = 1 if parent == ROOT else depths[parent] + 1
     tree.add_recalled(rows, parents, depths, np.zeros(nodes, np.int64), np.zeros(nodes, np.bool_))
-    tokens = random.integers(0, 29, nodes)
+    tokens = random.integers(0, 2, nodes)
     made = with_drafts(np.zeros(size, np.int64), np.array(lengths), tree, np.arange(nodes), tokens, torch.device("cpu"))
     inputs, generator = made.inputs, torch.Generator().manual_seed(seed)
     cache, other = (
@@ -172,7 +172,7 @@ def test_attention_of_trees_reads_only_what_is_seen(
     expected = CachedAttention(other, inputs)(1, torch.nan_to_num(qkv.float(), posinf=0.0))
     rounding = 2**-8 if dtype == torch.bfloat16 else 0.0
     assert torch.allclose(found[~seen].float(), expected[~seen], rtol=rounding, atol=2e-5)
-    _check_moves(made, np.array(lengths), random.integers(0, 29, size + nodes))
+    _check_moves(made, np.array(lengths), random.integers(0, 2, size + nodes))  # so that many are accepted
 
 
 def _check_moves(made: Verification, lengths: np.ndarray, choices: np.ndarray) -> None:
