@@ -29,7 +29,6 @@ from rlhfspec_mega.planning.reallocation import Reallocator
 from rlhfspec_mega.planning.rollout_state import MigrationCost
 from rlhfspec_mega.planning.tail import Consolidator, TailPolicy
 from rlhfspec_mega.rl.packing import Batching
-from rlhfspec_mega.rollout.assignment import max_samples_per_engine
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.reallocation import FIRST_DOWNTIME, Reallocation, ScoringWork
 from rlhfspec_mega.rollout.scoring import Scoring
@@ -183,7 +182,7 @@ class Fleet:
             self.cluster.wait,
             revive=_no_revival,
             poll_seconds=POLL_SECONDS,
-            max_per_engine=None if mechanism == "static" else max_samples_per_engine(SLOTS),
+            slots=None if mechanism == "static" else SLOTS,
             reallocation=self._reallocation(lengths, fuses) if moves else None,
             timeline=recorder,
         )

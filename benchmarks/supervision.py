@@ -62,9 +62,10 @@ class SwitchedEngine(TorchEngineWorker):
         seconds: float,
         orders: MigrationOrders | None = None,
         forget: bool = False,
+        others_wait: bool = False,
     ) -> EngineReport:
         if self.reports:
-            return super().advance(samples, seconds, orders, forget)
+            return super().advance(samples, seconds, orders, forget, others_wait)
         self.engine.submit([sample.request for sample in samples])
         finished, load = self.engine.poll(seconds), self.engine.load()
         return EngineReport(finished, [], load.running + load.waiting)

@@ -187,7 +187,9 @@ class Driven:
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
 
-    def advance(self, samples: list[SampleSnapshot], seconds: float, orders: None, forget: bool) -> EngineReport:
+    def advance(
+        self, samples: list[SampleSnapshot], seconds: float, orders: None, forget: bool, others_wait: bool
+    ) -> EngineReport:
         if forget:
             self._engine.clear()
         for sample in samples:

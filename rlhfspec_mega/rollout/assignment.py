@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -12,10 +13,14 @@ from rlhfspec_mega.rollout.shared_queue import SharedQueue
 from rlhfspec_mega.types import EngineReport, GenerationRequest, GenerationResult
 
 
-def max_samples_per_engine(slots: int) -> int:
-    """Samples that an engine has at most while others wait in the shared queue: a few more than its slots, to fill
-    those that become free between two of its reports."""
-    return slots + max(1, slots // 4)
+def spare_samples(slots: int, ended: int = 0) -> int:
+    """Samples beyond its slots that an engine has while others wait in the shared queue, to fill the slots that become
+    free between two of its reports.
+
+    Args:
+        ended: samples that have ended between its last two reports.
+    """
+    return max(1, slots // 4, ended)
 
 
 def assign(requests: Sequence[GenerationRequest], engines: int) -> list[list[GenerationRequest]]:
@@ -49,9 +54,9 @@ class Assignment:
             however many engines serve.
         serving: ranks that take work now.
         deterministic: see above; samples of a dead engine are then decoded again from the prompt.
-        max_per_engine: most samples that an engine is given; the others wait in one shared queue, from which each
-            engine takes as its samples end. Those of a dead engine are handed out at once, whatever the others have.
-            None: all samples are assigned at the beginning.
+        slots: samples that an engine decodes at once. It is given a few more (`spare_samples`); the others wait in one
+            shared queue, from which each engine takes as its samples end. Those of a dead engine are handed out at
+            once, whatever the others have. None: all samples are assigned at the beginning.
 
     Attributes:
         results: finished samples by id.
@@ -67,13 +72,14 @@ class Assignment:
         ledger: Ledger,
         *,
         deterministic: bool,
-        max_per_engine: int | None = None,
+        slots: int | None = None,
     ) -> None:
         self.results: dict[str, GenerationResult] = {}
         self.known: dict[str, SampleSnapshot] = {}
         self.custody = ledger.custody
-        self._engines, self._deterministic, self._max_per_engine = engines, deterministic, max_per_engine
-        self._shared_queue = SharedQueue[str]()  # with `max_per_engine`: ids of samples for the next engine with room
+        self._engines, self._deterministic, self._slots = engines, deterministic, slots
+        self._shared_queue = SharedQueue[str]()  # with `slots`: ids of samples for the next engine with room
+        self._ended: dict[int, int] = {}  # samples that have ended between the last two reports, by rank
         self._queues: dict[int, deque[list[str]]] = {}  # shares not yet given to their engine, by rank
         self._share: dict[int, list[str]] = {}  # with `deterministic`: all samples of the share an engine works on
         self.add(requests, serving)
@@ -84,8 +90,8 @@ class Assignment:
             if request.sample_id in self.known:
                 raise RunError(f"Sample {request.sample_id} was added to the rollout twice.")
             self.known[request.sample_id] = SampleSnapshot(request, [], [], [])
-        if self._max_per_engine is not None:
-            self._deal(requests, serving, self._max_per_engine)
+        if self._slots is not None:
+            self._deal(requests, serving, self._slots + spare_samples(self._slots))
             return
         homes = list(range(self._engines)) if self._deterministic or not serving else list(serving)
         for rank, share in zip(homes, assign(requests, len(homes)), strict=True):
@@ -132,10 +138,22 @@ class Assignment:
         while queue and not (self._deterministic and (held or ids)):
             self._share[rank] = queue.popleft()
             ids += self._share[rank]
-        while self._shared_queue and held + len(ids) < (self._max_per_engine or 0):
+        for _ in range(self._room(rank, held + len(ids))):
             ids.append(self._shared_queue.take(rank))
         self.custody.give(rank, ids, repeat=self._deterministic)
         return [self.known[sample_id] for sample_id in ids]
+
+    def _room(self, rank: int, held: int) -> int:
+        """Samples of the shared queue that an engine takes now, which has `held` already.
+
+        It fills its slots. Beyond them it takes at most its part of half of what is left, so that the engines run out
+        of samples at about the same time (factoring, Hummel et al. 1992).
+        """
+        waiting, slots = len(self._shared_queue), self._slots or 0
+        filling = min(max(0, slots - held), waiting)
+        spare = slots + spare_samples(slots, self._ended.get(rank, 0)) - (held + filling)
+        part = math.ceil((waiting - filling) / (2 * self._engines))
+        return filling + max(0, min(spare, part))
 
     def report(self, rank: int, report: EngineReport, serving: Sequence[int]) -> None:
         """Process the report of an engine.
@@ -156,6 +174,7 @@ class Assignment:
         for sample_id in report.migration.kept:
             self.custody.kept(sample_id)
         self.custody.balance(rank, report.unfinished)
+        self._ended[rank] = len(report.finished)
         if not self._deterministic:
             for gain in report.progress:
                 if self.custody.owner(gain.sample_id) == rank:

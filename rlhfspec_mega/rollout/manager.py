@@ -38,7 +38,8 @@ class RolloutManager:
         wait: waits for calls; see Wait.
         revive: called when no engine serves; returns when one does, or raises.
         poll_seconds: longest time an engine decodes before it reports.
-        max_per_engine: most samples that an engine has while others wait, see Assignment.
+        slots: samples that an engine decodes at once, if samples beyond them wait for it in a shared queue; None: they
+            do not; see Assignment.
         reallocation: migrates samples while they are decoded; not with `deterministic`.
         timeline: records what the engines do.
         freed_work: other work for freed devices, offered when all finished samples are scored; only with
@@ -53,13 +54,13 @@ class RolloutManager:
         revive: Callable[[], None],
         poll_seconds: float,
         deterministic: bool = False,
-        max_per_engine: int | None = None,
+        slots: int | None = None,
         reallocation: Reallocation | None = None,
         timeline: Timeline | None = None,
         freed_work: FreedWork | None = None,
     ) -> None:
         self._engines, self._wait, self._revive = engines, wait, revive
-        self._poll_seconds, self._deterministic, self._max_per_engine = poll_seconds, deterministic, max_per_engine
+        self._poll_seconds, self._deterministic, self._slots = poll_seconds, deterministic, slots
         self._reallocation, self._journal, self._freed_work = reallocation, Journal(timeline), freed_work
 
     def begin(
@@ -83,7 +84,7 @@ class RolloutManager:
             serving,
             ledger,
             deterministic=self._deterministic,
-            max_per_engine=self._max_per_engine,
+            slots=self._slots,
         )
         self._journal.begin(serving)
         session = Session(

@@ -116,14 +116,15 @@ class RolloutEngine(Protocol):
 
     Attributes:
         min_copy_bytes: least KV to read in one call of `committed_kv`; for less, the call costs more than the copy.
-        migration_interval: seconds of decoding between two calls of the migration agent; 0: one decode step.
+        poll_interval: shortest useful time of a poll, after which the worker looks at migrations and at free slots; 0:
+            one decode step.
         max_positions: longest prompt + response, in tokens.
         last_decode: start of the last decode step, in seconds since the epoch, and its duration in seconds.
         spans: records what the engine spends its time on.
     """
 
     min_copy_bytes: int
-    migration_interval: float
+    poll_interval: float
     max_positions: int
     last_decode: tuple[float, float]
     spans: SpanRecorder

@@ -208,7 +208,7 @@ class Session:
         if self._reallocation:
             self._draining[rank] = self._work.custody.open_sources(rank)
             orders = self._reallocation.orders(rank, self._work)
-        return self._engines.start(rank, "advance", samples, self._poll_seconds, orders, forget)
+        return self._engines.start(rank, "advance", samples, self._poll_seconds, orders, forget, self._work.waiting)
 
     def _file(self, call: EngineCall) -> None:
         """Process an engine's answer or its death."""

@@ -18,18 +18,21 @@ class SharedQueue(Generic[Item]):
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, deque[Item]] = {}
+        self._length = 0
         self._fresh: dict[Hashable, None] = {}  # groups of which no engine has taken any
         self._begun: dict[int, dict[Hashable, None]] = {}  # groups with waiting samples that an engine has begun
 
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
+    def __len__(self) -> int:
+        return self._length
 
     def extend(self, group: Hashable, samples: Iterable[Item]) -> None:
         """Add samples of a group."""
         if group not in self._waiting:
             self._waiting[group] = deque()
             self._fresh[group] = None
+        before = len(self._waiting[group])
         self._waiting[group].extend(samples)
+        self._length += len(self._waiting[group]) - before
 
     def take(self, engine: int) -> Item:
         """The next sample for an engine: of a group that it has begun, else of a fresh one, else of the group of which
@@ -51,6 +54,7 @@ class SharedQueue(Generic[Item]):
     def _pop(self, group: Hashable) -> Item:
         self._fresh.pop(group, None)
         found = self._waiting[group].popleft()
+        self._length -= 1
         if not self._waiting[group]:
             del self._waiting[group]
         return found

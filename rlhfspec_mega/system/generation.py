@@ -15,7 +15,6 @@ from rlhfspec_mega.planning.placement import ENGINE
 from rlhfspec_mega.planning.reallocation import Reallocator
 from rlhfspec_mega.planning.rollout_state import MigrationCost
 from rlhfspec_mega.planning.tail import Consolidator, TailPolicy
-from rlhfspec_mega.rollout.assignment import max_samples_per_engine
 from rlhfspec_mega.rollout.earlier_texts import EarlierTexts
 from rlhfspec_mega.rollout.manager import RolloutManager, Wait
 from rlhfspec_mega.rollout.reallocation import FIRST_DOWNTIME, Reallocation, ScoringWork
@@ -65,17 +64,14 @@ def make_manager(
 ) -> RolloutManager:
     """The rollout manager of a run; for the arguments see RolloutManager."""
     config = setup.config
+    on_demand = reallocates(config, "queue") or reallocates(config, "adaptive")
     return RolloutManager(
         engines,
         wait,
         revive=revive,
         poll_seconds=config.rollout.poll_interval,
         deterministic=config.trainer.deterministic,
-        max_per_engine=(
-            max_samples_per_engine(config.rollout.max_running_requests)
-            if reallocates(config, "queue") or reallocates(config, "adaptive")
-            else None
-        ),
+        slots=config.rollout.max_running_requests if on_demand else None,
         reallocation=_reallocation(setup, lengths) if reallocates(config, "adaptive") else None,
         timeline=timeline,
         freed_work=freed_work,

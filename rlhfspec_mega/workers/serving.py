@@ -51,16 +51,18 @@ class EngineWorker(ABC):
         seconds: float,
         orders: MigrationOrders | None = None,
         forget: bool = False,
+        others_wait: bool = False,
     ) -> EngineReport:
         """Take these samples, decode for about `seconds`, and report everything since the last report.
 
         An update of the draft that is still open is dropped: its transfer was lost while this engine was considered
-            silent.
+        silent.
 
         Args:
             orders: migrations to carry out; None if migration is off.
             forget: drop all samples that the engine still holds: they belong to an earlier rollout or to another engine
                 now.
+            others_wait: more samples wait for an engine with room: report as soon as a slot is free.
         """
         engine = self.engine
         engine.abandon_draft_update()
@@ -76,7 +78,10 @@ class EngineWorker(ABC):
                 engine.import_sample(sample)
         engine.submit([sample.request for sample in samples if not sample.tokens])
         moves = self.migration if orders is not None else None  # None too in a restarted worker that has not joined
-        finished = self._decode(moves, seconds, orders) if moves and orders else engine.poll(seconds)
+        if moves and orders:
+            finished = self._decode_and_move(moves, seconds, orders, others_wait)
+        else:
+            finished = self._decode(seconds, others_wait)
         load = engine.load()
         report = EngineReport(finished, engine.progress(), load.running + load.waiting, spans=engine.spans.take())
         if moves:
@@ -84,17 +89,39 @@ class EngineWorker(ABC):
             report.unfinished += moves.unacknowledged
         return report
 
-    def _decode(self, migration: MigrationAgent, seconds: float, orders: MigrationOrders) -> list[GenerationResult]:
+    def _decode(self, seconds: float, others_wait: bool) -> list[GenerationResult]:
+        engine, end = self.engine, time.monotonic() + seconds
+        if not others_wait:
+            return engine.poll(seconds)
+        finished = list[GenerationResult]()
+        while True:
+            ended = engine.poll(engine.poll_interval)
+            finished += ended
+            if engine.idle or (ended and self._has_room()) or time.monotonic() >= end:
+                return finished
+
+    def _has_room(self) -> bool:
+        load = self.engine.load()
+        return load.running + load.waiting < load.slots
+
+    def _decode_and_move(
+        self, migration: MigrationAgent, seconds: float, orders: MigrationOrders, others_wait: bool
+    ) -> list[GenerationResult]:
         """Decode, with migrations between steps; an engine without samples waits for those that it expects."""
         engine, end, finished = self.engine, time.monotonic() + seconds, list[GenerationResult]()
         migration.take_orders(orders)
         while True:
-            migration.on_step_boundary()
+            if migration.active:  # most steps of a short rollout come and go without a migration
+                migration.on_step_boundary()
+            ended = list[GenerationResult]()
             if not engine.idle:
-                finished += engine.poll(engine.migration_interval)
+                ended = engine.poll(engine.poll_interval)
+                finished += ended
                 migration.record_step(*engine.last_decode)
             left = end - time.monotonic()
             if left <= 0 or (engine.idle and not migration.busy and not orders.expects_arrivals):
+                return finished
+            if others_wait and ended and self._has_room():
                 return finished
             if engine.idle:
                 migration.wait(min(left, _ACKNOWLEDGEMENT_SECONDS) if migration.busy else left)

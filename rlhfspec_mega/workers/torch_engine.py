@@ -95,9 +95,10 @@ class TorchEngineWorker(EngineWorker):
         seconds: float,
         orders: MigrationOrders | None = None,
         forget: bool = False,
+        others_wait: bool = False,
     ) -> EngineReport:
         """See EngineWorker.advance; the duration of the steps also updates the model of costs."""
-        report = super().advance(samples, seconds, orders, forget)
+        report = super().advance(samples, seconds, orders, forget, others_wait)
         decoding = [span for span in report.spans if span.name == "decode"]
         if orders is not None and decoding:
             self._length.learn(decoding)

@@ -58,8 +58,8 @@ class SessionMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.clock.stop()
 
-    @initialize(moves=st.booleans(), seed=st.integers(0, 99), most=st.sampled_from([None, 1, 2, 4]))
-    def begin(self, moves: bool, seed: int, most: int | None) -> None:
+    @initialize(moves=st.booleans(), seed=st.integers(0, 99), slots=st.sampled_from([None, 1, 2, 4]))
+    def begin(self, moves: bool, seed: int, slots: int | None) -> None:
         for engine in ENGINES:
             engine.clear()
         self.pool = Pool(ENGINES)
@@ -69,7 +69,7 @@ class SessionMachine(RuleBasedStateMachine):
             self.pool.wait,
             revive=self.pool.revive,
             poll_seconds=0.0,
-            max_per_engine=most,
+            slots=slots,
             reallocation=moving,
         )
         self.ledger, self.groups = Ledger(), 0
@@ -195,9 +195,7 @@ class Onlooker(RandomMoves):
 def test_samples_move_only_when_none_waits() -> None:
     pool, policy = Pool([make_engine(), make_engine()]), Onlooker()
     moving = Reallocation(policy, LengthPredictor(limit=16), plan_seconds=0.0)
-    manager = RolloutManager(
-        pool, pool.wait, revive=pool.revive, poll_seconds=0.0, max_per_engine=3, reallocation=moving
-    )
+    manager = RolloutManager(pool, pool.wait, revive=pool.revive, poll_seconds=0.0, slots=2, reallocation=moving)
     requests = [request(group, member) for group in range(6) for member in range(2)]
     policy.session = session = manager.begin(requests, opened(requests), "test")
     assert session._work.waiting and not policy.waiting

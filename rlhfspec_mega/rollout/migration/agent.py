@@ -40,6 +40,11 @@ class MigrationAgent:
         return self._departures.busy
 
     @property
+    def active(self) -> bool:
+        """Whether there is something to do at a step boundary: samples are on their way from here or to here."""
+        return self._departures.busy or self._arrivals.pending
+
+    @property
     def unacknowledged(self) -> int:
         """Number of samples that were sent and not acknowledged; they still count as this engine's."""
         return self._departures.unacknowledged

@@ -34,6 +34,11 @@ class Arrivals:
         self.arrived: list[SampleProgress] = []
         self.landings: list[Landing] = []
 
+    @property
+    def pending(self) -> bool:
+        """Whether messages have come, or samples have that were not decoded here yet."""
+        return bool(self._undecoded) or not self._inbox.empty
+
     def on_step_boundary(self) -> None:
         """Take the samples that have arrived."""
         # A sample that was sent on to another engine before it got a slot here has no landing here.

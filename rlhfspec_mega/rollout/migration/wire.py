@@ -74,6 +74,11 @@ class Inbox:
         self._lock = threading.Lock()
         threading.Thread(target=self._accept, daemon=True, name="migration-inbox").start()
 
+    @property
+    def empty(self) -> bool:
+        """Whether no message has come since the last `take`."""
+        return self._received.empty()
+
     def take(self, seconds: float = 0.0) -> list[Received]:
         """Messages received so far, in order; waits up to `seconds` for the first."""
         found: list[Received] = []

@@ -61,7 +61,7 @@ class SGLangEngine(UpdatedEngine):
         spans: records what the engine spends its time on; one span per poll.
     """
 
-    min_copy_bytes, migration_interval = 2 << 20, 0.01
+    min_copy_bytes, poll_interval = 2 << 20, 0.01
 
     def __init__(
         self,

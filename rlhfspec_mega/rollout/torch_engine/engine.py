@@ -56,7 +56,7 @@ class TorchEngine(UpdatedEngine):
         spans: records what the engine spends its time on.
     """
 
-    min_copy_bytes, migration_interval = 1 << 16, 0.0
+    min_copy_bytes, poll_interval = 1 << 16, 0.0
 
     def __init__(
         self,
