@@ -20,6 +20,7 @@ FIRST_DOWNTIME = 0.02  # seconds, before the first measurement
 NEWEST_WEIGHT = 0.1  # of the newest value in the moving averages of downtime and of the time of a plan
 PLAN_SHARE = 0.01  # share of the driver's time that plans may take: it may share its cores with engines
 URGENT_SHARE = 0.2  # the same while an engine is idle, which costs more
+MOST_PATIENCE = 8  # by which these shares are divided at most: they halve with each plan in a row that changes nothing
 
 
 @dataclass
@@ -62,6 +63,7 @@ class Reallocation:
         self.scoring, self._learn_cost = scoring or ScoringWork(), learn_cost
         self._downtime = FIRST_DOWNTIME
         self._plan_cost = 0.0  # seconds of the driver's CPU time per plan, moving average
+        self._patience = 1  # see MOST_PATIENCE; kept from one rollout to the next
 
     def begin(self, requests: Sequence[GenerationRequest], peers: Mapping[int, PeerInfo]) -> None:
         """Start a rollout of these samples; `peers`: what each participating engine says of itself, by rank."""
@@ -74,7 +76,9 @@ class Reallocation:
         self._names = {peer.address.name: rank for rank, peer in peers.items()}
         self._orders: dict[int, list[MigrationOrder]] = {}
         self._begun = time.monotonic()
-        self._next_plan, self._next_urgent = self._begun + self._plan_seconds, self._begun
+        self._schedule(self._begun)
+        self._next_urgent = self._begun
+        self._freed: tuple[int, ...] = ()
         self._state: RolloutState | None = None
         copying = [peer.copy_seconds for peer in peers.values()]
         reading = [peer.prefill_seconds for peer in peers.values() if math.isfinite(peer.prefill_seconds)]
@@ -165,9 +169,14 @@ class Reallocation:
         if decides:
             self._decide(state, ranks, work, unscored_tokens)
         self._plan_cost += NEWEST_WEIGHT * (time.thread_time() - begun - self._plan_cost)
-        self._next_plan = now + max(self._plan_seconds, self._plan_cost / PLAN_SHARE)
-        self._next_urgent = now + self._plan_cost / URGENT_SHARE
+        self._schedule(now)
         return decides
+
+    def _schedule(self, now: float) -> None:
+        """Set when the next plan is due."""
+        cost = self._plan_cost * self._patience
+        self._next_plan = now + max(self._plan_seconds, cost / PLAN_SHARE)
+        self._next_urgent = now + cost / URGENT_SHARE
 
     def seconds_left(self) -> float:
         """Predicted time until the rollout ends, from the state at the last plan; 0 before the first plan."""
@@ -181,6 +190,9 @@ class Reallocation:
         unfinished = int((state.lengths + state.remaining).sum())
         self.scoring.tokens = 0 if unscored_tokens is None else unscored_tokens + unfinished
         plan = self._policy.plan(state)
+        changes = len(plan.moves) > 0 or plan.freed != self._freed
+        self._freed = plan.freed
+        self._patience = 1 if changes else min(2 * self._patience, MOST_PATIENCE)
         for move in plan.moves:
             sample_id, destination = state.ids[move.sample], ranks[move.destination]
             source, peer = ranks[state.at[move.sample]], self._peers[destination]

@@ -343,22 +343,33 @@ def test_a_sample_that_comes_with_its_kv_does_not_wait_for_the_prompts_of_others
     assert second.stats()["prefill_tokens"] > read
 
 
-def test_an_engine_without_samples_brings_the_next_plan_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("share", "slower"), [(1.0, 1), (0.0, 2)])  # of the samples that move; the second: none
+def test_an_engine_without_samples_brings_the_next_plan_forward(
+    monkeypatch: pytest.MonkeyPatch, share: float, slower: int
+) -> None:
     first, second, requests = begin(1)
     peers = {0: first.join_migration(1.0), 1: second.join_migration(1.0)}
     now, spent = [0.0], itertools.count(step=0.01)  # a plan takes 10 ms, of which the first counts a tenth
     clock = SimpleNamespace(monotonic=lambda: now[0], thread_time=lambda: next(spent))
     monkeypatch.setattr("rlhfspec_mega.rollout.reallocation.time", clock)
-    reallocation = moving(0)
+    reallocation = moving(0, share)
     reallocation.begin(requests, peers)
     work = Assignment(requests, 2, [0, 1], opened(requests), deterministic=False)
     work.take(0), work.take(1)
     assert reallocation.due(urgent=False)
     reallocation.plan(work, [0, 1], None)
     dues = []
-    for now[0] in (0.004, 0.006, 0.09, 0.11):
+    for since in (0.004, 0.006, 0.09, 0.11):
+        now[0] = since * slower
         dues.append((reallocation.due(urgent=False), reallocation.due(urgent=True)))
     assert dues == [(False, False), (False, True), (False, True), (True, True)]
+    for _ in range(5):
+        reallocation.plan(work, [0, 1], None)
+    dues, planned = [], now[0]  # after five more, which take 4.7 ms in the mean: at most eight times as far apart
+    for since in (0.18, 0.19):
+        now[0] = planned + since
+        dues.append(reallocation.due(urgent=True))
+    assert dues == [False, True]
 
 
 def test_what_a_rollout_that_was_given_up_still_sends_is_left_aside() -> None:
