@@ -76,6 +76,10 @@ class DraftModel:
             norms = self.input_norm, self.hidden_norm, self.post_norm, self.norm
             self._host = HostDraft.of(self._target.embedding, norms, matrices, self._target.shape.norm_eps)
 
+    def make_kernels(self, most_rows: int) -> None:
+        """See PackedWeights.make_kernels."""
+        self._packed.make_kernels(most_rows)
+
     def _for_few(self, entries: int) -> HostDraft | None:
         return self._host if 0 < entries <= self._few else None
 

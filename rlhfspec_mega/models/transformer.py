@@ -102,6 +102,10 @@ class Transformer:
         self._packed.pack(w for layer in self.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down))
         self._packed.pack([self.head])
 
+    def make_kernels(self, most_rows: int) -> None:
+        """See PackedWeights.make_kernels."""
+        self._packed.make_kernels(most_rows)
+
     def hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention, tap: Tap | None = None
     ) -> torch.Tensor:

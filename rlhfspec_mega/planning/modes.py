@@ -41,7 +41,7 @@ TRIAL_SHARE = 0.005  # share of the time that the trials of a mode may lose
 # first, and then soon gives more. Of drafting there are forecasts, and of plain steps the gain is known to be about 1.
 FIRST_TRIALS = (1, 10, 4)
 # By mode, plain steps' time that a trial is taken to lose at least. Controls (`oversight`) are plain steps, too.
-LEAST_LOST = (2.0, 0.2, 0.2)
+LEAST_LOST = (0.5, 0.2, 0.2)
 TRIAL_AT_LATEST = 5000  # steps after which a mode is tried whatever it loses
 # Plain steps in a row before one whose time is used. The first plain steps after drafting take longer (see
 # `oversight.CONTROL_STEPS`); by them drafting would look better than it is.

@@ -17,6 +17,7 @@ PRIOR_ROLLOUTS = 0.5
 OLDER = 0.8  # weight of earlier rollouts after one in which all steps had draft tokens
 OLDER_PLAIN = 0.99  # after any other: what was found is tried again some time
 NEWEST = 0.3  # weight of the newest rollout in the shares of batch sizes
+OTHER_LENGTHS = 0.5  # share of the time at other batch sizes from which earlier rollouts count as other ones
 MOST_SAMPLES = 16384  # of a rollout; there is nothing to learn from longer ones, in which batches stay large
 
 
@@ -107,8 +108,7 @@ class WholeRollouts:
         whole, bucket = float(plain.sum()), batch_bucket(self._largest)
         if not whole:
             return
-        shares = self._shares[bucket]
-        shares += (NEWEST if shares.any() else 1.0) * (plain / whole - shares)
+        self._learn_shares(bucket, plain / whole)
         drafted, kept = self._drafted_seconds / self._seconds, 1.0
         if drafted:
             counted, of_drafts = (
@@ -117,6 +117,15 @@ class WholeRollouts:
             kept = max(1.0 - max(counted - whole, 0.0) / of_drafts, 0.0) * (1.0 - self._reading / self._drafted_seconds)
         self._kept[bucket] *= OLDER_PLAIN * (OLDER / OLDER_PLAIN) ** drafted
         self._kept[bucket] += drafted, drafted * kept
+
+    def _learn_shares(self, bucket: int, newest: Floats) -> None:
+        """Learn at which batch sizes a rollout's time was spent. If it was spent at others than in earlier rollouts,
+        lengths are distributed otherwise, and what those kept says nothing any more."""
+        shares = self._shares[bucket]
+        known = bool(shares.any())
+        if known and 0.5 * np.abs(newest - shares).sum() > OTHER_LENGTHS:
+            self._kept[bucket], known = 0.0, False
+        shares += (NEWEST if known else 1.0) * (newest - shares)
 
     def _seconds_of(self, steps: Iterable[tuple[int, float]]) -> Floats:
         """Seconds [BATCH_BUCKETS] of plain steps, given as batch sizes and numbers of steps."""
