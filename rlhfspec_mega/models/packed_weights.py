@@ -52,8 +52,10 @@ class PackedWeights:
 
     @torch.inference_mode()
     def make_kernels(self, most_rows: int) -> None:
-        """Have oneDNN make its bfloat16 kernels for all numbers of rows up to this one: a first product with a number of
-        rows takes several milliseconds longer than later ones."""
+        """Have oneDNN make its bfloat16 kernels for all numbers of rows up to this one.
+
+        A first product with a number of rows takes several milliseconds longer than later ones.
+        """
         of_shape = {packed.shape: packed for packed in self._packed.values() if packed.dtype == torch.bfloat16}
         for (_, columns), packed in of_shape.items():
             for rows in (*range(1, _TILE_ROWS), *range(_TILE_ROWS, most_rows + 1, _TILE_ROWS)):

@@ -20,7 +20,7 @@ FAR_KNOT = 1e7  # curves continue as straight lines from the last knot up to her
 MIN_SECONDS = 1e-7
 # Seconds of a pass and of each token in it, first of the target, then of the draft: used before anything is measured.
 DEFAULT_SECONDS = (1e-2, 1e-3, 2e-3, 2e-4)
-SMOOTHNESS = 0.03  # weight of a bend in a curve, relative to one measurement; interpolates where nothing was measured
+SMOOTHNESS = 0.2  # weight of a bend in a curve, relative to one measurement; interpolates where nothing was measured
 # Weight that pulls coefficients other than curves to 0, so that what batch and tokens both explain counts as tokens.
 SHRINKAGE = 0.03
 
@@ -66,10 +66,12 @@ class CostModel:
     """Predicts seconds of drafting and verification, from a profile and from every step since.
 
         plain  = plain_curve(batch) + a * kv_tokens
-        verify = curve(tokens) + b * batch + c * kv_tokens + d * [any draft tokens], with draft tokens at least `plain`
+        verify = curve(tokens) + b * batch + c * kv_tokens + d * [any draft tokens] + e * tokens * kv_tokens / batch,
+                 with draft tokens at least `plain`
         draft  = first(backlog) + (depth - 1) * later(nodes per pass) + c * depth * kv_tokens
 
-    Plain steps have a model of their own: what verification costs beside is not the same at every size, and gains are
+    The last term is attention where computing it takes time, as on a CPU: each token meets the KV of its sample. Plain
+    steps have a model of their own: what verification costs beside is not the same at every size, and gains are
     measured in their seconds. Curves are piecewise linear between knots (hat functions), so they can follow both the
     nearly straight line of a CPU and the floor, knee, slope and steps of a GPU. Predictions are above 0 and never fall
     as tokens, backlog, nodes or depth grow: curves are made monotone by isotonic regression, where values that were
@@ -120,16 +122,21 @@ class CostModel:
 
     def verify_seconds(self, batch: int, kv_tokens: int, tokens: int | Floats) -> Floats:
         """Seconds of a step without drafting. `tokens` may be an array of candidates; the result has its shape."""
-        b, c, drafting = self._verify_rest
+        added, per_token = self._beside_curve(batch, kv_tokens)
         plain = self.plain_seconds(batch, kv_tokens)
-        seconds = np.interp(tokens, self._verify_x, self._verify_y) + (b * batch + c * kv_tokens + drafting)
+        seconds = np.interp(tokens, self._verify_x, self._verify_y) + np.multiply(tokens, per_token) + added
         return np.where(np.greater(tokens, batch), np.maximum(seconds, plain), plain)
 
     def verify_seconds_up_to(self, batch: int, kv_tokens: int, count: int) -> Floats:
         """Seconds [count] of a step that verifies 0, 1, .. count - 1 draft tokens: `verify_seconds`, but quicker."""
-        b, c, drafting = self._verify_rest
+        added, per_token = self._beside_curve(batch, kv_tokens)
         plain = self.plain_seconds(batch, kv_tokens)
-        return _line(self._verify_x, self._verify_y, batch, count, b * batch + c * kv_tokens + drafting, plain)
+        return _line(self._verify_x, self._verify_y, batch, count, added, per_token, plain)
+
+    def _beside_curve(self, batch: int, kv_tokens: int) -> tuple[float, float]:
+        """What verification takes beside the curve: seconds of the step, and of each token."""
+        b, c, drafting, e = self._verify_rest
+        return b * batch + c * kv_tokens + drafting, e * kv_tokens / batch
 
     def plain_seconds(self, batch: int, kv_tokens: int) -> float:
         """Seconds of a plain step."""
@@ -236,7 +243,7 @@ class CostModel:
         target = target_pass + target_token * self._verify_knots
         draft = draft_pass + draft_token * self._draft_knots
         self._plain = _weak_prior(np.append(target, np.zeros(1)), 1)
-        self._verify = _weak_prior(np.append(target, np.zeros(3)), 3)
+        self._verify = _weak_prior(np.append(target, np.zeros(4)), 4, unlearnt=1)  # e is told from c by a profile only
         self._draft = _weak_prior(np.concatenate((draft, draft, np.zeros(1))), 1)
         self._read_verify()
         self._read_draft()
@@ -248,9 +255,10 @@ class CostModel:
         return row
 
     def _verify_row(self, step: StepCost) -> Floats:
-        row = np.zeros(len(self._verify_knots) + 3)
+        row = np.zeros(len(self._verify_knots) + 4)
         _set_hat_weights(row, 0, self._verify_knots, step.tokens, 1.0)
-        row[-3:] = step.batch, step.kv_tokens, step.tokens > step.batch
+        met = step.tokens * step.kv_tokens / step.batch
+        row[-4:] = step.batch, step.kv_tokens, step.tokens > step.batch, met
         return row
 
     def _draft_row(self, batch: int, kv_tokens: int, backlog: int, depth: int, drafted: int) -> Floats:
@@ -282,8 +290,9 @@ def _is_plain(step: StepCost) -> bool:
 
 
 @compiled
-def _line(xs: Floats, ys: Floats, first: int, count: int, added: float, plain: float) -> Floats:
-    """Linear interpolation at first, first + 1, ..., below `FAR_KNOT`, and what is added to it; `plain` at first."""
+def _line(xs: Floats, ys: Floats, first: int, count: int, added: float, each: float, plain: float) -> Floats:
+    """Linear interpolation at first, first + 1, ..., below `FAR_KNOT`, and what is added to it, also for each; `plain`
+    at first."""
     found, right = np.empty(count), 0
     if count:
         found[0] = plain
@@ -295,7 +304,7 @@ def _line(xs: Floats, ys: Floats, first: int, count: int, added: float, plain: f
         if right:
             share = (value - xs[right - 1]) / (xs[right] - xs[right - 1])
             seconds = ys[right - 1] + share * (ys[right] - ys[right - 1])
-        found[place] = max(seconds + added, plain)
+        found[place] = max(seconds + added + each * value, plain)
     return found
 
 
@@ -317,14 +326,16 @@ def _set_hat_weights(row: Floats, start: int, knots: Floats, value: float, weigh
     row[start + right - 1], row[start + right] = weight * (1.0 - share), weight * share
 
 
-def _weak_prior(coefficients: Floats, nonnegative: int) -> RecursiveRegression:
+def _weak_prior(coefficients: Floats, nonnegative: int, unlearnt: int = 0) -> RecursiveRegression:
     """A regression that starts from these coefficients with so weak a prior that its first observations decide.
 
     Args:
         coefficients: the first one is the seconds that every pass takes, and sets the scale of the prior.
         nonnegative: so many of the last coefficients are kept at 0 or above.
+        unlearnt: so many of the last coefficients stay as they are.
     """
     covariance = np.eye(len(coefficients)) * (10.0 * coefficients[0]) ** 2
+    covariance[len(coefficients) - unlearnt :] = 0.0
     return RecursiveRegression(coefficients, covariance, slice(-nonnegative, None))
 
 

@@ -11,7 +11,7 @@ from rlhfspec_mega.planning.tree import Floats
 
 FORGETTING = 0.98  # factor on the information along the direction of each new observation
 COMMON_SHARE = 0.05  # share of each error that scales all coefficients together
-CLIP = 3.0  # errors are clipped at this multiple of the usual error
+CLIP = 2.5  # errors are clipped at this multiple of the usual error
 INITIAL_ERROR = 1.0  # usual error before any observation, so large that nothing is clipped
 MIN_ERROR, MAX_FITTED_ERROR = 0.01, 0.05  # bounds of the usual error: the lower always holds, the upper after a fit
 
