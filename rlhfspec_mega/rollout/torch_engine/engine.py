@@ -255,8 +255,9 @@ class TorchEngine(UpdatedEngine):
 
     def make_kernels(self, most_rows: int) -> None:
         """Make what the first steps with each number of tokens, up to this one, would have to make."""
-        for model in (self._model, *([self._decoder.drafter.model] if self._decoder.drafter else [])):
-            model.make_kernels(most_rows)
+        self._model.make_kernels(most_rows)
+        if drafter := self._decoder.drafter:
+            drafter.model.make_kernels(most_rows)
 
     def stats(self) -> dict[str, Any]:
         """Counters of steps, tokens, samples, and seconds of decoding and prefill since the start or `reset_stats`."""
