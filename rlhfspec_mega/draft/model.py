@@ -78,7 +78,8 @@ class DraftModel:
 
     def make_kernels(self, most_rows: int) -> None:
         """See PackedWeights.make_kernels."""
-        self._packed.make_kernels(most_rows)
+        matrices = self.fc, self.qkv, self.out, self.gate_up, self.down, self.head
+        self._packed.make_kernels([(matrix, None) for matrix in matrices], most_rows)
 
     def _for_few(self, entries: int) -> HostDraft | None:
         return self._host if 0 < entries <= self._few else None

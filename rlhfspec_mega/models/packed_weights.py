@@ -51,15 +51,18 @@ class PackedWeights:
                 self._transposed[id(weight)] = weight.t().contiguous()
 
     @torch.inference_mode()
-    def make_kernels(self, most_rows: int) -> None:
+    def make_kernels(self, products: Iterable[tuple[torch.Tensor, torch.Tensor | None]], most_rows: int) -> None:
         """Have oneDNN make its bfloat16 kernels for all numbers of rows up to this one.
 
         A first product with a number of rows takes several milliseconds longer than later ones.
+
+        Args:
+            products: weight and bias of one product of each kind.
         """
-        of_shape = {packed.shape: packed for packed in self._packed.values() if packed.dtype == torch.bfloat16}
-        for (_, columns), packed in of_shape.items():
-            for rows in (*range(1, _TILE_ROWS), *range(_TILE_ROWS, most_rows + 1, _TILE_ROWS)):
-                _product(torch.zeros((rows, columns), dtype=torch.bfloat16), packed, None)
+        for weight, bias in products:
+            if id(weight) in self._packed and weight.dtype == torch.bfloat16:
+                for rows in (*range(1, _TILE_ROWS), *range(_TILE_ROWS, most_rows + _TILE_ROWS, _TILE_ROWS)):
+                    self.linear(weight.new_zeros((rows, weight.shape[1])), weight, bias)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T + b for x [rows, in], with the copy if there is one and it is faster."""
@@ -73,7 +76,7 @@ class PackedWeights:
         rows = len(x)
         if x.dtype != torch.float32 and rows > _TILE_ROWS:
             x = F.pad(x, (0, 0, 0, -rows % _TILE_ROWS))
-        return _product(x, packed, bias)[:rows]
+        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")[:rows]
 
     def added(self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """residual + x W^T, for x [rows, in]."""
@@ -81,10 +84,6 @@ class PackedWeights:
             return self.linear(x, weight).add_(residual)
         transposed = self._transposed.get(id(weight))
         return torch.addmm(residual, x, weight.t() if transposed is None else transposed)
-
-
-def _product(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 def _suits_onednn(weight: torch.Tensor) -> bool:

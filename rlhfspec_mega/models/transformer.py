@@ -104,7 +104,9 @@ class Transformer:
 
     def make_kernels(self, most_rows: int) -> None:
         """See PackedWeights.make_kernels."""
-        self._packed.make_kernels(most_rows)
+        layer = self.layers[0]
+        products = [(weight, None) for weight in (layer.out, layer.gate_up, layer.down, self.head)]
+        self._packed.make_kernels([(layer.qkv, layer.qkv_bias), *products], most_rows)
 
     def hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention, tap: Tap | None = None

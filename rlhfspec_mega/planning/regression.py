@@ -26,8 +26,8 @@ class RecursiveRegression:
     larger of that bound and its value after `fit`: it does not wind up while a run stays at one batch size.
 
     Errors beyond `CLIP` times the usual one are clipped there (Huber's rule). The usual error follows the clipped
-    errors, so a lasting change takes effect within about ten observations, and a single outlier (a descheduled process)
-    has little effect.
+    errors, so a lasting change takes effect within some tens of observations, and a single outlier (a descheduled
+    process) has little effect.
     """
 
     def __init__(self, coefficients: Floats, covariance: Floats, nonnegative: slice) -> None:

@@ -17,7 +17,6 @@ PRIOR_ROLLOUTS = 0.5
 OLDER = 0.8  # weight of earlier rollouts after one in which all steps had draft tokens
 OLDER_PLAIN = 0.99  # after any other: what was found is tried again some time
 NEWEST = 0.3  # weight of the newest rollout in the shares of batch sizes
-OTHER_LENGTHS = 0.5  # share of the time at other batch sizes from which earlier rollouts count as other ones
 MOST_SAMPLES = 16384  # of a rollout; there is nothing to learn from longer ones, in which batches stay large
 
 
@@ -119,13 +118,17 @@ class WholeRollouts:
         self._kept[bucket] += drafted, drafted * kept
 
     def _learn_shares(self, bucket: int, newest: Floats) -> None:
-        """Learn at which batch sizes a rollout's time was spent. If it was spent at others than in earlier rollouts,
-        lengths are distributed otherwise, and what those kept says nothing any more."""
+        """Learn at which batch sizes a rollout's time was spent.
+
+        The more of it was spent at others than in earlier rollouts, the less counts what those kept: lengths are
+        distributed otherwise.
+        """
         shares = self._shares[bucket]
-        known = bool(shares.any())
-        if known and 0.5 * np.abs(newest - shares).sum() > OTHER_LENGTHS:
-            self._kept[bucket], known = 0.0, False
-        shares += (NEWEST if known else 1.0) * (newest - shares)
+        if not shares.any():
+            shares += newest
+            return
+        self._kept[bucket] *= 1.0 - 0.5 * np.abs(newest - shares).sum()
+        shares += NEWEST * (newest - shares)
 
     def _seconds_of(self, steps: Iterable[tuple[int, float]]) -> Floats:
         """Seconds [BATCH_BUCKETS] of plain steps, given as batch sizes and numbers of steps."""

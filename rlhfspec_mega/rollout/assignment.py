@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -54,9 +53,9 @@ class Assignment:
             however many engines serve.
         serving: ranks that take work now.
         deterministic: see above; samples of a dead engine are then decoded again from the prompt.
-        slots: samples that an engine decodes at once. It is given a few more (`spare_samples`); the others wait in one
-            shared queue, from which each engine takes as its samples end. Those of a dead engine are handed out at
-            once, whatever the others have. None: all samples are assigned at the beginning.
+        slots: samples that an engine decodes at once. It is given a few more (`spare_samples`), fewer when few are
+            left; the others wait in one shared queue, from which each engine takes as its samples end. Those of a dead
+            engine are handed out at once, whatever the others have. None: all samples are assigned at the beginning.
 
     Attributes:
         results: finished samples by id.
@@ -152,7 +151,7 @@ class Assignment:
         waiting, slots = len(self._shared_queue), self._slots or 0
         filling = min(max(0, slots - held), waiting)
         spare = slots + spare_samples(slots, self._ended.get(rank, 0)) - (held + filling)
-        part = math.ceil((waiting - filling) / (2 * self._engines))
+        part = (waiting - filling) // (2 * self._engines)
         return filling + max(0, min(spare, part))
 
     def report(self, rank: int, report: EngineReport, serving: Sequence[int]) -> None:

@@ -20,7 +20,9 @@ FIRST_DOWNTIME = 0.02  # seconds, before the first measurement
 NEWEST_WEIGHT = 0.1  # of the newest value in the moving averages of downtime and of the time of a plan
 PLAN_SHARE = 0.01  # share of the driver's time that plans may take: it may share its cores with engines
 URGENT_SHARE = 0.2  # the same while an engine is idle, which costs more
-MOST_PATIENCE = 8  # by which these shares are divided at most: they halve with each plan in a row that changes nothing
+# After plans in a row that changed nothing, the next one comes 2, 4, then 8 times as late, but at most these seconds
+# later.
+MOST_PATIENCE, MOST_SECONDS_LATER = 8, 0.5
 
 
 @dataclass
@@ -147,6 +149,7 @@ class Reallocation:
         """Remove an engine that has died."""
         self._peers.pop(rank, None)
         self._orders.pop(rank, None)
+        self._patience = 1
 
     def due(self, urgent: bool) -> bool:
         """Whether it is time for a plan; `urgent`: an engine has run out of samples, so that a plan is due earlier."""
@@ -174,9 +177,13 @@ class Reallocation:
 
     def _schedule(self, now: float) -> None:
         """Set when the next plan is due."""
-        cost = self._plan_cost * self._patience
-        self._next_plan = now + max(self._plan_seconds, cost / PLAN_SHARE)
-        self._next_urgent = now + cost / URGENT_SHARE
+        self._next_plan = now + max(self._plan_seconds, self._gap(PLAN_SHARE))
+        self._next_urgent = now + self._gap(URGENT_SHARE)
+
+    def _gap(self, share: float) -> float:
+        """Seconds between two plans that may take this share of the driver's time."""
+        seconds = self._plan_cost / share
+        return seconds + min((self._patience - 1) * seconds, MOST_SECONDS_LATER)
 
     def seconds_left(self) -> float:
         """Predicted time until the rollout ends, from the state at the last plan; 0 before the first plan."""

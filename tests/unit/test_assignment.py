@@ -75,7 +75,7 @@ def test_an_engine_whose_samples_end_quickly_takes_more_ahead_but_leaves_half_of
         report = EngineReport([result_of(by_id[name]) for name in mine[:ended]], [], len(mine[ended:]))
         work.report(0, report, [0, 1])
         taken.append(len(work.take(0)))
-    assert taken == [7, 4, 4, 4, 3, 3, 3]
+    assert taken == [7, 4, 4, 3, 3, 3, 3]
 
 
 def test_samples_of_dead_engines_go_to_the_others_at_once() -> None:

@@ -30,6 +30,11 @@ def gpu_steps(batch: int, kv: int, tokens: int) -> float:
     return gpu_knee(batch, kv, -(-tokens // 64) * 64)
 
 
+def host(batch: int, kv: int, tokens: int) -> float:
+    """As `cpu`, with attention that takes time for each pair of a token and one in its sample's KV."""
+    return cpu(batch, kv, tokens) + 2e-6 * tokens * kv / batch
+
+
 def draft(batch: int, kv: int, backlog: int, depth: int, drafted: int) -> float:
     return 1.5e-3 + 1e-4 * backlog + (depth - 1) * 1e-3 + 1e-4 * drafted + 1e-9 * kv * depth
 
@@ -100,6 +105,17 @@ def test_the_plain_step_has_its_own_price() -> None:
     model.fit(profile(cpu, 0.0, rng))
     plain, one = model.verify_seconds(4, 800, np.array([4.0, 5.0]))
     assert one - plain == pytest.approx(1.6e-3, rel=0.15)
+
+
+def test_each_token_meets_the_kv_of_its_sample() -> None:
+    rng = np.random.default_rng(8)
+    model = CostModel()
+    model.fit(profile(host, 0.0, rng))
+    for batch, extra, length in ((32, 1, 50), (32, 1, 450), (4, 12, 50), (4, 12, 450), (1, 15, 250)):
+        kv, tokens = batch * length, batch * (1 + extra)
+        expected = pytest.approx(host(batch, kv, tokens), rel=0.05)
+        assert float(model.verify_seconds(batch, kv, tokens)) == expected
+        assert model.verify_seconds_up_to(batch, kv, tokens - batch + 1)[-1] == expected
 
 
 def test_without_a_profile_steps_alone_teach_it() -> None:

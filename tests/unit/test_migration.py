@@ -226,22 +226,6 @@ def alone(requests: Sequence[GenerationRequest]) -> dict[str, GenerationResult]:
     return found
 
 
-@pytest.mark.parametrize("orders", [None, MigrationOrders()])
-@pytest.mark.parametrize("others_wait", [False, True])
-def test_a_free_slot_is_reported_at_once_while_samples_wait_for_one(
-    orders: MigrationOrders | None, others_wait: bool
-) -> None:
-    engine, slots = ENGINES[0], ENGINES[0].engine.load().slots
-    engine.clear(), engine.join_migration(1.0)
-    lengths = [14] * (slots - 1) + [3]
-    requests = [
-        replace(request(3, member), ignore_stop=True, max_new_tokens=length) for member, length in enumerate(lengths)
-    ]
-    samples = [SampleSnapshot(one, [], [], []) for one in requests]
-    report = engine.advance(samples, 60.0, orders, False, others_wait)
-    assert len(report.finished) == (1 if others_wait else slots) and report.unfinished == slots - len(report.finished)
-
-
 def test_the_source_decodes_on_and_a_sample_is_whole_where_it_lands() -> None:
     first, second, requests = begin(2, tokens=20)
     for _ in range(4):  # more positions than can be copied before the next step

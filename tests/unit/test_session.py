@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -20,6 +21,8 @@ from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.rollout_state import Plan, RolloutState
 from rlhfspec_mega.rollout import reallocation
 from rlhfspec_mega.rollout.manager import RolloutManager
+from rlhfspec_mega.rollout.migration.messages import MigrationOrders
+from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.reallocation import Reallocation
 from rlhfspec_mega.rollout.session import Session
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, Prompt, Sample, SampleState
@@ -190,6 +193,22 @@ class Onlooker(RandomMoves):
     def plan(self, state: RolloutState) -> Plan:
         self.waiting.append(self.session is not None and self.session._work.waiting)
         return super().plan(state)
+
+
+@pytest.mark.parametrize("orders", [None, MigrationOrders()])
+@pytest.mark.parametrize("others_wait", [False, True])
+def test_a_free_slot_is_reported_at_once_while_samples_wait_for_one(
+    orders: MigrationOrders | None, others_wait: bool
+) -> None:
+    engine, slots = ENGINES[0], ENGINES[0].engine.load().slots
+    engine.clear(), engine.join_migration(1.0)
+    lengths = [14] * (slots - 1) + [3]
+    requests = [
+        replace(request(3, member), ignore_stop=True, max_new_tokens=length) for member, length in enumerate(lengths)
+    ]
+    samples = [SampleSnapshot(one, [], [], []) for one in requests]
+    report = engine.advance(samples, 60.0, orders, False, others_wait)
+    assert len(report.finished) == (1 if others_wait else slots) and report.unfinished == slots - len(report.finished)
 
 
 def test_samples_move_only_when_none_waits() -> None:

@@ -102,6 +102,16 @@ def test_plain_rollouts_keep_everything_and_what_was_lost_is_forgotten_slowly() 
     assert later == sorted(later) and later[0] < 0.65 and later[-1] > 0.8
 
 
+@pytest.mark.parametrize(("lengths", "least", "most"), [([8] * 4, 0.5, 0.6), ([1, 1, 1, 64], 0.75, 0.97)])
+def test_what_other_lengths_kept_counts_less(lengths: list[int], least: float, most: float) -> None:
+    """After rollouts of samples of eight tokens each, of whose gains half was kept, one of these lengths."""
+    whole = WholeRollouts(cost_of(1e-2, 1e-3, 1e-3, 1e-4))
+    for some, drafted in (*[([8] * 4, True)] * 5, (lengths, False)):
+        whole.add_step(4, 0, 16.0, 1.0, 0.0, drafted=drafted)
+        end(whole, np.arange(4), np.array(some), 0)
+    assert least < whole.kept(4) < most
+
+
 def test_batches_that_fill_slowly_are_not_blamed_on_drafts() -> None:
     """One sample comes with each step; each has 64 tokens, and steps give one token a sample."""
     cost, whole, came = cost_of(5e-3, 5e-5, 1e-3, 1e-5), WholeRollouts(cost_of(5e-3, 5e-5, 1e-3, 1e-5)), np.arange(32)

@@ -20,7 +20,7 @@ from rlhfspec_mega.planning.tree import ROOT, Batch, DraftingPolicy, DraftTree, 
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.types import GenerationRequest
 
-SECONDS, PLAIN_SECONDS = 8.0, 2.0  # approximate time of a profile
+SECONDS, PLAIN_SECONDS = 8.0, 2.0  # approximate time of a profile, without that of first uses
 TOUCHING = 0.25  # share of that time that is spent before, at most, to use all memory once
 MOST_TOKENS = 384  # most tokens of a measured step; larger steps are slow and seldom worth it
 REPEATS = 3  # measurements of a step, of which the median is used
