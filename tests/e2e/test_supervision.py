@@ -160,9 +160,11 @@ def test_sigterm_finishes_the_step_and_the_run_can_be_resumed(
 
 
 def test_the_same_signal_twice_stops_at_once(disturb: Any) -> None:
-    # Slow steps of many samples: the first signal's step is not over when the second comes.
+    # Slow steps of many samples: the first signal's step is not over when the second comes. Nor does the first come
+    # before a step has begun, between two of which a run stops at once.
     slow = "reward.function=tests.e2e.rewards.slow_evenness"
     run = disturb("trainer.steps=1000", "trainer.prompts_per_step=64", "logger.rollouts_per_step=1", slow)
+    time.sleep(0.3)
     run.process.send_signal(signal.SIGINT)
     time.sleep(0.2)
     run.process.send_signal(signal.SIGINT)
