@@ -243,9 +243,8 @@ class CostModel:
         target = target_pass + target_token * self._verify_knots
         draft = draft_pass + draft_token * self._draft_knots
         self._plain = _weak_prior(np.append(target, np.zeros(1)), 1)
-        self._verify = _weak_prior(
-            np.append(target, np.zeros(4)), 4, unlearnt=1
-        )  # without a profile e is not told from c
+        # Without a profile e cannot be told from c.
+        self._verify = _weak_prior(np.append(target, np.zeros(4)), 4, unlearnt=1)
         self._draft = _weak_prior(np.concatenate((draft, draft, np.zeros(1))), 1)
         self._read_verify()
         self._read_draft()

@@ -90,6 +90,7 @@ class EngineWorker(ABC):
         return report
 
     def _decode(self, seconds: float, others_wait: bool) -> list[GenerationResult]:
+        """Decode without migrations; see `advance`."""
         engine, end = self.engine, time.monotonic() + seconds
         if not others_wait:
             return engine.poll(seconds)
