@@ -123,7 +123,7 @@ class ModeChoice:
             return True
         buckets = slice(batch_bucket(size) + 1)
         return _worth_following(
-            self._measured[buckets, DRAFTED],
+            np.ascontiguousarray(self._measured[buckets, DRAFTED]),  # else it is of another type for one bucket
             self._forecast_gains[buckets],
             self._came[buckets],
             float(self._forecast_kept[0] / self._forecast_kept[1]),

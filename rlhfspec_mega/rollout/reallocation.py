@@ -17,6 +17,8 @@ from rlhfspec_mega.rollout.migration.messages import MigrationOrder, MigrationOr
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, Landing, MigrationEvent
 
 FIRST_DOWNTIME = 0.02  # seconds, before the first measurement
+# As many times the usual downtime count at most: a single slow migration would otherwise be the last one of a run.
+MOST_TIMES_USUAL = 4.0
 NEWEST_WEIGHT = 0.1  # of the newest value in the moving averages of downtime and of the time of a plan
 PLAN_SHARE = 0.01  # share of the driver's time that plans may take: it may share its cores with engines
 URGENT_SHARE = 0.2  # the same while an engine is idle, which costs more
@@ -142,7 +144,8 @@ class Reallocation:
         ]
         for event in events:
             if event.begun:
-                self._downtime += NEWEST_WEIGHT * (max(event.downtime, 0.0) - self._downtime)
+                downtime = min(max(event.downtime, 0.0), MOST_TIMES_USUAL * self._downtime)
+                self._downtime += NEWEST_WEIGHT * (downtime - self._downtime)
         return events
 
     def lose(self, rank: int) -> None:

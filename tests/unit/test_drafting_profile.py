@@ -8,8 +8,10 @@ import torch
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.strategy import Adaptive
+from rlhfspec_mega.rollout.torch_engine import decoder
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.rollout.torch_engine.profile import CATCHING_UP, SHAPES, profile, rehearse
+from rlhfspec_mega.rollout.torch_engine.recall import join
 from rlhfspec_mega.types import DECODE_MODES
 from tests.near_tie import assert_same
 from tests.random_trees import RandomTrees
@@ -72,14 +74,17 @@ def test_a_profile_ends_when_its_time_is_up() -> None:
     assert profile(make_engine(RandomTrees(0), slots=4), seconds=0.0) == []
 
 
-def test_a_rehearsal_drafts_in_both_ways_and_leaves_no_trace(alone) -> None:
+def test_a_rehearsal_drafts_in_both_ways_and_leaves_no_trace(alone, monkeypatch) -> None:
     """So that nothing is compiled, or loaded, in the first steps that count."""
     engine = make_engine(RandomTrees(0, width=4, max_depth=6, max_nodes=24), slots=6, history_tokens=4096)
+    joined = list[int]()
+    monkeypatch.setattr(decoder, "join", lambda grown, *rest: [joined.append(grown.tree.depth), join(grown, *rest)])
     own, history, cost = engine.policy, engine.history, CostModel()
     policy = Adaptive(AcceptanceModel(), cost)
     policy.recalls = True
     rehearse(engine, policy)
     made = np.reshape(policy.modes.take_tally()[1], (-1, len(DECODE_MODES))).sum(axis=0)
+    assert any(joined), "draft tokens of both in one tree"
     assert (made[1:] > 0).all(), "steps with draft tokens from history, and some for which the draft model ran"
     assert engine.idle and engine.policy is own and engine.history is history and history is not None
     assert engine.stats()["decode_steps"] == 0 and not (history._store.chunks[:, 0] >= 0).any()

@@ -15,6 +15,7 @@ from rlhfspec_mega.planning.acceptance import MATCH_CELLS
 from rlhfspec_mega.planning.cost import StepCost, step_cost
 from rlhfspec_mega.planning.modes import SETTLING
 from rlhfspec_mega.planning.nodes import index_within_row
+from rlhfspec_mega.planning.oversight import MonitoredPolicy
 from rlhfspec_mega.planning.strategy import CalibratedPolicy
 from rlhfspec_mega.planning.tree import ROOT, Batch, DraftingPolicy, DraftTree, Ints, Recall, StepRecord
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
@@ -49,6 +50,7 @@ class Shape(NamedTuple):
 
 SHAPES = (Shape(0, 0, 0), Shape(1, 0, 1), Shape(3, 1, 3), Shape(6, 1, 6), Shape(4, 3, 12), Shape(6, 4, 24))
 CATCHING_UP = Shape(1, 0, 1, after=7)
+BOTH_SOURCES = Shape(2, 1, 2)  # of a rehearsal, from the draft model and from earlier text
 
 
 class ScriptedPolicy(DraftingPolicy):
@@ -183,18 +185,29 @@ def rehearse(engine: TorchEngine, policy: DraftingPolicy) -> None:
     times as long as later ones, and drafting would be judged by them.
     """
     own, history = engine.policy, engine.history
+    assert own is not None
     if isinstance(policy, CalibratedPolicy) and policy.modes:
         policy.modes.forget_draft()  # then the first steps try it
-    engine.policy, engine.history = policy, History(REHEARSED, 1) if history else None
     try:
+        if history and engine.drafting:  # a policy may not come to ask both
+            script = ScriptedPolicy(own.width, own.max_depth, own.max_nodes, recalls=True)
+            script.shape = BOTH_SOURCES
+            engine.policy, engine.history = script, ScriptedHistory()
+            _decode_all(engine)
+        engine.policy = MonitoredPolicy(policy, collapse_ratio=0.0)
+        engine.history = History(REHEARSED, 1) if history else None
         for _ in range(2):  # the second time there is history of the same samples
-            engine.submit(_made_up(engine, REHEARSED, PROMPT_TOKENS[0], REHEARSED_TOKENS))
-            while not engine.idle:
-                engine.poll(0)
+            _decode_all(engine)
     finally:
         _forget(engine)
-        assert own is not None
         engine.policy, engine.history = own, history
+
+
+def _decode_all(engine: TorchEngine) -> None:
+    """Decode the samples of a rehearsal."""
+    engine.submit(_made_up(engine, REHEARSED, PROMPT_TOKENS[0], REHEARSED_TOKENS))
+    while not engine.idle:
+        engine.poll(0)
 
 
 def _forget(engine: TorchEngine) -> None:
