@@ -18,7 +18,8 @@ Bools = NDArray[np.bool_]
 MATCHES = 32  # earlier places that are kept for a node
 WIDTH = MATCH_RANKS  # most children of a node
 LENGTHS = len(MATCH_EDGES) + 1
-_WEIGHT = 6.0  # how many times more a match counts that is longer by one token
+# How much a match counts, by its length: six times as much as one that is shorter by a token.
+_WEIGHTS = 6.0 ** np.arange(17)
 _EULER = 0.5772156649015329  # mean of the noise
 
 
@@ -70,9 +71,8 @@ class Proposed(NamedTuple):
 
 @compiled
 def _children(
-    store: Store,
-    ids: Ints,
     lengths: Ints,
+    following: Ints,
     state: int,
     position: int,
     sampled: bool,
@@ -86,17 +86,16 @@ def _children(
     score to the next one, or to the score that such a token has on average.
 
     Args:
-        ids, lengths: [n] the matches.
+        lengths, following: [n] of the matches, and the token behind each, or -1.
         state: hash state of the sample's seed.
         position: index of the last input token.
     """
     number, total, count = 0, 0.0, 0
-    for one in range(len(ids)):
-        behind = follower(store.chunks, ids[one])
-        if behind < 0:
+    for one in range(len(lengths)):
+        token = following[one]
+        if token < 0:
             continue
-        token = store.tokens[place_of(store.chunks, behind)]
-        weight = _WEIGHT ** min(lengths[one], 16)
+        weight = _WEIGHTS[min(lengths[one], len(_WEIGHTS) - 1)]
         total += weight
         count += 1
         for known in range(number):
@@ -133,10 +132,11 @@ def cell_of(rank: int, length: int, gap: float) -> int:
 
 
 class _Scratch(NamedTuple):
-    """Buffers of one tree. Entry 0 of the first three is the sample's last token, entry n the tree's n-th node.
+    """Buffers of one tree. Entry 0 of the first five is the sample's last token, entry n the tree's n-th node.
 
     Attributes:
         ids, lengths: [most + 1, MATCHES] matches of each node.
+        behind, following: [most + 1, MATCHES] the id behind each match, and its token, or -1.
         found: [most + 1] how many there are.
         waiting: [WIDTH * (most + 1), 4] candidates: entry of the parent, rank, token, cell.
         chances: [WIDTH * (most + 1)] their survival.
@@ -144,6 +144,8 @@ class _Scratch(NamedTuple):
 
     ids: Ints
     lengths: Ints
+    behind: Ints
+    following: Ints
     found: Ints
     waiting: Ints
     chances: Doubles
@@ -168,11 +170,14 @@ def _add_candidates(
     matches = scratch.found[above]
     if matches == 0 or depth >= wanted.depths[row]:
         return count
-    ids, lengths = scratch.ids[above, :matches], scratch.lengths[above, :matches]
+    lengths, following = scratch.lengths[above, :matches], scratch.following[above, :matches]
+    for one in range(matches):
+        behind = follower(store.chunks, scratch.ids[above, one])
+        scratch.behind[above, one] = behind
+        following[one] = store.tokens[place_of(store.chunks, behind)] if behind >= 0 else -1
     number, gap = _children(
-        store,
-        ids,
         lengths,
+        following,
         wanted.noise[row],
         wanted.lengths[row] - 1 + depth,
         wanted.sampled[row],
@@ -192,13 +197,13 @@ def _add_candidates(
 
 
 @compiled
-def _keep_matches(store: Store, scratch: _Scratch, above: int, token: int, node: int) -> None:
+def _keep_matches(scratch: _Scratch, above: int, token: int, node: int) -> None:
     """The matches of a node are those of its parent that go on with its token."""
     kept = 0
     for one in range(scratch.found[above]):
-        behind = follower(store.chunks, scratch.ids[above, one])
-        if behind >= 0 and store.tokens[place_of(store.chunks, behind)] == token:
-            scratch.ids[node, kept], scratch.lengths[node, kept] = behind, scratch.lengths[above, one] + 1
+        if scratch.following[above, one] == token:
+            scratch.ids[node, kept] = scratch.behind[above, one]
+            scratch.lengths[node, kept] = scratch.lengths[above, one] + 1
             kept += 1
     scratch.found[node] = kept
 
@@ -223,7 +228,7 @@ def _grow(
         result.tokens[place], result.ranks[place], result.cells[place] = token, rank, cell
         result.survival[place] = survival
         nodes += 1
-        _keep_matches(store, scratch, above, token, nodes)
+        _keep_matches(scratch, above, token, nodes)
         count = _add_candidates(store, wanted, row, scratch, nodes, depth, survival, least, count)
     return nodes
 
@@ -240,6 +245,8 @@ def propose(store: Store, wanted: Wanted, most: int, least: float, result: Propo
     """
     candidates = WIDTH * (most + 1)
     scratch = _Scratch(
+        np.empty((most + 1, MATCHES), np.int64),
+        np.empty((most + 1, MATCHES), np.int64),
         np.empty((most + 1, MATCHES), np.int64),
         np.empty((most + 1, MATCHES), np.int64),
         np.zeros(most + 1, np.int64),

@@ -98,13 +98,22 @@ def predecessor(chunks: Ints, one: int) -> int:
 @compiled
 def match_length(tokens: Tokens, chunks: Ints, one: int, other: int) -> int:
     """How many tokens two valid ids and their predecessors have in common, at most LONGEST_MATCH."""
-    size = len(chunks)
+    left, right = place_of(chunks, one), place_of(chunks, other)
     for length in range(LONGEST_MATCH):
-        left, right = one // CHUNK % size * CHUNK + one % CHUNK, other // CHUNK % size * CHUNK + other % CHUNK
         if tokens[left] != tokens[right]:
             return length
-        one, other = predecessor(chunks, one), predecessor(chunks, other)
-        if one < 0 or other < 0:
+        # Places are next to each other within a chunk; only between two of them they have to be looked for.
+        if left % CHUNK:
+            left, one = left - 1, one - 1
+        else:
+            one = predecessor(chunks, one)
+            left = place_of(chunks, one)
+        if right % CHUNK:
+            right, other = right - 1, other - 1
+        else:
+            other = predecessor(chunks, other)
+            right = place_of(chunks, other)
+        if left < 0 or right < 0:
             return length + 1
     return LONGEST_MATCH
 

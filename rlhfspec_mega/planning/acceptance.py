@@ -158,7 +158,7 @@ class AcceptanceModel:
                 tree.survival,
             )
         if len(record.chosen):
-            self._learn(record, *_judged(tree.parents, record.chosen, record.accepted))
+            self._learn(record)
         self._observed += 1
         if self._observed <= EXPECTED_AT_FIRST or self._observed % EXPECTED_EVERY == 0:
             self._expected = None
@@ -186,12 +186,19 @@ class AcceptanceModel:
         self._expected = None
         self._recalled = None
 
-    def _learn(self, record: StepRecord, judged: Ints, accepted: Bools) -> None:
-        entries = self._entries(record.batch, record.tree, judged)
-        expected = probabilities_of(self._log_odds, entries)
-        predicted = float(record.tree.survival[record.chosen].sum())
+    def _learn(self, record: StepRecord) -> None:
+        tree = record.tree
+        expected, accepted, predicted = _learn_from(
+            self._log_odds,
+            self._information,
+            self._max_information,
+            self._entries_of(record.batch),
+            (tree.rows, tree.parents, tree.depths, tree.ranks, tree.matches),
+            (tree.gaps, tree.survival),
+            record.chosen,
+            record.accepted,
+        )
         self._calibration.add(expected, accepted, predicted, int(accepted.sum()))
-        learn(self._log_odds, self._information, self._max_information, entries, accepted, expected, NONE)
 
     def _entries(self, batch: Batch, tree: DraftTree, nodes: slice | Ints) -> Ints:
         """Table entries [FACTORS, k] whose sum is the log-odds of each node."""
@@ -200,7 +207,7 @@ class AcceptanceModel:
 
     def _entries_of(self, batch: Batch) -> Ints:
         """Those of the samples; see `_row_entries`."""
-        if batch is not self._batch:
+        if self._batch is None or batch.samples is not self._batch.samples:
             self._batch = batch
             self._row_entries = _row_entries(temperature_classes(batch), batch.lengths, batch.samples)
             _reset_new_samples(batch.samples, self._owners, self._log_odds, self._information)
@@ -309,6 +316,35 @@ def _add_gaps(
             weight = 1.0 if parents[node] == ROOT else survival[parents[node]]
             depth, gap = min(depths[node], DEPTHS) - 1, np.searchsorted(GAP_EDGES, gaps[node])
             siblings[classes[rows[node]], depth, gap] += weight
+
+
+@compiled
+def _learn_from(
+    log_odds: Floats,
+    information: Floats,
+    most: Floats,
+    row_entries: Ints,
+    tree: tuple[Ints, Ints, Ints, Ints, Ints],
+    others: tuple[Floats, Floats],
+    chosen: Ints,
+    accepted: Bools,
+) -> tuple[Floats, Bools, float]:
+    """Learn from the chosen nodes of a step, by `learn`.
+
+    Args:
+        tree: rows, parents, depths, ranks and matches of its nodes; `others` their gaps and survival.
+
+    Returns:
+        of those whose parent is the root or was accepted, the expected probabilities and the outcomes; and how many
+        tokens were predicted to be accepted.
+    """
+    rows, parents, depths, ranks, matches = tree
+    gaps, survival = others
+    judged, outcomes = _judged(parents, chosen, accepted)
+    entries = _node_entries(row_entries, rows[judged], ranks[judged], gaps[judged], depths[judged], matches[judged])
+    expected = probabilities_of(log_odds, entries)
+    learn(log_odds, information, most, entries, outcomes, expected, NONE)
+    return expected, outcomes, survival[chosen].sum()
 
 
 @compiled

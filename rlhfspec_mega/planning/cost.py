@@ -343,9 +343,9 @@ def _weak_prior(coefficients: Floats, nonnegative: int, unlearnt: int = 0) -> Re
 def _monotone(knots: Floats, regression: RecursiveRegression, start: int) -> Floats:
     """The curve [K + 1] of the coefficients from `start` on: at least 0, never falling, with a value at `FAR_KNOT`."""
     own = slice(start, start + len(knots))
-    curve = isotonic_regression(regression.coefficients[own].tolist(), (1.0 / regression.variances[own]).tolist())
+    curve = isotonic_regression(regression.coefficients[own], 1.0 / regression.variances[own])
     slope = (FAR_KNOT - float(knots[-1])) / (float(knots[-1]) - float(knots[-2]))
-    return np.maximum([*curve, curve[-1] + slope * (curve[-1] - curve[-2])], 0.0)
+    return np.maximum(np.append(curve, curve[-1] + slope * (curve[-1] - curve[-2])), 0.0)
 
 
 def _prior(rows: Floats, targets: Floats, curves: list[Floats]) -> Floats:

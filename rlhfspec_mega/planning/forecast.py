@@ -47,7 +47,7 @@ class StepView:
     def verify_seconds(self, count: int) -> Floats:
         """Seconds [count] of a step that verifies 0, 1, .. count - 1 draft tokens, without drafting."""
         if len(self._verify) < count:
-            self._verify = self._cost.verify_seconds_up_to(self.size, self.kv_tokens, 2 * count)
+            self._verify = self._cost.verify_seconds_up_to(self.size, self.kv_tokens, count)
         return self._verify[:count]
 
     def draft_seconds(self, depth: int, drafted: int) -> float:

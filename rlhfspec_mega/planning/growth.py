@@ -43,6 +43,23 @@ def drafting_seconds(prices: Prices, depth: int, drafted: int) -> float:
 
 
 @compiled
+def least_to_pay(verify: Floats, size: int) -> float:
+    """Least mean survival with which draft tokens pay in a batch of this size: for k of them it is
+
+        (seconds of a step with k of them / seconds of a plain step - 1) * size / k
+
+    and the k counts for which that is least.
+
+    Args:
+        verify: seconds of steps with 0, 1, ... draft tokens.
+    """
+    least = np.inf
+    for k in range(1, len(verify)):
+        least = min(least, (verify[k] / verify[0] - 1.0) * size / k)
+    return least
+
+
+@compiled
 def most_worth(prices: Prices, values: Floats, draft_seconds: float, least: int) -> tuple[int, float]:
     """The n >= `least` draft tokens that are worth most, and what they are worth; `values` fall.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhfspec_mega.compiled import compiled
 from rlhfspec_mega.planning.tree import Floats
 
 FORGETTING = 0.98  # factor on the information along the direction of each new observation
@@ -31,7 +32,7 @@ class RecursiveRegression:
     """
 
     def __init__(self, coefficients: Floats, covariance: Floats, nonnegative: slice) -> None:
-        """`nonnegative` coefficients are kept at 0 or above."""
+        """`nonnegative` coefficients, the last ones, are kept at 0 or above."""
         self.coefficients: Floats = coefficients.astype(np.float64)
         self._covariance: Floats = covariance.astype(np.float64)
         self._nonnegative = nonnegative
@@ -71,28 +72,12 @@ class RecursiveRegression:
         Returns the factor by which all coefficients were multiplied before.
         """
         self._count += 1
-        coefficients = self.coefficients
-        predicted = max(float(row @ coefficients), 0.1 * target)
-        error = self._clipped(target / predicted - 1.0)
-        scale = 1.0 + max(COMMON_SHARE, 1.0 / self._count) * error  # the first observations mostly set the scale
-        coefficients *= scale
-        x = row * (1.0 / (predicted * scale))
-        gain = self._covariance @ x
-        known = float(x @ gain)
-        coefficients += gain * (((1.0 + error) / scale - 1.0) / (1.0 + known))
-        # P - P x x' P / (1/e + x' P x) with e = f - (1 - f) / x' P x, rearranged so that e = 0 causes no division by 0.
-        share = FORGETTING * known - 1.0 + FORGETTING
-        self._covariance -= (gain * (share / (known * (1.0 + share)))) * gain[:, None]
-        for at in range(len(coefficients))[self._nonnegative]:
-            if coefficients[at] < 0.0:
-                coefficients[at] = 0.0
+        share = max(COMMON_SHARE, 1.0 / self._count)  # the first observations mostly set the scale
+        first = range(len(row))[self._nonnegative].start
+        scale, self._usual_error = _observe(
+            self.coefficients, self._covariance, row, target, share, self._usual_error, first
+        )
         return scale
-
-    def _clipped(self, error: float) -> float:
-        limit = CLIP * self._usual_error
-        cut = min(max(error, -limit), limit)
-        self._usual_error = max(self._usual_error + 0.05 * (abs(cut) - self._usual_error), MIN_ERROR)
-        return cut
 
     def state_dict(self) -> dict[str, Any]:
         """All that was learnt, as plain data for JSON."""
@@ -110,17 +95,65 @@ class RecursiveRegression:
         self._usual_error, self._count = state["usual"], state["count"]
 
 
-def isotonic_regression(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+@compiled
+def _observe(
+    coefficients: Floats, covariance: Floats, row: Floats, target: float, share: float, usual: float, first: int
+) -> tuple[float, float]:
+    """See RecursiveRegression.observe. Returns that factor, and the usual error.
+
+    Args:
+        share: of the error that scales all coefficients.
+        first: coefficients from this one on are kept at 0 or above.
+    """
+    count, predicted = len(row), 0.0
+    for at in range(count):
+        predicted += row[at] * coefficients[at]
+    predicted = max(predicted, 0.1 * target)
+    error = target / predicted - 1.0
+    error = min(max(error, -CLIP * usual), CLIP * usual)
+    scale = 1.0 + share * error
+    gain, known = np.zeros(count), 0.0
+    for at in range(count):
+        for other in range(count):
+            gain[at] += covariance[at, other] * row[other]
+        gain[at] /= predicted * scale
+        known += gain[at] * row[at] / (predicted * scale)
+    # P - P x x' P / (1/e + x' P x) with e = f - (1 - f) / x' P x, rearranged so that e = 0 causes no division by 0.
+    forgotten = FORGETTING * known - 1.0 + FORGETTING
+    part = forgotten / (known * (1.0 + forgotten))
+    step = ((1.0 + error) / scale - 1.0) / (1.0 + known)
+    for at in range(count):
+        coefficients[at] = coefficients[at] * scale + gain[at] * step
+        if at >= first:
+            coefficients[at] = max(coefficients[at], 0.0)
+        for other in range(count):
+            covariance[at, other] -= part * gain[at] * gain[other]
+    return scale, max(usual + 0.05 * (abs(error) - usual), MIN_ERROR)
+
+
+def isotonic_regression(values: Sequence[float] | Floats, weights: Sequence[float] | Floats) -> Floats:
     """The non-decreasing values nearest to `values` in weighted least squares; weights must be above 0.
 
     The method is pool adjacent violators (Ayer et al. 1955).
     """
-    pools: list[tuple[float, float, int]] = []  # mean, weight, members
-    for value, weight in zip(values, weights, strict=True):
-        pool = (value, weight, 1)
-        while pools and pools[-1][0] > pool[0]:
-            mean, heavy, members = pools.pop()
-            total = heavy + pool[1]
-            pool = ((mean * heavy + pool[0] * pool[1]) / total, total, members + pool[2])
-        pools.append(pool)
-    return [mean for mean, _, members in pools for _ in range(members)]
+    return _isotonic(np.array(values, np.float64), np.array(weights, np.float64))
+
+
+@compiled
+def _isotonic(values: Floats, weights: Floats) -> Floats:
+    """As isotonic_regression; both arrays are used up."""
+    members, pools = np.ones(len(values), np.int64), 0
+    for one in range(len(values)):
+        value, weight, count = values[one], weights[one], 1
+        while pools and values[pools - 1] > value:
+            pools -= 1
+            total = weights[pools] + weight
+            value, weight = (values[pools] * weights[pools] + value * weight) / total, total
+            count += members[pools]
+        values[pools], weights[pools], members[pools] = value, weight, count
+        pools += 1
+    found, place = np.empty(len(members)), 0
+    for pool in range(pools):
+        found[place : place + members[pool]] = values[pool]
+        place += members[pool]
+    return found

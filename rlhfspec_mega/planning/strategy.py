@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 
 from rlhfspec_mega.config.schema.generation import SpeculationConfig
-from rlhfspec_mega.planning.acceptance import AcceptanceModel, temperature_classes
+from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost, step_cost
 from rlhfspec_mega.planning.forecast import StepView, recalled_rate
-from rlhfspec_mega.planning.growth import Prices, drafting_seconds, most_worth, worth_children
+from rlhfspec_mega.planning.growth import Prices, drafting_seconds, least_to_pay, most_worth, worth_children
 from rlhfspec_mega.planning.modes import DRAFTED, PLAIN, SETTLING, ModeChoice
 from rlhfspec_mega.planning.nodes import index_within_row, possible_parents, rank_nodes
 from rlhfspec_mega.planning.tree import Batch, DraftingPolicy, DraftTree, Floats, Ints, Recall, StepRecord
@@ -23,16 +22,9 @@ COSTS_AT_REST = 128  # steps between two plain steps that are learnt from while 
 # Earlier text is asked for nodes of at least this survival, and where tokens are dear for those of RECALL_ALSO times
 # the mean survival with which they pay: others may make up for them.
 LEAST_RECALLED, RECALL_ALSO = 0.04, 0.7
-LEAST_FOR = 16  # steps for which that bound is kept
 
 NO_NODES = np.zeros(0, np.int64)
 NO_NODES.flags.writeable = False
-
-
-@cache
-def _some_numbers(most: int) -> Ints:
-    """About a dozen numbers from 1 to `most`, closer to each other where they are small."""
-    return np.unique(np.geomspace(1, most, 12).astype(np.int64))
 
 
 class CalibratedPolicy(DraftingPolicy):
@@ -56,7 +48,6 @@ class CalibratedPolicy(DraftingPolicy):
         self.width, self.max_depth, self.max_nodes = width, max_depth, max_nodes
         self._view: StepView | None = None
         self._steps = 0
-        self._least: dict[int, tuple[int, float]] = {}  # by batch size: the step of `_least_survival`, and its answer
         self._last_learnt = [-COSTS_EVERY, -COSTS_EVERY]  # steps at which a plain step and a drafted step were learnt
         self._plain_steps = 0  # in a row, up to now
         self._mode: int | None = None  # of this step, once it was chosen
@@ -92,25 +83,12 @@ class CalibratedPolicy(DraftingPolicy):
         if not self.recalls or (self.modes and self._chosen_mode(batch) == PLAIN):
             return None
         least = self._least_survival(batch) if self.learns_cost else LEAST_RECALLED
-        return Recall(self.max_nodes, least, temperature_classes(batch), self.acceptance.recalled_table())
+        return Recall(self.max_nodes, least, self._step(batch).classes, self.acceptance.recalled_table())
 
     def _least_survival(self, batch: Batch) -> float:
-        """Survival from which a node is asked for: k draft tokens pay if their mean survival exceeds
-
-            (seconds of a step with k of them / seconds of a plain step - 1) * samples / k
-
-        for the k for which that is least. Costs change slowly, and to look at them takes time: an answer is kept for
-        some steps.
-        """
-        size = batch.size
-        known, least = self._least.get(size, (-LEAST_FOR, 0.0))
-        if self._steps - known >= LEAST_FOR:
-            more = _some_numbers(size * self.max_nodes)
-            seconds = self.cost.verify_seconds(size, batch.kv_tokens, size + np.append(0.0, more))
-            pays = float(((seconds[1:] / seconds[0] - 1.0) * size / more).min())
-            least = max(LEAST_RECALLED, RECALL_ALSO * pays)
-            self._least[size] = self._steps, least
-        return least
+        """Survival from which a node is asked for: see `least_to_pay`."""
+        seconds = self._step(batch).verify_seconds(batch.size * self.max_nodes + 1)
+        return max(LEAST_RECALLED, RECALL_ALSO * least_to_pay(seconds, batch.size))
 
     def depth(self, batch: Batch) -> int:
         """Layers to draft at most: all usable ones where drafting pays, also beside what earlier text promises."""
@@ -166,8 +144,9 @@ class CalibratedPolicy(DraftingPolicy):
 
     def _step(self, batch: Batch) -> StepView:
         """The cached view of this batch, until the next `observe`."""
-        if self._view is None or self._view.batch is not batch:
+        if self._view is None or self._view.batch.samples is not batch.samples:
             self._view = StepView(batch, self.cost)
+        self._view.batch = batch  # the same samples, by now perhaps with what earlier text gives
         return self._view
 
     def _fill_survival(self, batch: Batch, tree: DraftTree) -> None:

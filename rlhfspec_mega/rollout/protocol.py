@@ -84,16 +84,19 @@ class LiveSample:
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> FinishReason | None:
         """Add tokens up to the one that ends the sample; returns why it ended, or None if it has not."""
-        stops = () if self.request.ignore_stop else self.request.stop_tokens
-        for token, logprob in zip(tokens, logprobs, strict=True):
-            self.tokens.append(token)
-            self.logprobs.append(logprob)
-            self.versions.append(version)
-            if token in stops:
-                return FinishReason.STOP
-            if len(self.tokens) >= self.request.max_new_tokens:
-                return FinishReason.LENGTH
-        return None
+        request, reason = self.request, None
+        count = min(len(tokens), request.max_new_tokens - len(self.tokens))
+        if not request.ignore_stop:
+            for place in range(count):
+                if tokens[place] in request.stop_tokens:
+                    count, reason = place + 1, FinishReason.STOP
+                    break
+        self.tokens += tokens[:count]
+        self.logprobs += logprobs[:count]
+        self.versions += [version] * count
+        if reason is None and len(self.tokens) >= request.max_new_tokens:
+            reason = FinishReason.LENGTH
+        return reason
 
     def progress(self) -> SampleProgress:
         """Return the tokens that each unfinished sample gained since the last call.

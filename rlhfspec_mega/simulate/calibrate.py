@@ -138,7 +138,7 @@ def decode_curve(samples: Sequence[DecodeSample]) -> DecodeCurve:
     slope = float(steps @ (kv_apart * seconds_apart)) / variance if variance > 0 else 0.0
     slope = min(max(slope, 0.0), LARGEST_KV_PART * float((mean_seconds / np.maximum(mean_kv, 1.0)).min()))
     per_step = np.bincount(index, [s.tokens for s in samples]) / (batches * weights)
-    seconds = isotonic_regression(((mean_seconds - slope * mean_kv) / per_step).tolist(), weights.tolist())
+    seconds = isotonic_regression((mean_seconds - slope * mean_kv) / per_step, weights.astype(np.float64)).tolist()
     points = list(zip(batches.tolist(), seconds, (slope / per_step).tolist(), strict=True))
     if batches[0] > 1:
         points.insert(0, (1, *points[0][1:]))

@@ -346,18 +346,19 @@ class TorchEngine(UpdatedEngine):
 
     def _commit(self, decoded: Decoded) -> None:
         """Append the new tokens to their samples and free the slots of samples that have ended."""
-        samples, ended, first = self._scheduler.active, [], 0
+        samples, ended, first, kept = self._scheduler.active, [], 0, 0
         for slot, (sample, count) in enumerate(zip(samples, decoded.counts.tolist(), strict=True)):
             new, known = slice(first, first + count), len(sample.tokens)
             first += count
             reason = sample.extend(decoded.tokens[new], decoded.logprobs[new], self._version)
-            self._counts["generated_tokens"] += len(sample.tokens) - known
+            kept += len(sample.tokens) - known
             if reason is not None:
                 ended.append(slot)
                 self._finished.append(sample.result(reason))
                 if self.history:
                     self._ended_here.add(sample.request.sample_id)
                 del self._held[sample.request.sample_id]
+        self._counts["generated_tokens"] += kept
         self._counts["decode_steps"] += 1
         self._counts["finished_samples"] += len(ended)
         self._retire(ended)
