@@ -324,22 +324,22 @@ def _learn_from(
     information: Floats,
     most: Floats,
     row_entries: Ints,
-    tree: tuple[Ints, Ints, Ints, Ints, Ints],
-    others: tuple[Floats, Floats],
+    ints: tuple[Ints, Ints, Ints, Ints, Ints],
+    floats: tuple[Floats, Floats],
     chosen: Ints,
     accepted: Bools,
 ) -> tuple[Floats, Bools, float]:
     """Learn from the chosen nodes of a step, by `learn`.
 
     Args:
-        tree: rows, parents, depths, ranks and matches of its nodes; `others` their gaps and survival.
+        ints: rows, parents, depths, ranks and matches of the tree's nodes; `floats` their gaps and survival.
 
     Returns:
         of those whose parent is the root or was accepted, the expected probabilities and the outcomes; and how many
         tokens were predicted to be accepted.
     """
-    rows, parents, depths, ranks, matches = tree
-    gaps, survival = others
+    rows, parents, depths, ranks, matches = ints
+    gaps, survival = floats
     judged, outcomes = _judged(parents, chosen, accepted)
     entries = _node_entries(row_entries, rows[judged], ranks[judged], gaps[judged], depths[judged], matches[judged])
     expected = probabilities_of(log_odds, entries)

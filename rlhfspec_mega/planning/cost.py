@@ -337,7 +337,7 @@ def _weak_prior(coefficients: Floats, nonnegative: int, unlearnt: int = 0) -> Re
     """
     covariance = np.eye(len(coefficients)) * (10.0 * coefficients[0]) ** 2
     covariance[len(coefficients) - unlearnt :] = 0.0
-    return RecursiveRegression(coefficients, covariance, slice(-nonnegative, None))
+    return RecursiveRegression(coefficients, covariance, nonnegative)
 
 
 def _monotone(knots: Floats, regression: RecursiveRegression, start: int) -> Floats:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,11 +30,11 @@ class RecursiveRegression:
     process) has little effect.
     """
 
-    def __init__(self, coefficients: Floats, covariance: Floats, nonnegative: slice) -> None:
-        """`nonnegative` coefficients, the last ones, are kept at 0 or above."""
+    def __init__(self, coefficients: Floats, covariance: Floats, nonnegative: int) -> None:
+        """So many of the last coefficients are kept at 0 or above."""
         self.coefficients: Floats = coefficients.astype(np.float64)
         self._covariance: Floats = covariance.astype(np.float64)
-        self._nonnegative = nonnegative
+        self._bounded = len(coefficients) - nonnegative  # the first of them
         self._usual_error = INITIAL_ERROR
         self._count = 0
 
@@ -46,7 +45,7 @@ class RecursiveRegression:
         moments = scaled.sum(axis=0)
         free = np.ones(len(moments), np.bool_)
         bounded = np.zeros(len(moments), np.bool_)
-        bounded[self._nonnegative] = True
+        bounded[self._bounded :] = True
         coefficients: Floats = np.zeros(len(moments))
         while True:  # fix coefficients that would be negative at 0: at most one round per nonnegative coefficient
             coefficients[free] = np.linalg.solve(information[np.ix_(free, free)], moments[free])
@@ -73,9 +72,8 @@ class RecursiveRegression:
         """
         self._count += 1
         share = max(COMMON_SHARE, 1.0 / self._count)  # the first observations mostly set the scale
-        first = range(len(row))[self._nonnegative].start
         scale, self._usual_error = _observe(
-            self.coefficients, self._covariance, row, target, share, self._usual_error, first
+            self.coefficients, self._covariance, row, target, share, self._usual_error, self._bounded
         )
         return scale
 
@@ -131,12 +129,13 @@ def _observe(
     return scale, max(usual + 0.05 * (abs(error) - usual), MIN_ERROR)
 
 
-def isotonic_regression(values: Sequence[float] | Floats, weights: Sequence[float] | Floats) -> Floats:
-    """The non-decreasing values nearest to `values` in weighted least squares; weights must be above 0.
+def isotonic_regression(values: Floats, weights: Floats) -> Floats:
+    """The non-decreasing values nearest to `values` [n] in weighted least squares; weights [n] must be above 0.
 
     The method is pool adjacent violators (Ayer et al. 1955).
     """
-    return _isotonic(np.array(values, np.float64), np.array(weights, np.float64))
+    assert len(values) == len(weights)
+    return _isotonic(values.copy(), weights.copy())
 
 
 @compiled

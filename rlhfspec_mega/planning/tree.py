@@ -38,7 +38,8 @@ class Batch:
         remaining: response tokens until the length limit. A node deeper than `remaining - 1` cannot be used.
         temperatures: 0 is greedy.
         backlog: tokens, of all samples together, that the draft has not read yet; its first pass reads them.
-        samples: serial number of each sample in its engine, under which what is learnt about it is kept.
+        samples: serial number of each sample in its engine, under which what is learnt about it is kept. An array
+            of its own for each step, which copies of the batch share: by it they are known to be of the same step.
         recalled: predicted survival of the draft tokens that earlier text gives.
         draftable: whether there is a draft model to run, and it follows nearly all samples.
     """

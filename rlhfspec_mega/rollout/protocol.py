@@ -85,7 +85,7 @@ class LiveSample:
     def extend(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> FinishReason | None:
         """Add tokens up to the one that ends the sample; returns why it ended, or None if it has not."""
         request, reason = self.request, None
-        count = min(len(tokens), request.max_new_tokens - len(self.tokens))
+        count = max(0, min(len(tokens), request.max_new_tokens - len(self.tokens)))
         if not request.ignore_stop:
             for place in range(count):
                 if tokens[place] in request.stop_tokens:

@@ -17,7 +17,8 @@ from rlhfspec_mega.rollout.migration.messages import MigrationOrder, MigrationOr
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, Landing, MigrationEvent
 
 FIRST_DOWNTIME = 0.02  # seconds, before the first measurement
-# As many times the usual downtime count at most: a single slow migration would otherwise be the last one of a run.
+# As many times the usual downtime count at most, for all migrations of a report, which may have waited for the same:
+# slow ones would otherwise be the last ones of a run.
 MOST_TIMES_USUAL = 4.0
 NEWEST_WEIGHT = 0.1  # of the newest value in the moving averages of downtime and of the time of a plan
 PLAN_SHARE = 0.01  # share of the driver's time that plans may take: it may share its cores with engines
@@ -65,7 +66,7 @@ class Reallocation:
     ) -> None:
         self._policy, self._lengths, self._plan_seconds = policy, lengths, plan_seconds
         self.scoring, self._learn_cost = scoring or ScoringWork(), learn_cost
-        self._downtime = FIRST_DOWNTIME
+        self._downtime, self._landed = FIRST_DOWNTIME, True  # whether a sample with tokens has moved in this rollout
         self._plan_cost = 0.0  # seconds of the driver's CPU time per plan, moving average
         self._patience = 1  # see MOST_PATIENCE; kept from one rollout to the next
 
@@ -84,6 +85,9 @@ class Reallocation:
         self._next_urgent = self._begun
         self._freed: tuple[int, ...] = ()
         self._state: RolloutState | None = None
+        if not self._landed:  # the average would stay for ever if it were what keeps samples from moving
+            self._downtime += NEWEST_WEIGHT * (FIRST_DOWNTIME - self._downtime)
+        self._landed = False
         copying = [peer.copy_seconds for peer in peers.values()]
         reading = [peer.prefill_seconds for peer in peers.values() if math.isfinite(peer.prefill_seconds)]
         copy, prefill = (sum(seconds) / max(len(seconds), 1) for seconds in (copying, reading))
@@ -142,10 +146,11 @@ class Reallocation:
             )
             for landing in landings
         ]
+        most = MOST_TIMES_USUAL * max(self._downtime, FIRST_DOWNTIME)
         for event in events:
             if event.begun:
-                downtime = min(max(event.downtime, 0.0), MOST_TIMES_USUAL * self._downtime)
-                self._downtime += NEWEST_WEIGHT * (downtime - self._downtime)
+                self._landed = True
+                self._downtime += NEWEST_WEIGHT * (min(max(event.downtime, 0.0), most) - self._downtime)
         return events
 
     def lose(self, rank: int) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from rlhfspec_mega.history.propose import Proposed
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.strategy import Adaptive
 from rlhfspec_mega.rollout.torch_engine import decoder
+from rlhfspec_mega.rollout.torch_engine.drafter import GrownTree
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
 from rlhfspec_mega.rollout.torch_engine.profile import CATCHING_UP, SHAPES, profile, rehearse
 from rlhfspec_mega.rollout.torch_engine.recall import join
@@ -78,7 +80,12 @@ def test_a_rehearsal_drafts_in_both_ways_and_leaves_no_trace(alone, monkeypatch)
     """So that nothing is compiled, or loaded, in the first steps that count."""
     engine = make_engine(RandomTrees(0, width=4, max_depth=6, max_nodes=24), slots=6, history_tokens=4096)
     joined = list[int]()
-    monkeypatch.setattr(decoder, "join", lambda grown, *rest: [joined.append(grown.tree.depth), join(grown, *rest)])
+
+    def watched(grown: GrownTree, proposed: Proposed, samples: int) -> None:
+        joined.append(grown.tree.depth)
+        join(grown, proposed, samples)
+
+    monkeypatch.setattr(decoder, "join", watched)
     own, history, cost = engine.policy, engine.history, CostModel()
     policy = Adaptive(AcceptanceModel(), cost)
     policy.recalls = True

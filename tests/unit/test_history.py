@@ -22,6 +22,7 @@ from rlhfspec_mega.history.store import (
     append,
     empty_store,
     find_matches,
+    match_length,
     place_of,
     predecessor,
 )
@@ -54,6 +55,30 @@ def common_suffix(left: list[int], right: list[int]) -> int:
     while length < min(len(left), len(right), LONGEST_MATCH) and left[-1 - length] == right[-1 - length]:
         length += 1
     return length
+
+
+@given(texts, st.integers(2, 12))
+@settings(max_examples=60, deadline=None)
+def test_matches_are_as_long_as_the_text_that_is_left_says(sequences: list[list[int]], chunks: int) -> None:
+    """Of all pairs of tokens, across chunks, and where the store has forgotten what came before."""
+    store, prefixes = empty_store(chunks * CHUNK), list[tuple[int, list[int]]]()
+    buckets = np.empty(len(ORDERS), np.int64)
+    for text in sequences:
+        last = NOTHING
+        for place, token in enumerate(text):
+            last = append(store, last, token, buckets)
+            prefixes.append((last, text[: place + 1]))
+    kept = []
+    for one, prefix in prefixes[-120:]:
+        if place_of(store.chunks, one) >= 0:
+            left, at = [], one
+            while at >= 0:
+                left.append(at)
+                at = predecessor(store.chunks, at)
+            kept.append((one, prefix[len(prefix) - len(left) :]))
+    for one, text in kept[::3]:
+        for other, other_text in kept:
+            assert match_length(store.tokens, store.chunks, one, other) == common_suffix(text, other_text)
 
 
 def proposals(history: History, batch: int, **more: object) -> Proposed:

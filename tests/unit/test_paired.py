@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,7 +20,7 @@ from benchmarks.paired import (
 from rlhfspec_mega.errors import UserError
 
 
-def test_variants_are_interleaved_in_rotated_order():
+def test_variants_are_interleaved_and_each_follows_each_equally_often():
     calls: list[str] = []
 
     def variant(name: str):
@@ -27,9 +30,16 @@ def test_variants_are_interleaved_in_rotated_order():
 
         return run
 
-    found = interleaved({name: variant(name) for name in "abc"}, repeats=4)
-    assert ["".join(calls[i : i + 3]) for i in range(0, len(calls), 3)] == ["cab", "abc", "bca", "cab", "abc"]
-    assert found == {"a": [4.0, 9.0, 11.0, 13.0], "b": [5.0, 7.0, 12.0, 14.0], "c": [6.0, 8.0, 10.0, 15.0]}
+    repeats = 600
+    found = interleaved({name: variant(name) for name in "abc"}, repeats)
+    rounds = [calls[at : at + 3] for at in range(0, len(calls), 3)]
+    assert all(sorted(one) == ["a", "b", "c"] for one in rounds), "each once per repeat"
+    assert len(rounds) == 1 + repeats, "the first one is for warming up"
+    for name, measured in found.items():
+        assert measured == [float(calls.index(name, at) + 1) for at in range(3, len(calls), 3)]
+    pairs = Counter(pairwise(calls))
+    followed = [pairs[one, other] for one in "abc" for other in "abc" if one != other]
+    assert max(followed) < 1.3 * min(followed)
 
 
 @pytest.mark.parametrize(("count", "rank"), [(6, 1), (8, 1), (9, 2), (12, 3), (15, 4), (20, 6), (25, 8), (30, 10)])

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost
+from rlhfspec_mega.planning.growth import least_to_pay
 from rlhfspec_mega.planning.strategy import Adaptive
 from rlhfspec_mega.planning.tree import DraftTree, StepRecord
 from tests.synthetic_drafts import make_batch
@@ -24,6 +26,24 @@ def test_drafting_must_beat_what_history_gives() -> None:
     assert policy.depth(batch) > 1, "it still pays beside plain steps"
     policy.observe(StepRecord(batch, DraftTree(), np.zeros(0, np.int64), np.zeros(0, bool), 0, 0.0, 0.0))
     assert policy.depth(replace(batch, recalled=np.full(20, 0.9))) == 0
+
+
+def test_what_is_recalled_in_a_step_counts_in_it() -> None:
+    """The costs of a step are kept from when history was asked; what it gave is not forgotten with that."""
+    policy = Adaptive(AcceptanceModel(), cost_of(1e-2, 1e-4, 2e-3, 1e-4))
+    policy.recalls = True
+    batch = make_batch(4, np.random.default_rng(4))
+    policy.recall(batch)
+    policy.observe(StepRecord(batch, DraftTree(), np.zeros(0, np.int64), np.zeros(0, bool), 0, 0.0, 0.0))
+    batch = make_batch(4, np.random.default_rng(5))
+    assert policy.recall(batch) is not None
+    assert policy.depth(replace(batch, recalled=np.full(20, 0.9))) == 0
+
+
+def test_draft_tokens_pay_from_the_survival_that_their_time_asks_for() -> None:
+    """The second token costs next to nothing, so that both together pay from less than one alone does."""
+    assert least_to_pay(np.array([1.0, 1.2, 1.21]), 1) == pytest.approx(0.105)
+    assert least_to_pay(np.array([2.0, 2.2, 3.0, 4.0]), 4) == pytest.approx(0.4), "of four samples"
 
 
 def test_history_is_asked_for_tokens_that_may_pay() -> None:

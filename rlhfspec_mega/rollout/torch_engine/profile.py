@@ -57,7 +57,7 @@ class ScriptedPolicy(DraftingPolicy):
     """Implements `DraftingPolicy`: drafts trees of a given shape and records the cost of each step.
 
     Attributes:
-        recalls: whether the trees come from a ScriptedHistory, because there is no draft model.
+        recalls: whether the trees come from a ScriptedHistory, alone or beside a draft model.
     """
 
     def __init__(self, width: int, max_depth: int, max_nodes: int, *, recalls: bool) -> None:
@@ -194,7 +194,7 @@ def rehearse(engine: TorchEngine, policy: DraftingPolicy) -> None:
             script.shape = BOTH_SOURCES
             engine.policy, engine.history = script, ScriptedHistory()
             _decode_all(engine)
-        engine.policy = MonitoredPolicy(policy, collapse_ratio=0.0)
+        engine.policy = MonitoredPolicy(policy, collapse_ratio=0.0)  # as in a run: its counters are compiled, too
         engine.history = History(REHEARSED, 1) if history else None
         for _ in range(2):  # the second time there is history of the same samples
             _decode_all(engine)

@@ -109,9 +109,9 @@ class Scheduler:
 
     def admit(self) -> list[Admission]:
         """Give free slots to members of prefilled groups, in queue order."""
-        admissions = list[Admission]()
         if not self._waiting:  # most steps
-            return admissions
+            return []
+        admissions = []
         for group in [group for group in self._waiting if group.ready]:
             first = len(self.active)
             entering = group.members[: self.slots - first]
