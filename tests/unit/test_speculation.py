@@ -253,3 +253,11 @@ def test_a_draft_past_that_does_not_fit_is_refused(monkeypatch, change):
 def test_a_draft_vocabulary_of_one_token_is_refused():
     with pytest.raises(UserError, match="at least 2 tokens"):
         draft_shape(SHAPE, vocab_size=1)
+
+
+def test_each_step_has_an_array_of_samples_of_its_own():
+    """Policies know by it whether two batches are of the same step."""
+    policy = RandomTrees(0)
+    generate(make_engine(policy), REQUESTS)
+    assert len(policy.records) > 3
+    assert len({id(record.batch.samples) for record in policy.records}) == len(policy.records)

@@ -109,8 +109,6 @@ class Scheduler:
 
     def admit(self) -> list[Admission]:
         """Give free slots to members of prefilled groups, in queue order."""
-        if not self._waiting:  # most steps
-            return []
         admissions = []
         for group in [group for group in self._waiting if group.ready]:
             first = len(self.active)
