@@ -58,6 +58,7 @@ def settings(model: Path, draft: Path | None, **given: Any) -> launch.EngineSett
         "shapes": chains(8) if draft else DraftShapes(),
         "fixed": None,
         "collapse_ratio": 0.5,
+        "history_tokens": 0,
         "slots": 64,
         "max_positions": 960,
         "prefill_chunk": 8192,

@@ -38,7 +38,7 @@ def _start_recalling(config: RunConfig) -> str:
         return "speculation=adaptive"
     if "history" not in speculation.sources:
         return "speculation.sources=[draft,history]"
-    return "rollout.engine=torch"
+    return "rollout.engine=torch"  # SGLang drafts from history only without a draft model
 
 
 def _move_frozen(config: RunConfig) -> str:
@@ -50,6 +50,15 @@ FACTS: dict[str, tuple[Callable[[RunConfig], bool], Callable[[RunConfig], str]]]
     "a draft": (drafts, _start_drafting),
     "draft tokens": (speculates, _start_drafting),
     "draft tokens from history": (recalls, _start_recalling),
+    # SGLang makes trees of history's tokens, limited by their number alone, and chains of a draft model's.
+    "draft trees": (
+        lambda config: config.rollout.engine == "torch" or config.rollout.sglang.trees or recalls(config),
+        lambda config: "rollout.sglang.trees=true",
+    ),
+    "draft tokens of so many layers": (
+        lambda config: config.rollout.engine == "torch" or drafts(config),
+        lambda config: "rollout.engine=torch",
+    ),
     "a critic": (has_critic, lambda config: "algorithm=ppo"),
     FUNCTION: (lambda config: bool(config.reward.function), lambda config: "reward.function=package.module.function"),
     SERVICE: (lambda config: config.reward.remote.url is not None, lambda config: "reward.remote.url=URL"),

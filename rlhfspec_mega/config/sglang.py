@@ -5,11 +5,11 @@ from __future__ import annotations
 from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.reach import ray_address
 from rlhfspec_mega.config.schema.run import RunConfig
-from rlhfspec_mega.config.speculation import drafts
+from rlhfspec_mega.config.speculation import drafts, recalls
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.planning.placement import ACTOR, ENGINE, FROZEN, Placement
 from rlhfspec_mega.rollout.sglang_engine import pins
-from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, shapes_of
+from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, shape_of_history, shapes_of
 
 ENGINE_BYTES = 2 << 30  # per engine on a CPU, besides weights and KV; measured: 1.4 to 1.9 GB
 POLICIES = ("off", "adaptive", "fixed")
@@ -61,7 +61,11 @@ def check_sglang(config: RunConfig) -> None:
 
 def check_positions(config: RunConfig, longest: int, positions: int) -> None:
     """Raise UserError if SGLang would not start, since it reserves some of the model's positions."""
-    shapes = shapes_of(config.speculation, config.rollout.sglang.trees)[0] if drafts(config) else DraftShapes()
+    shapes = DraftShapes()
+    if drafts(config):
+        shapes = shapes_of(config.speculation, config.rollout.sglang.trees)[0]
+    elif recalls(config):
+        shapes = shape_of_history(config.speculation)
     lacking = longest + shapes.spare_positions - positions
     if uses_sglang(config) and lacking > 0:
         raise UserError(

@@ -34,12 +34,13 @@ def drafts(config: RunConfig) -> bool:
 
 
 def recalls(config: RunConfig) -> bool:
-    """Return whether engines draft from what they have generated before."""
+    """Return whether engines draft from what they have generated before; SGLang's do so only without a draft model."""
+    sources = config.speculation.sources
     return (
         runs_engines(config)
         and config.speculation.policy != "off"
-        and "history" in config.speculation.sources
-        and config.rollout.engine == "torch"
+        and "history" in sources
+        and (config.rollout.engine == "torch" or "draft" not in sources)
     )
 
 
@@ -54,9 +55,12 @@ def speculation_note(config: RunConfig) -> str | None:
     if not runs_engines(config) or speculation.policy == "off" or "draft" not in speculation.sources or drafts(config):
         return None
     how = "drafts from its own samples alone" if recalls(config) else "decodes plainly"
+    history = "" if recalls(config) else ", or to draft from its own samples, add speculation=fixed and "
+    history += "" if recalls(config) else "speculation.sources=[history]"
     return (
         f"The model in {config.model.path} has no draft: this run {how}. To make one, "
-        f"python -m tools.train_draft --model {config.model.path} --out DIR, and add speculation.draft_model_path=DIR."
+        f"python -m tools.train_draft --model {config.model.path} --out DIR, and add speculation.draft_model_path=DIR"
+        f"{history}."
     )
 
 
@@ -106,10 +110,10 @@ def _check_sources(config: RunConfig) -> None:
             f"speculation.sources=[{written}] must name draft, history or both: use speculation.sources=[draft,history]"
             ", or speculation=off to decode plainly."
         )
-    if "draft" not in sources and config.rollout.engine == "sglang":
+    if "draft" not in sources and config.rollout.engine == "sglang" and config.speculation.policy != "fixed":
         raise UserError(
-            "SGLang drafts with a draft model only: use speculation.sources=[draft], rollout.engine=torch, or "
-            "speculation=off."
+            "SGLang drafts from history a fixed number of tokens: add speculation=fixed (speculation.num_draft_tokens "
+            "of each sample), or use speculation.sources=[draft], or rollout.engine=torch."
         )
     if "draft" not in sources and config.speculation.draft_model_path is not None:
         raise UserError(

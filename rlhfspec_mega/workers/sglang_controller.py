@@ -9,6 +9,7 @@ from typing import Any
 from rlhfspec_mega.planning.rollout_state import Throughput
 from rlhfspec_mega.rollout.migration.messages import PeerInfo
 from rlhfspec_mega.rollout.sglang_engine.choice import NOT_FIXED, DraftingControl
+from rlhfspec_mega.rollout.sglang_engine.history_control import HistoryControl
 from rlhfspec_mega.rollout.sglang_engine.profile import Profile, measure
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes
 from rlhfspec_mega.types import DraftingTally
@@ -22,16 +23,18 @@ class SGLangController:
         directory: directory of the engine's files.
         shapes: numbers of draft tokens that the engine chooses from.
         drafts: whether it has a draft.
+        recalls: whether history drafts instead.
 
     Attributes:
-        control: None without a draft.
+        control, history: of a draft and of history; None without them.
         profile: None before `measure`.
         accepted: recent mean of accepted draft tokens per step of a sample that has draft tokens.
     """
 
-    def __init__(self, engine: Any, directory: Path, shapes: DraftShapes, drafts: bool) -> None:
+    def __init__(self, engine: Any, directory: Path, shapes: DraftShapes, drafts: bool, recalls: bool) -> None:
         self._engine, self._shapes = engine, shapes
         self.control = DraftingControl(engine, directory) if drafts else None
+        self.history = HistoryControl(engine, directory) if recalls else None
         self.profile: Profile | None = None
         self.accepted = 0.0
 
@@ -47,6 +50,8 @@ class SGLangController:
         if self.control:
             self.control.learn_costs(self.profile.table)
             self.control.force(NOT_FIXED)
+        if self.history:
+            self.history.forget()  # what random weights have said
 
     def pace(self) -> Throughput:
         """Predict throughput from measured step times and recent acceptance, taken to be the same at every depth."""
@@ -72,10 +77,11 @@ class SGLangController:
         return peer._replace(prefill_seconds=prefill, copy_seconds=copy, kv_tokens=room)
 
     def take_tally(self) -> DraftingTally | None:
-        """What speculation did since the last call; None without a draft."""
-        if self.control is None:
+        """What speculation did since the last call; None for plain decoding."""
+        source = self.control or self.history
+        if source is None:
             return None
-        tally = self.control.take_tally()
+        tally = source.take_tally()
         if tally.drafted_sample_steps:
             self.accepted = tally.accepted / tally.drafted_sample_steps
         return tally

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,8 +21,8 @@ from rlhfspec_mega.rollout.migration.messages import PeerInfo
 from rlhfspec_mega.rollout.sglang_engine.engine import SGLangEngine
 from rlhfspec_mega.rollout.sglang_engine.kv import KvAccess, divides, kv_shapes
 from rlhfspec_mega.rollout.sglang_engine.launch import EngineSettings, start
-from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, shapes_of
-from rlhfspec_mega.types import DraftingTally
+from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes, shape_of_history, shapes_of
+from rlhfspec_mega.types import DraftingTally, FinishedText
 from rlhfspec_mega.workers.serving import EngineWorker
 from rlhfspec_mega.workers.sglang_controller import SGLangController
 
@@ -41,7 +42,9 @@ class SGLangEngineWorker(EngineWorker):
         sleeps: whether it gives its GPU memory back on request.
         device: "cuda", or "cpu" for checking.
         deterministic: draft a fixed number of tokens and measure no steps, so that nothing depends on the clock.
-        draft: directory of an EAGLE-3 draft; None: plain decoding.
+        draft: directory of an EAGLE-3 draft; None: none.
+        drafting: how the number of draft tokens is chosen.
+        history_tokens: newest tokens that are kept to draft from, without a draft; 0: plain decoding.
 
     Raises UserError if the KV cache is too small for the longest sample, and what `start` raises.
     """
@@ -60,17 +63,23 @@ class SGLangEngineWorker(EngineWorker):
         deterministic: bool = False,
         draft: Path | None = None,
         drafting: SpeculationConfig | None = None,
+        history_tokens: int = 0,
     ) -> None:
         directory, positions = make_engine_directory(), config.max_prompt_tokens + config.max_new_tokens
-        shapes, fixed = shapes_of(drafting, config.sglang.trees) if draft and drafting else (DraftShapes(), None)
-        if deterministic and fixed is None:
-            shapes, fixed = shapes.with_middle_only()
+        shapes, fixed = DraftShapes(), None
+        if draft and drafting:
+            shapes, fixed = shapes_of(drafting, config.sglang.trees)
+            if deterministic and fixed is None:
+                shapes, fixed = shapes.with_middle_only()
+        elif history_tokens and drafting:
+            shapes = shape_of_history(drafting)
         settings = EngineSettings(
             model=model,
             draft=draft,
             shapes=shapes,
             fixed=fixed,
             collapse_ratio=drafting.collapse_ratio if drafting else 0.0,
+            history_tokens=history_tokens,
             slots=config.max_running_requests,
             max_positions=positions,
             prefill_chunk=config.chunked_prefill_size,
@@ -91,7 +100,9 @@ class SGLangEngineWorker(EngineWorker):
                 "rollout.sglang.mem_fraction_static (or "
                 "rollout.sglang.engine_kwargs.max_total_tokens), or lower rollout.max_new_tokens."
             )
-        self.controller = SGLangController(sglang, directory, shapes, drafts=draft is not None)
+        self.controller = SGLangController(
+            sglang, directory, shapes, drafts=draft is not None, recalls=history_tokens > 0
+        )
         if not deterministic:
             self.controller.measure(config.max_running_requests, positions // 2, shape.vocab_size)
         self._on_gpu = device == "cuda"
@@ -120,8 +131,13 @@ class SGLangEngineWorker(EngineWorker):
         self.controller.weights_changed()
 
     def take_tally(self) -> DraftingTally | None:
-        """What speculation did since the last call; None without a draft."""
+        """What speculation did since the last call; None for plain decoding."""
         return self.controller.take_tally()
+
+    def remember(self, texts: Sequence[FinishedText], anew: bool) -> None:
+        """Draft from these samples, too; see HistoryDrafts.remember."""
+        if self.controller.history:
+            self.controller.history.remember(texts, anew)
 
     def drafting_state(self) -> None:
         """None: costs are measured at every start, and acceptance is learnt within seconds."""

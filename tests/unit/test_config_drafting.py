@@ -10,11 +10,12 @@ import torch
 
 from rlhfspec_mega.config.checks import check_config
 from rlhfspec_mega.config.model_shape import model_shape
-from rlhfspec_mega.config.speculation import speculation_note
+from rlhfspec_mega.config.speculation import drafts, recalls, speculates, speculation_note
 from rlhfspec_mega.draft.directory import write_draft
 from rlhfspec_mega.draft.shape import draft_shape, draft_tensors
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.shape import ModelShape
+from rlhfspec_mega.rollout.sglang_engine.shapes import shape_of_history
 from tests.e2e.conftest import SHAPE, make_model
 from tests.unit.test_config import load, refusal
 
@@ -141,7 +142,28 @@ def test_history_drafts_without_a_draft(out: str, tmp_path: Path) -> None:
         ("speculation=off speculation.sources=[draft]", "has no effect here: add speculation=adaptive"),
         ("speculation.sources=[history] speculation.refresh_every=2", "add speculation.sources=[draft]"),
         ("speculation.history_tokens=5", "speculation.history_tokens"),
+        ("rollout=sglang speculation.sources=[history]", "add speculation=fixed"),
+        ("rollout=sglang speculation=uniform speculation.sources=[history]", "add speculation=fixed"),
+        ("rollout=sglang speculation=fixed speculation.num_draft_tokens=4", "has no effect here"),
+        (
+            "rollout=sglang speculation=fixed speculation.sources=[history] speculation.num_steps=3",
+            "has no effect here: add rollout.engine=torch",
+        ),
+        ("rollout=sglang speculation.history_tokens=2048", "has no effect here: add rollout.engine=torch"),
     ],
 )
 def test_sources_that_cannot_be(overrides: str, words: str, out: str) -> None:
     assert words in refusal(*overrides.split(), out)
+
+
+def test_sglang_drafts_from_history_alone(out: str, tmp_path: Path) -> None:
+    """A fixed number of tokens, for a model without a draft; the note about one tells of it."""
+    model = f"model.path={make_model(tmp_path / 'model', replace(SHAPE, max_positions=1024))}"
+    recalling = ("rollout=sglang", "speculation=fixed", "speculation.sources=[history]")
+    config = load(out, model, *recalling, "speculation.num_draft_tokens=4", "speculation.history_tokens=4096")
+    assert recalls(config) and speculates(config) and not drafts(config)
+    assert shape_of_history(config.speculation).counts == (4,)
+    plain = load(out, model, "rollout=sglang")
+    assert not speculates(plain)
+    note = speculation_note(plain) or ""
+    assert "decodes plainly" in note and "speculation=fixed and speculation.sources=[history]" in note

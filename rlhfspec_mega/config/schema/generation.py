@@ -11,6 +11,7 @@ from rlhfspec_mega.config.schema.training import DTYPES
 
 # Conditions that several options share.
 DRAFTS, SPECULATES, OF_TREES = "a draft", "draft tokens", "rollout.sglang.trees=true or rollout.engine=torch"
+SIZED, LAYERED = "draft trees", "draft tokens of so many layers"
 REFRESHES = (DRAFTS, "speculation.refresh_every>0")
 BUILT_IN, FILES = "data.kind=chain_sums", "data.kind=files"
 
@@ -104,8 +105,8 @@ class SpeculationConfig:
     )
     sources: list[str] = option(
         ["draft", "history"],
-        "where draft tokens come from: the draft model; what engines have generated before (only with the torch "
-        "engine)",
+        "where draft tokens come from: the draft model; what engines have generated before (with SGLang only without "
+        "the draft model, and a fixed number)",
         choices=("draft", "history"),
         common=True,
         only_with="speculation.policy=adaptive|uniform|fixed",
@@ -149,14 +150,14 @@ class SpeculationConfig:
         6,
         "layers of a draft tree, with SGLang the length of a chain",
         least=1,
-        only_with=("speculation.policy=fixed|uniform", SPECULATES),
+        only_with=("speculation.policy=fixed|uniform", SPECULATES, LAYERED),
         was=("drafting.depth",),
     )
     num_draft_tokens: int = option(
         8,
         "draft tokens of a sample; the target's own token is not counted",
         least=1,
-        only_with=("speculation.policy=fixed", SPECULATES, OF_TREES),
+        only_with=("speculation.policy=fixed", SPECULATES, SIZED),
         was=("drafting.tokens",),
     )
     refresh_every: int = option(

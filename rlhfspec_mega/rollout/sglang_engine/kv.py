@@ -118,8 +118,9 @@ def attach(scheduler: Any) -> None:
 def pools(scheduler: Any) -> dict[str, Any]:
     """Return the KV pools of target and draft by name; a token has the same slot in both."""
     found = {TARGET: scheduler.tp_worker.model_runner.token_to_kv_pool}
-    if scheduler.draft_worker is not None:
-        found[DRAFT] = scheduler.draft_worker.draft_worker.draft_runner.token_to_kv_pool
+    drafter = scheduler.draft_worker.draft_worker if scheduler.draft_worker is not None else None
+    if drafter is not None:  # None where history drafts
+        found[DRAFT] = drafter.draft_runner.token_to_kv_pool
     return found
 
 

@@ -46,7 +46,8 @@ class EngineSettings:
 
     Attributes:
         model: Hugging Face directory; only its config.json is read, the weights come with the first update.
-        draft: directory of an EAGLE-3 draft, whose weights are read; None: plain decoding.
+        draft: directory of an EAGLE-3 draft, whose weights are read; None: none.
+        history_tokens: newest tokens that are kept to draft from, only without a draft; 0: plain decoding.
         shapes: of what is drafted, by numbers of draft tokens.
         fixed: the number to use; None: the one that pays best.
         collapse_ratio: see CollapseWatch.
@@ -66,6 +67,7 @@ class EngineSettings:
     shapes: DraftShapes
     fixed: int | None
     collapse_ratio: float
+    history_tokens: int
     slots: int
     max_positions: int
     prefill_chunk: int
@@ -118,6 +120,13 @@ def arguments(settings: EngineSettings, directory: Path) -> dict[str, Any]:
             "speculative_adaptive_config": str(directory / CONFIG_FILE),
             "custom_weight_loader": [INTO_DRAFT],
             "enable_draft_weights_cpu_backup": settings.sleeps,
+        }
+    elif settings.history_tokens:
+        found |= {
+            "speculative_algorithm": "NGRAM",
+            "speculative_num_draft_tokens": settings.shapes.counts[-1] + 1,
+            "speculative_ngram_capacity": settings.history_tokens,
+            "speculative_ngram_max_bfs_breadth": 2,  # above 1, or attention takes all trees for chains
         }
     if settings.device == "cpu":  # room for all slots at their longest, not a share of the machine's memory
         found |= ON_CPU | {"max_total_tokens": (settings.slots + 1) * settings.longest}

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.rollout.sglang_engine import cpu_kernels, kv, pins, seams, shared_noise
+from rlhfspec_mega.rollout.sglang_engine import cpu_kernels, history_control, kv, pins, seams, shared_noise
 from rlhfspec_mega.rollout.sglang_engine.choice import DraftChoice, attach, read_shapes
+from rlhfspec_mega.rollout.sglang_engine.history import HistoryDrafts
 from rlhfspec_mega.rollout.sglang_engine.shared_noise import MOST_ROWS, DraftNoise, last_positions
 from rlhfspec_mega.rollout.sglang_engine.states import StateSwitch, allow_trees, start_with_largest, width_of_state
 from rlhfspec_mega.rollout.sglang_engine.survival import NodeScores
@@ -122,6 +123,10 @@ def hooks() -> list[tuple[str, Any, str]]:
         (seams.FIRST_STATE.target, start_with_largest, "AROUND"),
         (seams.WIDTHS.target, width_of_state, "AROUND"),
         (seams.CONTROLLER.target, StateSwitch, "REPLACE"),
+        (seams.CORPUS.target, HistoryDrafts, "REPLACE"),
+        (seams.CORPUS_ROOM.target, history_control.make_room, "AFTER"),
+        (seams.CORPUS_DRAFT.target, history_control.draft, "AROUND"),
+        (seams.CORPUS_UPDATE.target, history_control.keep_nothing, "AROUND"),
         (seams.NORM.target, normalize, "AROUND"),
         (seams.RELEASE.target, settle, "BEFORE"),
         *cpu_kernels.hooks(),
@@ -142,6 +147,7 @@ def install() -> None:
         tqdm.set_lock(threading.RLock())  # its own lock stays in /dev/shm when this process is killed
         original(scheduler, server_args, *given, **named)
         attach(scheduler)
+        history_control.attach(scheduler)
         kv.attach(scheduler)
 
     HookRegistry.register(seams.SCHEDULER.target, check, HookType.AROUND)  # first: what follows may fail

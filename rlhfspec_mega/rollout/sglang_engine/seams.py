@@ -35,6 +35,7 @@ def _seam(module: str, name: str, parameters: str = "", attributes: str = "") ->
 _BATCH_INFO, _EAGLE = "sampling.sampling_batch_info", "speculative.eagle_worker_v2"
 _ADAPTIVE, _AMX = "speculative.adaptive_spec_params", "layers.attention.intel_amx_backend"
 _ENGINE, _TOKENIZER = "entrypoints.engine", "managers.tokenizer_control_mixin"
+_NGRAM = "speculative.ngram_worker"
 _ALLOCATOR, _RADIX = "mem_cache.allocator.base", "mem_cache.radix_cache"
 
 # Sampling: seeds of requests, the plain sampler, verification, the draft's logits.
@@ -89,6 +90,19 @@ FIRST_STATE = _seam(
 )
 WIDTHS = _seam("speculative.spec_utils", "resolve_num_tokens_per_req", "", "phase draft_extend")
 
+# Draft tokens from history: SGLang's NGRAM speculation, whose index is replaced.
+CORPUS = _seam(
+    "speculative.cpp_ngram.ngram_corpus", "NgramCorpus", "", "reset erase_match_state draft_token_num capacity"
+)
+CORPUS_ROOM = _seam(_NGRAM, "NGRAMWorker.alloc_memory_pool", "self", "max_batch_size model_runner")
+CORPUS_DRAFT = _seam(
+    _NGRAM,
+    "NGRAMWorker._prepare_draft_tokens",
+    "self batch",
+    "enable_overlap grammar_needs_sync reqs origin_input_ids output_ids accept_tokens accept_lens",
+)
+CORPUS_UPDATE = _seam(_NGRAM, "NGRAMWorker._update_ngram_corpus", "self batch", "batch_put")
+
 # That the hooks were applied: SGLang logs a hook that could not be and goes on without it.
 SCHEDULER = _seam("managers.scheduler", "Scheduler.__init__", "self server_args")
 
@@ -99,7 +113,8 @@ _SERVER_ARGUMENTS = """
     speculative_algorithm speculative_draft_model_path speculative_draft_load_format speculative_num_steps
     speculative_eagle_topk speculative_num_draft_tokens speculative_adaptive speculative_adaptive_config
     custom_weight_loader enable_draft_weights_cpu_backup device attention_backend grammar_backend disable_cuda_graph
-    max_total_tokens sleep_on_idle speculative_use_rejection_sampling rl_on_policy_target incremental_streaming_output
+    speculative_ngram_capacity speculative_ngram_max_bfs_breadth max_total_tokens sleep_on_idle
+    speculative_use_rejection_sampling rl_on_policy_target incremental_streaming_output
 """
 _SCHEDULER_PARTS = (
     "ps tp_rank tp_worker draft_worker running_batch last_batch req_to_token_pool token_to_kv_pool_allocator "
@@ -109,6 +124,8 @@ _SCHEDULER_PARTS = (
 SEAMS = (
     *(SEEDS, PLAIN, VERIFY, DRAFT_LOGITS, *DRAFTING, NORM, RELEASE, AMX_DECODE, AMX_EXTEND),
     *(CONTROLLER, UNSUPPORTED, ORGANISE, FIRST_STATE, WIDTHS, SCHEDULER),
+    *(CORPUS, CORPUS_ROOM, CORPUS_DRAFT, CORPUS_UPDATE),
+    _seam(_NGRAM, "NGRAMWorker", "", "ngram_corpus batch_get erase_match_state draft_token_num"),
     _seam("plugins", "load_plugins", "", "apply_hooks"),
     _seam("plugins.hook_registry", "HookRegistry", "", "register apply_hooks _patched"),
     _seam("server_args", "ServerArgs", "", _SERVER_ARGUMENTS),
@@ -206,7 +223,13 @@ SEAMS = (
         "serialized_named_tensors flush_cache disable_draft_model load_format",
     ),
     # The KV of a request, and the cache that keeps it.
-    _seam("managers.schedule_batch", "Req", "", "rid sampling_params req_pool_idx kv_committed_len finished"),
+    _seam(
+        "managers.schedule_batch",
+        "Req",
+        "",
+        "rid sampling_params req_pool_idx kv_committed_len finished origin_input_ids output_ids "
+        "output_ids_through_stop",
+    ),
     _seam("mem_cache.memory_pool", "ReqToTokenPool", "", "req_to_token"),
     _seam("mem_cache.memory_pool", "MHATokenToKVPool", "", "k_buffer v_buffer"),
     _seam(_ALLOCATOR, "BaseTokenToKVPoolAllocator.alloc", "self need_size"),

@@ -88,5 +88,10 @@ def shapes_of(speculation: SpeculationConfig, as_trees: bool) -> tuple[DraftShap
     return trees(speculation.max_num_draft_tokens, depth, speculation.topk) if as_trees else chains(depth), None
 
 
+def shape_of_history(speculation: SpeculationConfig) -> DraftShapes:
+    """The trees that are verified where history drafts: all of one size."""
+    return DraftShapes((speculation.num_draft_tokens,), speculation.num_draft_tokens)
+
+
 def _up_to(most: int) -> tuple[int, ...]:
     return tuple(sorted({count for count in COUNTS if count < most} | {0, most}))

@@ -124,3 +124,32 @@ def fill_accept_out_cache_loc_cpu(accepted: Tensor, slots: Tensor, out: Tensor) 
 def rotate_input_ids_cpu(*given: object) -> None:
     """For drafts with several layers, which this project does not have."""
     raise NotImplementedError("These stand-ins have nothing for drafts of several layers.")
+
+
+def reconstruct_indices_from_tree_mask(
+    mask: Tensor,
+    lengths: Tensor,
+    positions: Tensor,
+    index: Tensor,
+    next_token: Tensor,
+    next_sibling: Tensor,
+    batch: int,
+    count: int,
+) -> None:
+    """Lay out the trees of a batch by what their nodes see (ngram_utils.cu, reconstructIndicesFromTreeMask).
+
+    Args:
+        mask: bool, flat [B x count x count], what each node sees: its ancestors, which come before, and itself.
+        lengths: [B] committed positions.
+        positions, index, next_token, next_sibling: out, as of `build_tree_kernel_efficient_cpu`.
+    """
+    sees = mask.view(batch, count, count).bool()
+    positions.copy_((sees.sum(dim=2) - 1 + lengths[:, None]).flatten())
+    index.copy_(torch.arange(batch * count).view(batch, count))
+    next_token.fill_(-1)
+    next_sibling.fill_(-1)
+    for b in range(batch):
+        for node in range(count - 1, 0, -1):
+            parent = int(sees[b, node, :node].nonzero()[-1])
+            next_sibling[b, node] = next_token[b, parent]
+            next_token[b, parent] = node

@@ -1,0 +1,87 @@
+"""What connects HistoryDrafts with SGLang: hooks in its NGRAM worker, and what the engine tells all ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlhfspec_mega.errors import RunError
+from rlhfspec_mega.planning.tree import Bools, Ints
+from rlhfspec_mega.rollout.sglang_engine.history import HistoryDrafts
+from rlhfspec_mega.types import DraftingTally, FinishedText
+
+METHOD = "rlhfspec_mega_history"  # of schedulers, from `attach` on
+REMEMBER, FORGET, TAKE_TALLY = "remember", "forget", "take_tally"
+
+
+def make_room(result: Any, worker: Any, *given: Any, **named: Any) -> None:
+    """After NGRAMWorker.alloc_memory_pool, which knows how many requests there may be."""
+    worker.ngram_corpus.make_room(worker.max_batch_size, worker.model_runner.model_config.vocab_size)
+
+
+def draft(original: Callable[..., Any], worker: Any, batch: Any) -> tuple[Ints, Bools]:
+    """Around NGRAMWorker._prepare_draft_tokens: the trees of a batch."""
+    newest: list[list[int]] = [[] for _ in batch.reqs]
+    if worker.enable_overlap and not batch.grammar_needs_sync():  # results come an iteration later
+        tokens, counts = batch.spec_info.accept_tokens.cpu().view(len(newest), -1), batch.spec_info.accept_lens.cpu()
+        newest = [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
+    found: tuple[Ints, Bools] = worker.ngram_corpus.draft(batch.reqs, newest)
+    return found
+
+
+def keep_nothing(original: Callable[..., None], worker: Any, batch: Any) -> None:
+    """Around NGRAMWorker._update_ngram_corpus: `draft` has stored what came."""
+
+
+class HistoryControl:
+    """The engine's interface to HistoryDrafts on all ranks, by `collective_rpc`; `attach` is its counterpart.
+
+    Texts and tallies travel in files, as those of DraftingControl do.
+
+    Args:
+        engine: a started `sglang.Engine` that drafts from history.
+        directory: an empty directory for these files.
+    """
+
+    def __init__(self, engine: Any, directory: Path) -> None:
+        self._engine, self._directory = engine, directory
+
+    def remember(self, texts: Sequence[FinishedText], anew: bool) -> None:
+        """See HistoryDrafts.remember."""
+        path = self._directory / "texts.json"
+        path.write_text(json.dumps([*map(tuple, texts)]) + "\n", encoding="utf-8")
+        self._engine.collective_rpc(METHOD, action=REMEMBER, path=str(path), anew=anew)
+        path.unlink()
+
+    def forget(self) -> None:
+        """See HistoryDrafts.forget."""
+        self._engine.collective_rpc(METHOD, action=FORGET)
+
+    def take_tally(self) -> DraftingTally:
+        """See HistoryDrafts.take_tally; all ranks have equal counters."""
+        path = self._directory / "history_tally.json"
+        self._engine.collective_rpc(METHOD, action=TAKE_TALLY, path=str(path))
+        return DraftingTally(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def attach(scheduler: Any) -> None:
+    """Give a scheduler the method that HistoryControl calls; rank 0 writes tallies to files."""
+
+    def act(action: str, path: str = "", anew: bool = False) -> None:
+        current = HistoryDrafts.current
+        if current is None:
+            raise RunError("SGLang was started without draft tokens from history.")
+        if action == REMEMBER:
+            texts = json.loads(Path(path).read_text(encoding="utf-8"))
+            current.remember([FinishedText(*text) for text in texts], anew)
+        elif action == FORGET:
+            current.forget()
+        else:
+            tally = current.take_tally()
+            if scheduler.ps.tp_rank == 0:
+                Path(path).write_text(json.dumps(asdict(tally)) + "\n", encoding="utf-8")
+
+    setattr(scheduler, METHOD, act)
