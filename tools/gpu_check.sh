@@ -5,6 +5,7 @@
 #
 #   torch      the torch engine and Megatron on CUDA: tests/gpu/test_cuda.py, test_scoring.py
 #   identity   SGLang generates the same tokens as the torch engine, with any draft
+#   history    as identity, with draft tokens from history
 #   chi_square SGLang samples from the model's distribution
 #   contract   the contract of all engines; the worker around SGLang: profile, migrations, sleep
 #   migration  KV of migrated samples equals that of a prefill; 500 samples while an engine dies or freezes
@@ -46,6 +47,7 @@ run() {
     torch) tests torch tests/gpu/test_cuda.py tests/gpu/test_scoring.py ;;
     identity) tests identity tests/sglang/test_identity.py -k "not trees" ;;
     trees) tests trees tests/sglang/test_identity.py -k trees ;;
+    history) tests history tests/sglang/test_history.py ;;
     chi_square) tests chi_square tests/sglang/test_losslessness.py ;;
     contract) tests contract tests/sglang/test_engine_contract.py tests/sglang/test_worker.py ;;
     migration) tests migration tests/sglang/test_moves.py tests/sglang/test_migration.py ;;
@@ -65,7 +67,7 @@ run() {
 
 stages=("$@")
 [ ${#stages[@]} -gt 0 ] || stages=(
-    torch identity chi_square contract migration weights pressure train trees models mutations
+    torch identity history chi_square contract migration weights pressure train trees models mutations
     updates curve speed generation
 )
 for stage in "${stages[@]}"; do
