@@ -17,6 +17,7 @@ from rlhfspec_mega.config.hardware import device_type
 from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.config.names import as_written, known, options
 from rlhfspec_mega.config.presets import presets
+from rlhfspec_mega.config.schema.generation import LAYERED, SIZED
 from rlhfspec_mega.config.schema.reward import FUNCTION, REWARD_MODEL, SERVICE
 from rlhfspec_mega.config.schema.run import RunConfig
 from rlhfspec_mega.config.speculation import drafts, recalls, speculates
@@ -36,9 +37,9 @@ def _start_recalling(config: RunConfig) -> str:
     speculation = config.speculation
     if speculation.policy == "off":
         return "speculation=adaptive"
-    if "history" not in speculation.sources:
-        return "speculation.sources=[draft,history]"
-    return "rollout.engine=torch"  # SGLang drafts from history only without a draft model
+    if config.rollout.engine == "sglang":
+        return "speculation=fixed and speculation.sources=[history]"
+    return "speculation.sources=[draft,history]"
 
 
 def _move_frozen(config: RunConfig) -> str:
@@ -51,11 +52,11 @@ FACTS: dict[str, tuple[Callable[[RunConfig], bool], Callable[[RunConfig], str]]]
     "draft tokens": (speculates, _start_drafting),
     "draft tokens from history": (recalls, _start_recalling),
     # SGLang makes trees of history's tokens, limited by their number alone, and chains of a draft model's.
-    "draft trees": (
+    SIZED: (
         lambda config: config.rollout.engine == "torch" or config.rollout.sglang.trees or recalls(config),
         lambda config: "rollout.sglang.trees=true",
     ),
-    "draft tokens of so many layers": (
+    LAYERED: (
         lambda config: config.rollout.engine == "torch" or drafts(config),
         lambda config: "rollout.engine=torch",
     ),

@@ -112,8 +112,8 @@ def _check_sources(config: RunConfig) -> None:
         )
     if "draft" not in sources and config.rollout.engine == "sglang" and config.speculation.policy != "fixed":
         raise UserError(
-            "SGLang drafts from history a fixed number of tokens: add speculation=fixed (speculation.num_draft_tokens "
-            "of each sample), or use speculation.sources=[draft], or rollout.engine=torch."
+            "With SGLang, history gives a fixed number of draft tokens: add speculation=fixed, or use "
+            "speculation.sources=[draft] or rollout.engine=torch."
         )
     if "draft" not in sources and config.speculation.draft_model_path is not None:
         raise UserError(
@@ -159,6 +159,8 @@ def memory_of_draft(config: RunConfig, shape: ModelShape, max_sequence: int) -> 
     found = draft_memory(draft, plan) if draft else DraftMemory(0, verified_memory(shape, plan))
     # The index lies in host memory, which a run on GPUs does not plan.
     tokens = kept_tokens(speculation.history_tokens, rollout.max_running_requests)
-    copies = 2 if config.trainer.deterministic else 1
+    copies = rollout.sglang.tensor_parallel  # 1 with the torch engine
+    if rollout.engine == "torch" and config.trainer.deterministic:
+        copies = 2
     index = copies * BYTES * tokens if recalls(config) and device == "cpu" else 0
     return DraftMemory(found.actor, found.engine + index)

@@ -149,7 +149,10 @@ def test_history_drafts_without_a_draft(out: str, tmp_path: Path) -> None:
             "rollout=sglang speculation=fixed speculation.sources=[history] speculation.num_steps=3",
             "has no effect here: add rollout.engine=torch",
         ),
-        ("rollout=sglang speculation.history_tokens=2048", "has no effect here: add rollout.engine=torch"),
+        (
+            "rollout=sglang speculation.history_tokens=2048",
+            "has no effect here: add speculation=fixed and speculation.sources=[history]",
+        ),
     ],
 )
 def test_sources_that_cannot_be(overrides: str, words: str, out: str) -> None:

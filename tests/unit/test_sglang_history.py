@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfspec_mega.history.propose import Proposed
 from rlhfspec_mega.rollout.sglang_engine.history import HistoryDrafts, on_path, trees_of
+from rlhfspec_mega.rollout.sglang_engine.history_control import newest_tokens
 from rlhfspec_mega.types import FinishedText
 
 VOCABULARY, NODES = 50, 5
@@ -25,7 +27,7 @@ class Request:
     rid: str
     origin_input_ids: array[int]
     output_ids: array[int] = field(default_factory=lambda: array("q"))
-    ended: bool = False
+    ended: str = ""  # how
     seed: int = 7
     top_k: int = 1  # greedy
 
@@ -39,8 +41,12 @@ class Request:
     def output_ids_through_stop(self) -> array[int]:
         return self.output_ids
 
+    @property
+    def finished_reason(self) -> SimpleNamespace:
+        return SimpleNamespace(to_json=lambda: {"type": self.ended})
+
     def finished(self) -> bool:
-        return self.ended
+        return bool(self.ended)
 
 
 def request(name: str, prompt: list[int], output: list[int]) -> Request:
@@ -79,7 +85,7 @@ def test_a_request_goes_on_from_its_own_tokens() -> None:
     made.draft([one], [TEXT[1:3]])
     one.output_ids = array("q", TEXT[:3])
     made.draft([one], [TEXT[3:6]])
-    one.output_ids, one.ended = array("q", [*TEXT, 0]), True
+    one.output_ids, one.ended = array("q", [*TEXT, 0]), "stop"
     made.take_tally()
     two = request("two", [2, 3], TEXT[:8])
     assert best_chain(made.draft([two], [[]])) == TEXT[7 : 7 + NODES]
@@ -96,7 +102,8 @@ def test_accepted_tokens_are_counted_once_and_padding_is_not() -> None:
     tally = made.take_tally()
     assert (tally.sample_steps, tally.accepted, tally.recalled) == (1, 2, 2)
     assert tally.verified == NODES - 1
-    one.output_ids, one.ended = array("q", TEXT[4:13]), True
+    one.output_ids, one.ended = array("q", TEXT[4:13]), "length"
+    made.remember([], anew=True)
     assert made.take_tally().accepted == 1, "the last step shows when the sample has ended"
     assert made.take_tally().sample_steps == 0
 
@@ -104,12 +111,43 @@ def test_accepted_tokens_are_counted_once_and_padding_is_not() -> None:
 def test_own_samples_are_not_stored_twice() -> None:
     made, one = drafts(), request("own", [1, 2, 3, 4], TEXT[:9])
     made.draft([one], [[]])
-    one.ended = True
+    one.ended = "stop"
     before = int(made._history._store.clock[0])
     made.remember([FinishedText("own", (1, 2, 3, 4), TEXT[:9])], anew=False)
     assert int(made._history._store.clock[0]) == before
     made.remember([FinishedText("own", (1, 2, 3, 4), TEXT[:9])], anew=False)
     assert int(made._history._store.clock[0]) > before, "of a later step, from another engine"
+
+
+def test_a_sample_that_went_elsewhere_is_stored_when_it_has_ended() -> None:
+    """And what ended under earlier weights is nobody's to tell of any more."""
+    made, one = drafts(), request("gone", [1, 2, 3, 4], TEXT[:9])
+    made.draft([one], [[]])
+    one.ended = "abort"
+    before = int(made._history._store.clock[0])
+    made.remember([FinishedText("gone", (1, 2, 3, 4), TEXT)], anew=False)
+    assert int(made._history._store.clock[0]) > before
+    two = request("two", [1, 2], TEXT[:3])
+    made.draft([two], [[]])
+    two.ended = "stop"
+    made.take_tally()
+    made.reset()
+    assert not made._ended
+
+
+def test_tokens_that_came_are_new_once_with_a_prefill_in_between_and_without() -> None:
+    """With overlap scheduling a step's tokens are not in the output yet when the next step is drafted, unless a prefill
+    came in between; SGLang's record of the step's tokens is the same in both cases."""
+    accepted = torch.tensor([[TEXT[1], TEXT[2], 0], [TEXT[4], 0, 0]])
+    info = SimpleNamespace(accept_tokens=accepted.flatten(), accept_lens=torch.tensor([2, 1]))
+    pair = [request("a", [5, 5], TEXT[:1]), request("b", [7], TEXT[3:4])]
+    lengths = torch.tensor([2 + 3 - 1, 1 + 2 - 1])
+    batch = SimpleNamespace(reqs=pair, spec_info=info, seq_lens_cpu=lengths)
+    assert newest_tokens(batch) == [TEXT[1:3], TEXT[4:5]]
+    pair[0].output_ids = array("q", TEXT[:3])
+    assert newest_tokens(batch) == [[], TEXT[4:5]]
+    pair[1].output_ids = array("q", TEXT[3:5])
+    assert newest_tokens(batch) == [[], []]
 
 
 def test_slots_are_given_back_and_requests_begin_anew() -> None:
@@ -118,9 +156,10 @@ def test_slots_are_given_back_and_requests_begin_anew() -> None:
     for number in range(6):
         pair = [request(f"{number}.{member}", [number, member], TEXT[:5]) for member in range(2)]
         made.draft(pair, [[], []])
-    pair[0].output_ids = array("q", TEXT[:1])
+    pair[0].output_ids, pair[1].output_ids = array("q", TEXT[:1]), array("q", TEXT[:6])
     tokens, _ = made.draft(pair, [[], []])
-    assert tokens.reshape(2, NODES)[:, 0].tolist() == [TEXT[0], TEXT[4]]
+    assert tokens.reshape(2, NODES)[:, 0].tolist() == [TEXT[0], TEXT[5]]
+    assert made.take_tally().sample_steps == 1, "of the other one"
     assert len(made._followed) == 2 and not made._free
 
 

@@ -11,7 +11,7 @@ from rlhfspec_mega.config.schema.training import DTYPES
 
 # Conditions that several options share.
 DRAFTS, SPECULATES, OF_TREES = "a draft", "draft tokens", "rollout.sglang.trees=true or rollout.engine=torch"
-SIZED, LAYERED = "draft trees", "draft tokens of so many layers"
+SIZED, LAYERED = f"{OF_TREES} or history as the only source", f"{DRAFTS} or rollout.engine=torch"
 REFRESHES = (DRAFTS, "speculation.refresh_every>0")
 BUILT_IN, FILES = "data.kind=chain_sums", "data.kind=files"
 
@@ -113,7 +113,8 @@ class SpeculationConfig:
     )
     history_tokens: int = option(
         262144,
-        "newest tokens that each engine keeps to draft from, at most 41 bytes each, twice under trainer.deterministic",
+        "newest tokens that each engine keeps to draft from, at most 41 bytes each; the torch engine twice under "
+        "trainer.deterministic, SGLang on each of its GPUs",
         unit="tokens",
         least=1024,
         only_with="draft tokens from history",

@@ -55,7 +55,7 @@ class _Drafted:
 class HistoryDrafts:
     """Replaces SGLang's NgramCorpus: makes the trees of each step, and learns which of their nodes are accepted.
 
-    All tensor-parallel ranks draft the same: they see the same tokens in the same order, and no clock.
+    Each tensor-parallel rank has one; all see the same tokens in the same order.
 
     Args:
         capacity: tokens that are kept.
@@ -112,7 +112,11 @@ class HistoryDrafts:
         """Called by SGLang; does nothing: `draft` sees which requests have left."""
 
     def reset(self) -> None:
-        """Called by SGLang when it empties its cache; does nothing: text that was decoded may well come again."""
+        """Called by SGLang when it empties its cache, for new weights: texts stay, as they may well come again.
+
+        Nobody tells of samples of earlier weights any more.
+        """
+        self._ended.clear()
 
     # Between steps
 
@@ -124,18 +128,18 @@ class HistoryDrafts:
         """
         self._settle()
         if anew:
-            self.forget()
+            self._history.clear()
         for text in texts:
             if text.sample_id not in self._ended:
                 self._history.add(text.prompt, text.response)
         self._ended.clear()
 
     def forget(self) -> None:
-        """Forget all texts, and what was counted. No request is being decoded."""
+        """Forget all texts, and all that was learnt and counted. No request is being decoded."""
         self._leave(set())
         self._history.clear()
         self._ended.clear()
-        self._latest, self._tally = None, DraftingTally()
+        self._latest, self._tally, self._acceptance = None, DraftingTally(), AcceptanceModel()
 
     def take_tally(self) -> DraftingTally:
         """Counters since the last call."""
@@ -157,17 +161,19 @@ class HistoryDrafts:
     def _follow(self, request: Any, new: Sequence[int]) -> list[int]:
         """The tokens of a request that history does not have yet; one that has just come brings its prompt along."""
         one, total = self._followed.get(request.rid), len(request.origin_input_ids) + len(request.output_ids) + len(new)
-        if one is not None and total >= one.known:
-            found = _tokens_from(request, one.known, request.output_ids, new)
-        else:
-            if one is not None:  # SGLang has begun it anew
-                self._free.append(self._followed.pop(request.rid).slot)
-            one, found = self._admit(request), [*request.output_ids, *new]
+        if one is not None and (one.request is not request or total < one.known):  # SGLang has begun it anew
+            self._free.append(self._followed.pop(request.rid).slot)
+            one = None
+            if self._latest:  # what came of its tree is not known
+                self._latest.rids[:] = ["" if rid == request.rid else rid for rid in self._latest.rids]
+        if one is None:
+            one = self._admit(request)
+        found = _tokens_from(request, one.known, request.output_ids, new)
         one.known = total
         return found
 
     def _admit(self, request: Any) -> _Followed:
-        one = _Followed(request, self._free.pop(), self._numbers, 0)
+        one = _Followed(request, self._free.pop(), self._numbers, len(request.origin_input_ids))
         self._numbers += 1
         self._followed[request.rid] = one
         params, seed = request.sampling_params, request.sampling_params.sampling_seed
@@ -187,7 +193,7 @@ class HistoryDrafts:
             rid, ended = one.request.rid, one.request.finished()
             output = one.request.output_ids_through_stop if ended else one.request.output_ids
             taken[rid] = _tokens_from(one.request, one.known, output, ())
-            if ended:
+            if ended and one.request.finished_reason.to_json()["type"] != "abort":
                 self._ended.add(str(rid).rsplit("/", 2)[0])
             del self._followed[rid]
         self._store(left, taken)
@@ -256,10 +262,11 @@ class HistoryDrafts:
         tree.add_recalled(proposed.rows, proposed.parents, proposed.depths, MATCHED + proposed.cells, undrafted)
         tree.survival = proposed.survival
         self._acceptance.observe(StepRecord(latest.batch, tree, chosen, accepted, 0, 0.0, 0.0))
-        self._count(np.bincount(proposed.rows, minlength=len(ends))[passed], int(accepted.sum()))
+        self._count(np.bincount(proposed.rows, minlength=len(ends))[passed], len(flat) - int(passed.sum()))
 
     def _count(self, verified: Ints, accepted: int) -> None:
-        """Add a step to the tally: draft tokens of each request, and those accepted of all."""
+        """Add a step to the tally: draft tokens of each request, and those accepted of all, nodes that fill trees up
+        included."""
         tally = self._tally
         tally.sample_steps += len(verified)
         tally.drafted_sample_steps += int((verified > 0).sum())

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.planning.tree import Bools, Ints
@@ -23,13 +27,30 @@ def make_room(result: Any, worker: Any, *given: Any, **named: Any) -> None:
 
 
 def draft(original: Callable[..., Any], worker: Any, batch: Any) -> tuple[Ints, Bools]:
-    """Around NGRAMWorker._prepare_draft_tokens: the trees of a batch."""
-    newest: list[list[int]] = [[] for _ in batch.reqs]
-    if worker.enable_overlap and not batch.grammar_needs_sync():  # results come an iteration later
-        tokens, counts = batch.spec_info.accept_tokens.cpu().view(len(newest), -1), batch.spec_info.accept_lens.cpu()
-        newest = [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
-    found: tuple[Ints, Bools] = worker.ngram_corpus.draft(batch.reqs, newest)
+    """Around NGRAMWorker._prepare_draft_tokens: the trees of a batch, on all ranks those of the first."""
+    found: tuple[Ints, Bools] = worker.ngram_corpus.draft(batch.reqs, newest_tokens(batch))
+    group = worker.model_runner.tp_group
+    if group.world_size > 1:
+        for array in found:
+            memory = torch.from_numpy(array.view(np.uint8))
+            torch.distributed.broadcast(memory, src=group.first_rank, group=group.cpu_group)
     return found
+
+
+def newest_tokens(batch: Any) -> list[list[int]]:
+    """The tokens of each request that are not among its `output_ids` yet.
+
+    With overlap scheduling the results of a step are processed when the next one has been launched, unless a prefill
+    came in between.
+    """
+    known = [len(request.origin_input_ids) + len(request.output_ids) for request in batch.reqs]
+    whole = [length + 1 for length in batch.seq_lens_cpu.tolist()]  # the last token's KV is not there yet
+    lacking = list(map(operator.sub, whole, known))
+    if not any(lacking):
+        return [[] for _ in known]
+    tokens, counts = batch.spec_info.accept_tokens.cpu().view(len(known), -1), batch.spec_info.accept_lens.cpu()
+    rows = zip(tokens.tolist(), counts.tolist(), lacking, strict=True)
+    return [row[count - lack : count] if lack else [] for row, count, lack in rows]
 
 
 def keep_nothing(original: Callable[..., None], worker: Any, batch: Any) -> None:

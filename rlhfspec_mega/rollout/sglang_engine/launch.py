@@ -89,6 +89,9 @@ def arguments(settings: EngineSettings, directory: Path) -> dict[str, Any]:
 
     Args:
         directory: where the file that tells of the numbers of draft tokens is.
+
+    Raises:
+        UserError: options for speculation beside those that history sets.
     """
     found: dict[str, Any] = {
         "model_path": str(settings.model),
@@ -122,6 +125,11 @@ def arguments(settings: EngineSettings, directory: Path) -> dict[str, Any]:
             "enable_draft_weights_cpu_backup": settings.sleeps,
         }
     elif settings.history_tokens:
+        if sizes := [name for name in settings.options if name.startswith("speculative_")]:
+            raise UserError(
+                f"rollout.sglang.engine_kwargs has {', '.join(sizes)}: where history drafts, "
+                "speculation.num_draft_tokens and speculation.history_tokens say all of it."
+            )
         found |= {
             "speculative_algorithm": "NGRAM",
             "speculative_num_draft_tokens": settings.shapes.counts[-1] + 1,

@@ -99,7 +99,7 @@ CORPUS_DRAFT = _seam(
     _NGRAM,
     "NGRAMWorker._prepare_draft_tokens",
     "self batch",
-    "enable_overlap grammar_needs_sync reqs origin_input_ids output_ids accept_tokens accept_lens",
+    "reqs spec_info accept_tokens accept_lens batch_get",
 )
 CORPUS_UPDATE = _seam(_NGRAM, "NGRAMWorker._update_ngram_corpus", "self batch", "batch_put")
 
@@ -134,7 +134,10 @@ SEAMS = (
         _BATCH_INFO, "SamplingBatchInfo", "", "temperatures top_ks is_all_greedy sampling_seed filter_batch merge_batch"
     ),
     _seam("models.llama", "LlamaForCausalLM.forward", "self input_ids positions forward_batch", "pp_proxy_tensors"),
-    _seam("managers.schedule_batch", "ScheduleBatch", "", "reqs sampling_info forward_mode device"),
+    _seam("managers.schedule_batch", "ScheduleBatch", "", "reqs sampling_info forward_mode device seq_lens_cpu"),
+    _seam("managers.schedule_batch", "FINISH_ABORT", "", "to_json abort"),
+    _seam("managers.overlap_utils", "decide_needs_cpu_seq_lens", "", "is_ngram"),
+    _seam("distributed.parallel_state", "GroupCoordinator", "", "world_size cpu_group first_rank"),
     _seam(
         "sampling.sampling_params",
         "SamplingParams",
@@ -228,7 +231,7 @@ SEAMS = (
         "Req",
         "",
         "rid sampling_params req_pool_idx kv_committed_len finished origin_input_ids output_ids "
-        "output_ids_through_stop",
+        "output_ids_through_stop finished_reason",
     ),
     _seam("mem_cache.memory_pool", "ReqToTokenPool", "", "req_to_token"),
     _seam("mem_cache.memory_pool", "MHATokenToKVPool", "", "k_buffer v_buffer"),

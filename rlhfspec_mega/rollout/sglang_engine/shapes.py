@@ -41,7 +41,8 @@ class DraftShapes:
     def spare_positions(self) -> int:
         """Positions of the context that must stay free beyond prompt and response.
 
-        SGLang reserves the positions of a step (managers.utils, its reserved tokens). It also allocates two steps
+        SGLang reserves the positions of a step (managers.utils, its reserved tokens; none where history drafts, for
+        which this is more than is needed). It also allocates two steps
         ahead, into a row that is longer than the context only by the largest number of draft tokens
         (mem_cache.allocation_sizing), without a check.
         """
