@@ -81,6 +81,25 @@ def most_worth(prices: Prices, values: Floats, draft_seconds: float, least: int)
 
 
 @compiled
+def most_worth_nodes(
+    prices: Prices, values: Floats, rows: Ints, ends: Bools, depth: int, drafted: int, most: int, least: int
+) -> tuple[Ints, int]:
+    """The nodes that are worth most, ascending, at least so many of them; and how many are worth most.
+
+    Args:
+        values, rows, ends: of all nodes.
+        depth, drafted: of the tree; see DraftTree.
+        most: draft tokens of a sample.
+    """
+    order = ranked(rows, ends, values, most)
+    count, _ = most_worth(prices, values[order], drafting_seconds(prices, depth, drafted), 0)
+    kept = np.zeros(len(values), np.bool_)
+    for node in order[: max(count, least)]:
+        kept[node] = True
+    return np.flatnonzero(kept), count
+
+
+@compiled
 def worth_children(
     prices: Prices,
     values: Floats,

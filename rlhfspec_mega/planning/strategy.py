@@ -10,7 +10,7 @@ from rlhfspec_mega.config.schema.generation import SpeculationConfig
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost, step_cost
 from rlhfspec_mega.planning.forecast import StepView, recalled_rate
-from rlhfspec_mega.planning.growth import Prices, drafting_seconds, least_to_pay, most_worth, worth_children
+from rlhfspec_mega.planning.growth import Prices, least_to_pay, most_worth_nodes, worth_children
 from rlhfspec_mega.planning.modes import DRAFTED, PLAIN, SETTLING, ModeChoice
 from rlhfspec_mega.planning.nodes import index_within_row, possible_parents, rank_nodes
 from rlhfspec_mega.planning.tree import Batch, DraftingPolicy, DraftTree, Floats, Ints, Recall, StepRecord
@@ -216,11 +216,13 @@ class Adaptive(CalibratedPolicy):
         """The nodes that are worth most, given what is drafted; a trial verifies at least as many nodes as samples."""
         if len(batch.recalled):
             self.acceptance.fill_survival(batch, tree, 0)
-        values = self._values(batch, tree)
-        order = rank_nodes(tree, values, self.max_nodes)
-        prices = self._prices(self._step(batch))
-        count, _ = most_worth(prices, values[order], drafting_seconds(prices, tree.depth, tree.drafted), 0)
-        return np.sort(order[: self._at_least(count, batch.size)])
+        prices, values = self._prices(self._step(batch)), self._values(batch, tree)
+        least = batch.size if self.modes.trying else 0
+        chosen, count = most_worth_nodes(
+            prices, values, tree.rows, tree.ends, tree.depth, tree.drafted, self.max_nodes, least
+        )
+        self._forced = self.modes.trying and count < least
+        return chosen
 
     def _values(self, batch: Batch, tree: DraftTree) -> Floats:
         """w x survival of all nodes, with w scaled to average 1 over the batch."""

@@ -136,12 +136,13 @@ class DraftTree:
         Args:
             drafted: whether the draft model was run on their parents.
         """
-        new, joined = len(rows), np.concatenate
-        ranks = np.where(drafted, NOT_NAMED, NOT_DRAFTED)
-        self.rows, self.parents = joined((self.rows, rows)), joined((self.parents, parents))
-        self.depths, self.ranks = joined((self.depths, depths)), joined((self.ranks, ranks))
-        self.gaps, self.survival = joined((self.gaps, np.zeros(new))), joined((self.survival, np.zeros(new)))
-        self.ends, self.matches = joined((self.ends, np.zeros(new, np.bool_))), joined((self.matches, matches))
+        joined, self.gaps, self.survival, self.ends = _with_recalled(
+            (self.rows, self.parents, self.depths, self.ranks, self.matches),
+            (self.gaps, self.survival, self.ends),
+            (rows, parents, depths, matches),
+            drafted,
+        )
+        self.rows, self.parents, self.depths, self.ranks, self.matches = joined
 
 
 @compiled
@@ -173,6 +174,30 @@ def _with_layer(
     for one in range(added):
         drafted += depth > 1 and (one == 0 or new[1][one] != new[1][one - 1])
     return joined, gaps, survival, ends, drafted
+
+
+@compiled
+def _with_recalled(
+    whole: tuple[Ints, Ints, Ints, Ints, Ints],
+    others: tuple[Floats, Floats, Bools],
+    new: tuple[Ints, Ints, Ints, Ints],
+    drafted: Bools,
+) -> tuple[Ints, Floats, Floats, Bools]:
+    """See DraftTree.add_recalled.
+
+    Args:
+        whole: rows, parents, depths, ranks and matches; `others` gaps, survival and ends.
+        new: rows, parents, depths and matches.
+    """
+    own, added = len(whole[0]), len(drafted)
+    joined, gaps = np.empty((5, own + added), np.int64), np.zeros(own + added)
+    survival, ends = np.zeros(own + added), np.zeros(own + added, np.bool_)
+    joined[0, :own], joined[1, :own], joined[2, :own], joined[3, :own] = whole[0], whole[1], whole[2], whole[3]
+    joined[4, :own], gaps[:own], survival[:own], ends[:own] = whole[4], others[0], others[1], others[2]
+    joined[0, own:], joined[1, own:], joined[2, own:], joined[4, own:] = new
+    for one in range(added):
+        joined[3, own + one] = NOT_NAMED if drafted[one] else NOT_DRAFTED
+    return joined, gaps, survival, ends
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.sglang_engines import DEVICE, SHARED_GPU, finish, send, settings
+from benchmarks.sglang_engines import DEVICE, SHARED_GPU, finish, ours, send, settings
 from rlhfspec_mega.config.schema.generation import RolloutConfig, SGLangConfig, SpeculationConfig
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.hf_config import read_shape
@@ -20,6 +20,7 @@ from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes
 from rlhfspec_mega.types import DraftingTally, FinishedText, GenerationRequest, GenerationResult
 from rlhfspec_mega.workers.sglang_engine import SGLangEngineWorker
 from tests.near_tie import assert_same
+from tests.sglang.support import FP32
 
 NODES = 6  # draft tokens of a sample
 
@@ -110,6 +111,25 @@ def test_it_sleeps_and_weights_wake_it(
     some = requests[:8]
     assert_same({one.sample_id: wanted[one.sample_id] for one in some}, decode(drafting, some)[0], some, judge)
     assert drafting.pace(1.0).batches[-1] == 32
+
+
+@pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="one GPU")
+def test_two_ranks_verify_the_same_trees(
+    made: tuple[Path, Path],
+    requests: list[GenerationRequest],
+    wanted: dict[str, GenerationResult],
+    judge: Judge,
+    tmp_path: Path,
+) -> None:
+    shapes = DraftShapes((NODES,), NODES)
+    given = settings(made[0], None, **FP32, shapes=shapes, history_tokens=65536, tensor_parallel=2)
+    engine, _ = ours(given, tmp_path / "engine")
+    some = requests[:24]
+    found = finish(engine, some)
+    assert_same({one.sample_id: wanted[one.sample_id] for one in some}, found, some, judge)
+    tally = HistoryControl(engine._engine, tmp_path / "engine").take_tally()
+    assert sum(len(one.tokens) for one in found.values()) == len(some) + tally.sample_steps + tally.accepted
+    assert tally.accepted > 0.5 * tally.sample_steps
 
 
 def test_options_for_speculation_are_refused(made: tuple[Path, Path], tmp_path: Path) -> None:

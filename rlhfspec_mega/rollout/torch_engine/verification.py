@@ -85,13 +85,7 @@ def accept(nodes: TreeNodes, choices: Ints, lengths: Ints) -> Accepted:
 
 def plain(last_tokens: Ints, lengths: Ints, device: torch.device) -> Verification:
     """A pass without draft tokens: only the last tokens [B] of samples of these lengths."""
-    batch, positions, longest = len(lengths), lengths - 1, int(lengths.max())
-    rows, zeros = np.arange(batch), np.zeros(batch, np.int64)
-    visible = np.arange(longest) <= positions[:, None]
-    arrays = (last_tokens, positions, rows, zeros, visible)
-    tokens, places, slots, columns, seen = (torch.from_numpy(a).to(device) for a in arrays)
-    inputs = Inputs(tokens, places, slots, columns, places, seen, batch, 1)
-    return Verification(inputs, TreeNodes(last_tokens, rows, positions, zeros, rows, np.full(batch, ROOT)))
+    return _verification(_plain_inputs(last_tokens, lengths), len(lengths), device)
 
 
 def with_drafts(
@@ -103,46 +97,60 @@ def with_drafts(
         chosen: indices of the chosen nodes of `tree`, ascending and with their parents.
         tokens: [nodes], the tokens of all nodes of `tree`.
     """
-    longest = int(lengths.max())
-    made = _flat_inputs(lengths, tree.rows, tree.parents, tree.depths, chosen, longest)
-    order, positions, rows, columns, places, depths, parents = made.arrays
-    flat = np.concatenate((last_tokens, tokens[chosen]))[order]
-    on_device = [torch.from_numpy(array).to(device) for array in (flat, positions, rows, columns, places, made.visible)]
-    inputs = Inputs._make((*on_device, len(lengths), made.visible.shape[1] - longest + 1))
-    return Verification(inputs, TreeNodes(flat, rows, places, depths, parents, made.nodes))
+    made = _flat_inputs(last_tokens, lengths, (tree.rows, tree.parents, tree.depths, tokens), chosen)
+    return _verification(made, len(lengths), device)
 
 
 class _FlatInputs(NamedTuple):
     """Inputs by sample: its last token first, then its chosen nodes as they were drafted.
 
     Attributes:
-        arrays: int64 [7, N]: index into last tokens and chosen nodes, position, row, column, place in the cache, depth,
-            parent.
+        arrays: int64 [8, N]: token, position, row, column, place in the cache, depth, parent, and index into the chosen
+            nodes, or ROOT.
         visible: bool [N, longest + most nodes of a sample], which places of the cache an input attends to.
-        nodes: int64 [N], index into the chosen nodes, or ROOT.
+        queries: most inputs of a sample.
     """
 
     arrays: Ints
     visible: Bools
-    nodes: Ints
+    queries: int
+
+
+def _verification(made: _FlatInputs, batch: int, device: torch.device) -> Verification:
+    tokens, positions, rows, columns, places = torch.from_numpy(made.arrays[:5]).to(device).unbind()
+    visible = torch.from_numpy(made.visible).to(device)
+    inputs = Inputs(tokens, positions, rows, columns, places, visible, batch, made.queries)
+    flat, _, slots, _, at, depths, parents, nodes = made.arrays
+    return Verification(inputs, TreeNodes(flat, slots, at, depths, parents, nodes))
 
 
 @compiled
-def _flat_inputs(
-    lengths: Ints, node_rows: Ints, node_parents: Ints, node_depths: Ints, chosen: Ints, longest: int
-) -> _FlatInputs:
-    batch, count = len(lengths), len(lengths) + len(chosen)
+def _plain_inputs(last_tokens: Ints, lengths: Ints) -> _FlatInputs:
+    batch = len(lengths)
+    arrays, visible = np.zeros((8, batch), np.int64), np.zeros((batch, lengths.max()), np.bool_)
+    for row in range(batch):
+        arrays[0, row], arrays[1, row], arrays[2, row] = last_tokens[row], lengths[row] - 1, row
+        arrays[4, row], arrays[6, row], arrays[7, row] = lengths[row] - 1, row, ROOT
+        visible[row, : lengths[row]] = True
+    return _FlatInputs(arrays, visible, 1)
+
+
+@compiled
+def _flat_inputs(last_tokens: Ints, lengths: Ints, tree: tuple[Ints, Ints, Ints, Ints], chosen: Ints) -> _FlatInputs:
+    """`tree` has the rows, parents, depths and tokens of its nodes."""
+    node_rows, node_parents, node_depths, node_tokens = tree
+    batch, count, longest = len(lengths), len(lengths) + len(chosen), lengths.max()
     sizes = np.ones(batch, np.int64)
     for node in chosen:
         sizes[node_rows[node]] += 1
     roots = np.cumsum(sizes) - sizes
-    arrays, nodes = np.empty((7, count), np.int64), np.full(count, ROOT)
-    order, positions, rows, columns, places, depths, parents = arrays
-    visible = np.zeros((count, longest + sizes.max() - 1), np.bool_)
+    arrays, queries = np.empty((8, count), np.int64), sizes.max()
+    tokens, positions, rows, columns, places, depths, parents, nodes = arrays
+    visible = np.zeros((count, longest + queries - 1), np.bool_)
     for row in range(batch):
         root = roots[row]
-        order[root], positions[root], rows[root], columns[root] = row, lengths[row] - 1, row, 0
-        places[root], depths[root], parents[root] = lengths[row] - 1, 0, root
+        tokens[root], positions[root], rows[root], columns[root] = last_tokens[row], lengths[row] - 1, row, 0
+        places[root], depths[root], parents[root], nodes[root] = lengths[row] - 1, 0, root, ROOT
         visible[root, : lengths[row]] = True
     following, found = roots + 1, np.empty(len(node_rows), np.int64)
     for number in range(len(chosen)):
@@ -151,9 +159,9 @@ def _flat_inputs(
         here, root = following[row], roots[row]
         following[row], found[node] = here + 1, here
         above, column = root if node_parents[node] == ROOT else found[node_parents[node]], here - root
-        order[here], rows[here], columns[here], nodes[here] = batch + number, row, column, number
+        tokens[here], rows[here], columns[here], nodes[here] = node_tokens[node], row, column, number
         positions[here], depths[here] = lengths[row] - 1 + node_depths[node], node_depths[node]
         places[here], parents[here] = lengths[row] + column - 1, above
         visible[here] = visible[above]
         visible[here, lengths[row] + column - 1] = True
-    return _FlatInputs(arrays, visible, nodes)
+    return _FlatInputs(arrays, visible, queries)
