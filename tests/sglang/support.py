@@ -82,8 +82,15 @@ def tokens_of(found: dict[str, GenerationResult]) -> dict[str, list[int]]:
     return {name: result.tokens for name, result in found.items()}
 
 
-def worker(made: tuple[Path, Path], drafts: bool = True, **sglang: Any) -> SGLangEngineWorker:
-    """A worker as a run has it, with weights; `sglang`: fields of its configuration."""
+def worker(
+    made: tuple[Path, Path], drafts: bool = True, history: SpeculationConfig | None = None, **sglang: Any
+) -> SGLangEngineWorker:
+    """A worker as a run has it, with weights.
+
+    Args:
+        history: how it drafts from history, without a draft.
+        sglang: fields of its configuration.
+    """
     config = RolloutConfig(
         engine="sglang",
         max_running_requests=32,
@@ -95,7 +102,16 @@ def worker(made: tuple[Path, Path], drafts: bool = True, **sglang: Any) -> SGLan
     memory, draft = (0.1 if DEVICE == "cuda" else None), made[1] if drafts else None
     shape = read_shape(made[0])
     found = SGLangEngineWorker(
-        shape, config, "float32", made[0], memory, True, DEVICE, draft=draft, drafting=SpeculationConfig()
+        shape,
+        config,
+        "float32",
+        made[0],
+        memory,
+        True,
+        DEVICE,
+        draft=draft,
+        drafting=history or SpeculationConfig(),
+        history_tokens=history.history_tokens if history else 0,
     )
     send(found.engine, made[0], 0)
     return found

@@ -10,17 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.sglang_engines import DEVICE, SHARED_GPU, finish, ours, send, settings
-from rlhfspec_mega.config.schema.generation import RolloutConfig, SGLangConfig, SpeculationConfig
+from benchmarks.sglang_engines import DEVICE, finish, ours, send, settings
+from rlhfspec_mega.config.schema.generation import SpeculationConfig
 from rlhfspec_mega.errors import UserError
-from rlhfspec_mega.models.hf_config import read_shape
 from rlhfspec_mega.rollout.sglang_engine import launch
 from rlhfspec_mega.rollout.sglang_engine.history_control import HistoryControl
 from rlhfspec_mega.rollout.sglang_engine.shapes import DraftShapes
 from rlhfspec_mega.types import DraftingTally, FinishedText, GenerationRequest, GenerationResult
 from rlhfspec_mega.workers.sglang_engine import SGLangEngineWorker
 from tests.near_tie import assert_same
-from tests.sglang.support import FP32
+from tests.sglang.support import FP32, worker
 
 NODES = 6  # draft tokens of a sample
 
@@ -29,40 +28,21 @@ Judge = Callable[[list[int]], torch.Tensor]
 
 @pytest.fixture(scope="module")
 def drafting(made: tuple[Path, Path]) -> SGLangEngineWorker:
-    config = RolloutConfig(
-        engine="sglang",
-        max_running_requests=32,
-        max_prompt_tokens=150,
-        max_new_tokens=150,
-        chunked_prefill_size=8192,
-        sglang=SGLangConfig(engine_kwargs=SHARED_GPU),
-    )
-    found = SGLangEngineWorker(
-        read_shape(made[0]),
-        config,
-        "float32",
-        made[0],
-        0.1 if DEVICE == "cuda" else None,
-        True,
-        DEVICE,
-        drafting=SpeculationConfig(policy="fixed", sources=["history"], num_draft_tokens=NODES),
-        history_tokens=65536,
-    )
-    send(found.engine, made[0], 0)
-    return found
+    speculation = SpeculationConfig(policy="fixed", sources=["history"], num_draft_tokens=NODES, history_tokens=65536)
+    return worker(made, drafts=False, history=speculation)
 
 
 def decode(
-    worker: SGLangEngineWorker, requests: list[GenerationRequest]
+    own: SGLangEngineWorker, requests: list[GenerationRequest]
 ) -> tuple[dict[str, GenerationResult], DraftingTally]:
-    found, tally = finish(worker.engine, requests), worker.take_tally()
+    found, tally = finish(own.engine, requests), own.take_tally()
     assert tally is not None
     return found, tally
 
 
-def control_of(worker: SGLangEngineWorker) -> HistoryControl:
-    assert worker.controller.history is not None
-    return worker.controller.history
+def control_of(own: SGLangEngineWorker) -> HistoryControl:
+    assert own.controller.history is not None
+    return own.controller.history
 
 
 def test_the_tokens_are_those_of_plain_decoding(
