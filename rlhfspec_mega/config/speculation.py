@@ -54,13 +54,14 @@ def speculation_note(config: RunConfig) -> str | None:
     speculation = config.speculation
     if not runs_engines(config) or speculation.policy == "off" or "draft" not in speculation.sources or drafts(config):
         return None
-    how = "drafts from its own samples alone" if recalls(config) else "decodes plainly"
-    history = "" if recalls(config) else ", or to draft from its own samples, add speculation=fixed and "
-    history += "" if recalls(config) else "speculation.sources=[history]"
+    how, history = "drafts from its own samples alone", ""
+    if not recalls(config):
+        fixed = "speculation=fixed and " if config.rollout.engine == "sglang" else ""
+        how, history = "decodes plainly", f" To draft from its own samples, add {fixed}speculation.sources=[history]."
     return (
         f"The model in {config.model.path} has no draft: this run {how}. To make one, "
-        f"python -m tools.train_draft --model {config.model.path} --out DIR, and add speculation.draft_model_path=DIR"
-        f"{history}."
+        f"python -m tools.train_draft --model {config.model.path} --out DIR, and add speculation.draft_model_path=DIR."
+        f"{history}"
     )
 
 
