@@ -82,9 +82,9 @@ def most_worth(prices: Prices, values: Floats, draft_seconds: float, least: int)
 
 @compiled
 def most_worth_nodes(
-    prices: Prices, values: Floats, rows: Ints, ends: Bools, depth: int, drafted: int, most: int, least: int
+    prices: Prices, values: Floats, rows: Ints, ends: Bools, depth: int, drafted: int, most: int
 ) -> tuple[Ints, int]:
-    """The nodes that are worth most, ascending, at least so many of them; and how many are worth most.
+    """The nodes, best first, and how many of them are worth most.
 
     Args:
         values, rows, ends: of all nodes.
@@ -93,10 +93,7 @@ def most_worth_nodes(
     """
     order = ranked(rows, ends, values, most)
     count, _ = most_worth(prices, values[order], drafting_seconds(prices, depth, drafted), 0)
-    kept = np.zeros(len(values), np.bool_)
-    for node in order[: max(count, least)]:
-        kept[node] = True
-    return np.flatnonzero(kept), count
+    return order, count
 
 
 @compiled

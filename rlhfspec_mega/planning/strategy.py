@@ -217,12 +217,8 @@ class Adaptive(CalibratedPolicy):
         if len(batch.recalled):
             self.acceptance.fill_survival(batch, tree, 0)
         prices, values = self._prices(self._step(batch)), self._values(batch, tree)
-        least = batch.size if self.modes.trying else 0
-        chosen, count = most_worth_nodes(
-            prices, values, tree.rows, tree.ends, tree.depth, tree.drafted, self.max_nodes, least
-        )
-        self._forced = self.modes.trying and count < least
-        return chosen
+        order, count = most_worth_nodes(prices, values, tree.rows, tree.ends, tree.depth, tree.drafted, self.max_nodes)
+        return np.sort(order[: self._at_least(count, batch.size)])
 
     def _values(self, batch: Batch, tree: DraftTree) -> Floats:
         """w x survival of all nodes, with w scaled to average 1 over the batch."""
