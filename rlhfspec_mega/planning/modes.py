@@ -119,10 +119,9 @@ class ModeChoice:
 
         In rollouts whose samples all end together there are no smaller batches.
         """
-        if self._steps >= self._due.get(DRAFTED, 0) - FOLLOWED_BEFORE:
-            return True
         buckets = slice(batch_bucket(size) + 1)
-        return _worth_following(
+        # Asked for whether or not a trial is near: a rehearsal compiles it only if it is called there.
+        worth = _worth_following(
             np.ascontiguousarray(self._measured[buckets, DRAFTED]),  # else it is of another type for one bucket
             self._forecast_gains[buckets],
             self._came[buckets],
@@ -130,6 +129,7 @@ class ModeChoice:
             self._whole.kept(size),
             self._whole.shares(size)[buckets],
         )
+        return worth or self._steps >= self._due.get(DRAFTED, 0) - FOLLOWED_BEFORE
 
     def rests(self, size: int) -> bool:
         """Whether steps of this batch size are plain for now."""
