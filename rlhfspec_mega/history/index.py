@@ -85,12 +85,16 @@ class History:
             least: survival below which a node is not worth verifying.
             wanted: the other fields of Wanted.
         """
-        self._store_steps()
-        room = batch * most
-        rows, parents, depths, tokens, ranks, cells = (np.empty(room, np.int64) for _ in range(6))
-        result = Proposed(rows, parents, depths, tokens, ranks, cells, np.empty(room))
-        size = propose(self._store, Wanted(self._last[:batch], **wanted), most, least, result)
+        store, last = self.of_slots(batch)
+        rows, parents, depths, tokens, ranks, cells = np.empty((6, batch * most), np.int64)
+        result = Proposed(rows, parents, depths, tokens, ranks, cells, np.empty(batch * most))
+        size = propose(store, Wanted(last, **wanted), most, least, result)
         return Proposed._make(values[:size] for values in result)
+
+    def of_slots(self, batch: int) -> tuple[Store, Ints]:
+        """The store, with all steps up to now, and the ids of the last tokens of the samples in the first slots."""
+        self._store_steps()
+        return self._store, self._last[:batch]
 
     def _store_steps(self) -> None:
         if self._counts:

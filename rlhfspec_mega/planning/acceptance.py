@@ -100,9 +100,8 @@ class AcceptanceModel:
     def fill_survival(self, batch: Batch, tree: DraftTree, first: int) -> None:
         """Set the survival of the nodes from `first` on: the parent's times the conditional acceptance; 0 beyond the
         length limit."""
-        _fill_survival(
-            self._log_odds,
-            self._entries_of(batch),
+        set_survival(
+            *self.of_samples(batch),
             tree.rows,
             tree.parents,
             tree.depths,
@@ -113,6 +112,14 @@ class AcceptanceModel:
             tree.survival,
             first,
         )
+
+    def of_samples(self, batch: Batch) -> tuple[Floats, Ints]:
+        """The log-odds of all table entries, and the indices [FACTORS, B] of the samples' own; see `_row_entries`."""
+        if self._batch is None or batch.samples is not self._batch.samples:
+            self._batch = batch
+            self._row_entries = _row_entries(temperature_classes(batch), batch.lengths, batch.samples)
+            _reset_new_samples(batch.samples, self._owners, self._log_odds, self._information)
+        return self._log_odds, self._row_entries
 
     def expected_layers(self) -> Floats:
         """Mean conditional acceptance [CLASSES, DEPTHS, RANKS] by rank, of layers that are not drafted yet.
@@ -192,7 +199,7 @@ class AcceptanceModel:
             self._log_odds,
             self._information,
             self._max_information,
-            self._entries_of(record.batch),
+            self.of_samples(record.batch)[1],
             (tree.rows, tree.parents, tree.depths, tree.ranks, tree.matches),
             (tree.gaps, tree.survival),
             record.chosen,
@@ -203,15 +210,7 @@ class AcceptanceModel:
     def _entries(self, batch: Batch, tree: DraftTree, nodes: slice | Ints) -> Ints:
         """Table entries [FACTORS, k] whose sum is the log-odds of each node."""
         rows, ranks, gaps, depths = tree.rows[nodes], tree.ranks[nodes], tree.gaps[nodes], tree.depths[nodes]
-        return _node_entries(self._entries_of(batch), rows, ranks, gaps, depths, tree.matches[nodes])
-
-    def _entries_of(self, batch: Batch) -> Ints:
-        """Those of the samples; see `_row_entries`."""
-        if self._batch is None or batch.samples is not self._batch.samples:
-            self._batch = batch
-            self._row_entries = _row_entries(temperature_classes(batch), batch.lengths, batch.samples)
-            _reset_new_samples(batch.samples, self._owners, self._log_odds, self._information)
-        return self._row_entries
+        return _node_entries(self.of_samples(batch)[1], rows, ranks, gaps, depths, tree.matches[nodes])
 
 
 def temperature_classes(batch: Batch) -> Ints:
@@ -261,7 +260,7 @@ def _node_entries(row_entries: Ints, rows: Ints, ranks: Ints, gaps: Floats, dept
 
 
 @compiled
-def _fill_survival(
+def set_survival(
     log_odds: Floats,
     row_entries: Ints,
     rows: Ints,

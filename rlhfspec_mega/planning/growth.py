@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from rlhfspec_mega.compiled import compiled
+from rlhfspec_mega.planning.acceptance import set_survival
 from rlhfspec_mega.planning.nodes import possible_parents, ranked
-from rlhfspec_mega.planning.tree import Bools, Floats, Ints
-
-
-class Prices(NamedTuple):
-    """What a step takes.
-
-    Attributes:
-        tokens: that it gives without draft tokens.
-        pace: tokens per second of such steps; 0 if it is unknown.
-        verify: seconds of verifying 0, 1, ... draft tokens, up to the most.
-        first, per_layer: seconds of the first drafted layer, and of each layer beside its nodes.
-        nodes, seconds: of a later layer: its seconds where it is drafted from so many nodes, linear in between.
-    """
-
-    tokens: float
-    pace: float
-    verify: Floats
-    first: float
-    per_layer: float
-    nodes: Floats
-    seconds: Floats
+from rlhfspec_mega.planning.tree import Bools, Floats, Ints, Prices, Worth
 
 
 @compiled
@@ -82,18 +61,36 @@ def most_worth(prices: Prices, values: Floats, draft_seconds: float, least: int)
 
 @compiled
 def most_worth_nodes(
-    prices: Prices, values: Floats, rows: Ints, ends: Bools, depth: int, drafted: int, most: int
-) -> tuple[Ints, int]:
-    """The nodes, best first, and how many of them are worth most.
+    prices: Prices, values: Floats, rows: Ints, ends: Bools, depth: int, drafted: int, most: int, least: int
+) -> tuple[Ints, bool]:
+    """The nodes that are worth most, ascending, and whether they are more than that because of `least`.
 
     Args:
         values, rows, ends: of all nodes.
         depth, drafted: of the tree; see DraftTree.
         most: draft tokens of a sample.
+        least: draft tokens of the batch, if there are as many.
     """
     order = ranked(rows, ends, values, most)
     count, _ = most_worth(prices, values[order], drafting_seconds(prices, depth, drafted), 0)
-    return order, count
+    forced, kept = count < least, np.zeros(len(values), np.bool_)
+    kept[order[: max(count, least)]] = True
+    return np.flatnonzero(kept), forced
+
+
+@compiled
+def worth_verifying(worth: Worth, nodes: tuple[Ints, Ints, Ints, Ints, Ints], most: int) -> tuple[Floats, Ints]:
+    """The survival of nodes that only earlier text gives, and those of them that are worth most, ascending.
+
+    Args:
+        nodes: rows, parents, depths, ranks (all NOT_DRAFTED) and matches, as in DraftTree.
+        most: draft tokens of a sample.
+    """
+    rows, parents, depths, ranks, matches = nodes
+    survival, gaps, ends = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(len(rows), np.bool_)
+    set_survival(worth.odds, worth.entries, rows, parents, depths, ranks, gaps, matches, worth.remaining, survival, 0)
+    chosen, _ = most_worth_nodes(worth.prices, survival * worth.weights[rows], rows, ends, 0, 0, most, 0)
+    return survival, chosen
 
 
 @compiled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -251,6 +252,10 @@ class ModeChoice:
         if left == 0:
             self._end_rest()
         self._whole.ended(samples, tokens, joined, left)
+
+    def keep_to(self, mode: int) -> None:
+        """Make all further steps in one mode, where it is possible."""
+        self._held, self._held_until, self._left = [mode] * BATCH_BUCKETS, [sys.maxsize] * BATCH_BUCKETS, 0
 
     def draft_returns(self) -> None:
         """Decisions that were made while the draft model could not be used hold no more."""

@@ -174,14 +174,18 @@ class MonitoredPolicy(DraftingPolicy):
         self.policy.draft_returns()
 
     def recall(self, batch: Batch) -> Recall | None:
-        return self.policy.recall(batch if self.watch.may_draft else replace(batch, draftable=False))
+        return self.policy.recall(self._as_draftable(batch))
 
     def depth(self, batch: Batch) -> int:
+        found = self.policy.depth(self._as_draftable(batch))  # where nothing may be drafted, it may have a trial to end
+        return found if self.watch.may_draft else 0
+
+    def _as_draftable(self, batch: Batch) -> Batch:
+        """The batch, for which the draft cannot be run while the watch stops it."""
         if self.watch.may_draft:
-            return self.policy.depth(batch)
-        self.policy.depth(replace(batch, draftable=False))  # it may have a trial to end
+            return batch
         self._stopped = True
-        return 0
+        return replace(batch, draftable=False)
 
     def expand(self, batch: Batch, tree: DraftTree) -> Ints:
         return self.policy.expand(batch, tree)

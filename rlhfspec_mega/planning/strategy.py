@@ -10,10 +10,20 @@ from rlhfspec_mega.config.schema.generation import SpeculationConfig
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost, step_cost
 from rlhfspec_mega.planning.forecast import StepView, recalled_rate
-from rlhfspec_mega.planning.growth import Prices, least_to_pay, most_worth_nodes, worth_children
-from rlhfspec_mega.planning.modes import DRAFTED, PLAIN, SETTLING, ModeChoice
+from rlhfspec_mega.planning.growth import least_to_pay, most_worth_nodes, worth_children
+from rlhfspec_mega.planning.modes import DRAFTED, PLAIN, RECALLED, SETTLING, ModeChoice
 from rlhfspec_mega.planning.nodes import index_within_row, possible_parents, rank_nodes
-from rlhfspec_mega.planning.tree import Batch, DraftingPolicy, DraftTree, Floats, Ints, Recall, StepRecord
+from rlhfspec_mega.planning.tree import (
+    Batch,
+    DraftingPolicy,
+    DraftTree,
+    Floats,
+    Ints,
+    Prices,
+    Recall,
+    StepRecord,
+    Worth,
+)
 
 # Step times are learnt from all of the first steps, then from every fourth step with and every fourth without a draft.
 COSTS_AT_FIRST, COSTS_EVERY = 32, 4
@@ -83,7 +93,12 @@ class CalibratedPolicy(DraftingPolicy):
         if not self.recalls or (self.modes and self._chosen_mode(batch) == PLAIN):
             return None
         least = self._least_survival(batch) if self.learns_cost else LEAST_RECALLED
-        return Recall(self.max_nodes, least, self._step(batch).classes, self.acceptance.recalled_table())
+        classes, accepted = self._step(batch).classes, self.acceptance.recalled_table()
+        return Recall(self.max_nodes, least, classes, accepted, self._worth(batch))
+
+    def _worth(self, batch: Batch) -> Worth | None:
+        """See Recall; None: `choose` is asked."""
+        return None
 
     def _least_survival(self, batch: Batch) -> float:
         """Survival from which a node is asked for: see `least_to_pay`."""
@@ -132,11 +147,9 @@ class CalibratedPolicy(DraftingPolicy):
                 self._mode = PLAIN
         return self._mode
 
-    def _at_least(self, count: int, least: int) -> int:
-        """`count`, or `least` in a trial: what is accepted is learnt from what is verified."""
-        assert self.modes is not None
-        self._forced = self.modes.trying and count < least
-        return least if self._forced else count
+    def _least(self, count: int) -> int:
+        """`count` draft tokens are verified at least in a trial: what is accepted is learnt from what is verified."""
+        return count if self.modes and self.modes.trying else 0
 
     def _usable_depth(self, batch: Batch, limit: int) -> int:
         """`limit`, or fewer layers if no sample of the batch can use so many."""
@@ -216,16 +229,28 @@ class Adaptive(CalibratedPolicy):
         """The nodes that are worth most, given what is drafted; a trial verifies at least as many nodes as samples."""
         if len(batch.recalled):
             self.acceptance.fill_survival(batch, tree, 0)
-        prices, values = self._prices(self._step(batch)), self._values(batch, tree)
-        order, count = most_worth_nodes(prices, values, tree.rows, tree.ends, tree.depth, tree.drafted, self.max_nodes)
-        return np.sort(order[: self._at_least(count, batch.size)])
+        prices, values, least = self._prices(self._step(batch)), self._values(batch, tree), self._least(batch.size)
+        chosen, self._forced = most_worth_nodes(
+            prices, values, tree.rows, tree.ends, tree.depth, tree.drafted, self.max_nodes, least
+        )
+        return chosen
+
+    def _worth(self, batch: Batch) -> Worth | None:
+        if self._mode != RECALLED or self.modes.trying:
+            return None
+        odds, entries = self.acceptance.of_samples(batch)
+        return Worth(odds, entries, batch.remaining, self._weights(batch), self._prices(self._step(batch)))
 
     def _values(self, batch: Batch, tree: DraftTree) -> Floats:
-        """w x survival of all nodes, with w scaled to average 1 over the batch."""
+        """w x survival of all nodes."""
+        return tree.survival * self._weights(batch)[tree.rows] if self.tail_weight else tree.survival
+
+    def _weights(self, batch: Batch) -> Floats:
+        """w, scaled to average 1 over the batch."""
         if self.tail_weight == 0.0:
-            return tree.survival
+            return np.ones(batch.size)
         weights = (batch.generated + 1.0) ** self.tail_weight
-        return tree.survival * (weights / weights.mean())[tree.rows]
+        return np.asarray(weights / weights.mean())
 
     def _prices(self, step: StepView) -> Prices:
         """Of this step."""
@@ -284,8 +309,9 @@ class Uniform(Fixed):
         size, kv = batch.size, batch.kv_tokens
         seconds = self.cost.draft_seconds(size, kv, batch.backlog, tree.depth, tree.drafted)
         rates = (size + accepted) / (seconds + self.cost.verify_seconds(size, kv, size + nodes.astype(np.float64)))
-        best = self._at_least(int(rates.argmax()), 1)
-        return np.sort(order[place < best])
+        best, least = int(rates.argmax()), self._least(1)
+        self._forced = best < least
+        return np.sort(order[place < max(best, least)])
 
 
 def make_policy(config: SpeculationConfig, acceptance: AcceptanceModel, cost: CostModel) -> DraftingPolicy | None:

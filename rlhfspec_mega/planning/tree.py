@@ -222,6 +222,42 @@ class StepRecord:
     root_hits: Bools = field(default_factory=lambda: np.zeros(0, np.bool_))
 
 
+class Prices(NamedTuple):
+    """What a step takes.
+
+    Attributes:
+        tokens: that it gives without draft tokens.
+        pace: tokens per second of such steps; 0 if it is unknown.
+        verify: seconds of verifying 0, 1, ... draft tokens, up to the most.
+        first, per_layer: seconds of the first drafted layer, and of each layer beside its nodes.
+        nodes, seconds: of a later layer: its seconds where it is drafted from so many nodes, linear in between.
+    """
+
+    tokens: float
+    pace: float
+    verify: Floats
+    first: float
+    per_layer: float
+    nodes: Floats
+    seconds: Floats
+
+
+class Worth(NamedTuple):
+    """What decides which nodes from earlier text are verified where there are no others.
+
+    Attributes:
+        odds, entries: see AcceptanceModel.of_samples.
+        remaining: [B] as in `Batch`.
+        weights: [B] of the samples' tokens.
+    """
+
+    odds: Floats
+    entries: Ints
+    remaining: Ints
+    weights: Floats
+    prices: Prices
+
+
 class Recall(NamedTuple):
     """How many draft tokens earlier text is asked for.
 
@@ -230,12 +266,15 @@ class Recall(NamedTuple):
         least: survival below which a node is left out.
         classes: int64 [B], row of `accepted` that holds for each sample.
         accepted: [classes, cells] probability that a node of this cell is accepted if its parent is.
+        worth: of a step in which nothing else is drafted: the nodes are chosen as they are found, in one compiled call,
+            and `DraftingPolicy.choose` is not called.
     """
 
     most: int
     least: float
     classes: Ints
     accepted: Floats
+    worth: Worth | None = None
 
 
 class DraftingPolicy(Protocol):

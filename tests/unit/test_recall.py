@@ -6,12 +6,22 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 
+from rlhfspec_mega.history.index import History
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost
 from rlhfspec_mega.planning.growth import least_to_pay
+from rlhfspec_mega.planning.modes import RECALLED
 from rlhfspec_mega.planning.strategy import Adaptive
 from rlhfspec_mega.planning.tree import DraftTree, StepRecord
+from rlhfspec_mega.rollout.torch_engine.drafter import GrownTree
+from rlhfspec_mega.rollout.torch_engine.recall import join, recall, recall_alone
+from rlhfspec_mega.rollout.torch_engine.slots import SlotState
+from rlhfspec_mega.rollout.torch_engine.verification import with_drafts
 from tests.synthetic_drafts import make_batch
 from tests.unit.test_strategy import cost_of
 
@@ -66,3 +76,40 @@ def test_many_cheap_tokens_are_asked_for_although_few_are_dear() -> None:
     policy.recalls = True
     asked = policy.recall(make_batch(100, np.random.default_rng(7)))
     assert asked is not None and asked.least < 0.2
+
+
+@given(seed=st.integers(0, 10_000), samples=st.integers(1, 9), tail_weight=st.sampled_from([0.0, 0.7]))
+@settings(deadline=None, max_examples=25)
+def test_a_step_from_history_alone_is_what_its_parts_give(
+    seed: int, samples: int, tail_weight: float
+) -> None:
+    """Looked up, chosen and laid out in one call, or by the calls that a step with a draft model takes."""
+    rng = np.random.default_rng(seed)
+    history, slots = History(samples, 4096), SlotState(samples, 12, "cpu")
+    for slot in range(samples):
+        history.admit(slot, (), rng.integers(0, 3, rng.integers(1, 60)).tolist())
+    slots.tokens[:], slots.lengths[:] = rng.integers(0, 3, samples), rng.integers(2, 60, samples)
+    slots.host_noise[:], slots.host_stops[:, 2] = rng.integers(0, 1 << 30, samples), rng.random() < 0.5
+    batch = replace(make_batch(samples, rng), lengths=slots.lengths.copy(), remaining=rng.integers(1, 9, samples))
+    policy = Adaptive(AcceptanceModel(), cost_of(1e-3, 10 ** rng.uniform(-6, -3), 1e-3, 1e-4), tail_weight=tail_weight)
+    policy.recalls = True
+    policy.modes.keep_to(RECALLED)
+    ask = policy.recall(batch)
+    assert ask is not None and ask.worth is not None
+    device = torch.device("cpu")
+    grown, chosen, found = recall_alone(history, ask, ask.worth, batch, slots, policy.max_depth, device)
+
+    general, proposed = GrownTree(), recall(history, ask, batch, slots, policy.max_depth)
+    join(general, proposed, samples)
+    batch = replace(batch, recalled=proposed.survival)
+    wanted = policy.choose(batch, general.tree) if general.tree.size else np.zeros(0, np.int64)
+    assert_array_equal(chosen, wanted)
+    for name in ("rows", "parents", "depths", "ranks", "gaps", "survival", "ends", "matches", "layers"):
+        assert_array_equal(getattr(grown.tree, name), getattr(general.tree, name), err_msg=name)
+    assert_array_equal(grown.tokens, general.tokens)
+    same = with_drafts(slots.tokens, batch.lengths, general.tree, wanted, general.tokens, device)
+    for one, other in zip(found.inputs[:6], same.inputs[:6], strict=True):
+        assert torch.equal(one, other)
+    assert found.inputs[6:] == same.inputs[6:]
+    for one, other in zip(found.nodes, same.nodes, strict=True):
+        assert_array_equal(one, other)

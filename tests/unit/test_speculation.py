@@ -91,7 +91,7 @@ def test_every_record_is_consistent(alone):
 
 @pytest.mark.parametrize("fault", ["siblings see each other", "nodes are blind to their path"])
 def test_a_broken_tree_mask_is_noticed(alone, monkeypatch, fault):
-    right = verification._flat_inputs
+    right = verification.flat_inputs
 
     def wrong(lengths, *tree):
         made, longest = right(lengths, *tree), int(lengths.max())
@@ -100,7 +100,7 @@ def test_a_broken_tree_mask_is_noticed(alone, monkeypatch, fault):
         paths[:] = places <= columns if fault == "siblings see each other" else places == columns
         return made
 
-    monkeypatch.setattr(verification, "_flat_inputs", wrong)
+    monkeypatch.setattr(verification, "flat_inputs", wrong)
     with pytest.raises(AssertionError):
         assert_same(alone, generate(make_engine(RandomTrees(seed=0)), REQUESTS), REQUESTS, JUDGE)
 

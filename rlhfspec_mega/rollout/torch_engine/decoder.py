@@ -14,11 +14,11 @@ from rlhfspec_mega.draft.shape import DraftShape
 from rlhfspec_mega.history.index import History
 from rlhfspec_mega.models.transformer import Transformer
 from rlhfspec_mega.planning.memory import LOGITS_AT_ONCE
-from rlhfspec_mega.planning.tree import Batch, Bools, DraftingPolicy, DraftTree, Ints, StepRecord
+from rlhfspec_mega.planning.tree import Batch, Bools, DraftingPolicy, Ints, Recall, StepRecord
 from rlhfspec_mega.rollout.torch_engine.cache import KVCache
 from rlhfspec_mega.rollout.torch_engine.drafter import Drafter, GrownTree
 from rlhfspec_mega.rollout.torch_engine.host_attention import step_attention
-from rlhfspec_mega.rollout.torch_engine.recall import join, recall
+from rlhfspec_mega.rollout.torch_engine.recall import join, recall, recall_alone
 from rlhfspec_mega.rollout.torch_engine.scheduler import Admission
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState
 from rlhfspec_mega.rollout.torch_engine.step_noise import StepNoise, step_noise
@@ -38,6 +38,21 @@ class Decoded(NamedTuple):
     logprobs: list[float]
     counts: Ints
     record: StepRecord | None
+
+
+class _Planned(NamedTuple):
+    """What a step drafts and verifies.
+
+    Attributes:
+        chosen: indices of the nodes to verify, ascending.
+        noise: that of the step, if the draft needed it.
+    """
+
+    batch: Batch
+    grown: GrownTree
+    chosen: Ints
+    verification: Verification
+    noise: StepNoise | None
 
 
 class Decoder:
@@ -195,50 +210,60 @@ class Decoder:
             samples=slots.numbers[:batch].copy(),
             draftable=drafter is not None and drafter.follows_most(batch),
         )
-        state, grown, noise = self._draft(policy, drafter, state)
-        tree, chosen = grown.tree, np.zeros(0, np.int64)
-        if tree.size:
-            chosen = policy.choose(state, tree)
-        noise = noise or step_noise(slots, batch, 1 + int(tree.depths[chosen].max(initial=0)))
-        last, lengths, device = slots.tokens[:batch], slots.lengths[:batch], self._device
-        if len(chosen):
-            verification = with_drafts(last, lengths, tree, chosen, grown.tokens, device)
-        else:
-            verification = plain(last, lengths, device)
+        state, grown, chosen, verification, noise = self._planned(policy, drafter, state)
+        noise = noise or step_noise(slots, batch, 1 + int(verification.nodes.depths.max()))
         features = drafter.tap() if drafter else None
         proposed = time.perf_counter()
         decoded, accepted = self._accept(verification, self._select(verification, noise, features), features)
         record = StepRecord(
             batch=state,
-            tree=tree,
+            tree=grown.tree,
             chosen=chosen,
             accepted=accepted,
-            drafted=tree.drafted,
+            drafted=grown.tree.drafted,
             draft_seconds=proposed - started,
             verify_seconds=time.perf_counter() - proposed,
-            root_hits=_root_hits(tree, grown.tokens, decoded),
+            root_hits=_root_hits(grown, decoded),
         )
         policy.observe(record)
         return decoded._replace(record=record)
 
+    def _planned(self, policy: DraftingPolicy, drafter: Drafter | None, batch: Batch) -> _Planned:
+        """Draft, and choose what to verify."""
+        history, slots, device = self.history, self.slots, self._device
+        ask = policy.recall(batch) if history else None
+        if history and ask and ask.worth:
+            if drafter:
+                drafter.make_room(batch.size)
+            found = recall_alone(history, ask, ask.worth, batch, slots, policy.max_depth, device)
+            return _Planned(batch, *found, None)
+        batch, grown, noise = self._draft(policy, drafter, batch, ask)
+        chosen = policy.choose(batch, grown.tree) if grown.tree.size else np.zeros(0, np.int64)
+        last = slots.tokens[: batch.size]
+        if len(chosen):
+            verification = with_drafts(last, batch.lengths, grown.tree, chosen, grown.tokens, device)
+        else:
+            verification = plain(last, batch.lengths, device)
+        return _Planned(batch, grown, chosen, verification, noise)
+
     def _draft(
-        self, policy: DraftingPolicy, drafter: Drafter | None, state: Batch
+        self, policy: DraftingPolicy, drafter: Drafter | None, batch: Batch, ask: Recall | None
     ) -> tuple[Batch, GrownTree, StepNoise | None]:
         """The batch with what was recalled, the draft tokens to choose from, and the noise if the draft needed it."""
-        slots, ask, recalled = self.slots, policy.recall(state), None
-        if ask is not None and self.history is not None:
-            recalled = recall(self.history, ask, state, slots, policy.max_depth)
-            state = replace(state, recalled=recalled.survival) if len(recalled.rows) else state
-        depth = policy.depth(state) if drafter else 0
+        slots, recalled = self.slots, None
+        if ask and self.history:
+            recalled = recall(self.history, ask, batch, slots, policy.max_depth)
+            batch = replace(batch, recalled=recalled.survival) if len(recalled.rows) else batch
+        depth = policy.depth(batch) if drafter else 0
         grown, noise = GrownTree(), None
         if drafter and depth > 0:
-            noise = step_noise(slots, state.size, 1 + (policy.max_depth if len(state.recalled) else depth))
-            grown = drafter.grow(state, slots, noise, depth)
+            noise = step_noise(slots, batch.size, 1 + (policy.max_depth if len(batch.recalled) else depth))
+            grown = drafter.grow(batch, slots, noise, depth)
         elif drafter:
-            drafter.make_room(state.size)
+            drafter.make_room(batch.size)
         if recalled is not None and len(recalled.rows):
-            join(grown, recalled, state.size)
-        return state, grown, noise
+            join(grown, recalled, batch.size)
+        return batch, grown, noise
 
     def _select(self, verification: Verification, noise: StepNoise, features: Features | None) -> Chosen:
         """Run the target: the token it chooses after every input, with its log-prob."""
@@ -267,8 +292,9 @@ class Decoder:
         return Decoded(choices.tolist(), logprobs.tolist(), counts, None), accepted
 
 
-def _root_hits(tree: DraftTree, tokens: Ints, decoded: Decoded) -> Bools:
-    """bool [samples with a tree]: whether the target chose the draft's best first token; `tokens` are the tree's."""
+def _root_hits(grown: GrownTree, decoded: Decoded) -> Bools:
+    """bool [samples with a tree]: whether the target chose the draft's best first token."""
+    tree, tokens = grown.tree, grown.tokens
     if not tree.depth:
         return np.zeros(0, np.bool_)
     first = np.flatnonzero((tree.depths == 1) & (tree.ranks == 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from weakref import WeakSet
 
 import numpy as np
@@ -36,6 +37,7 @@ from rlhfspec_mega.rollout.torch_engine.unread import Features, Unread
 FOLLOWED_SHARE = 7 / 8
 
 
+@dataclass
 class GrownTree:
     """A draft tree with its tokens.
 
@@ -43,9 +45,8 @@ class GrownTree:
         tokens: [nodes].
     """
 
-    def __init__(self) -> None:
-        self.tree = DraftTree()
-        self.tokens = np.zeros(0, np.int64)
+    tree: DraftTree = field(default_factory=DraftTree)
+    tokens: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 class Drafter:

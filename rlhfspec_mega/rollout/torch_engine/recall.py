@@ -1,17 +1,32 @@
-"""Draft tokens from earlier text, in a tree with those of the draft model."""
+"""Draft tokens from earlier text, alone or in a tree with those of the draft model."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from rlhfspec_mega.compiled import compiled
 from rlhfspec_mega.history.index import History
-from rlhfspec_mega.history.propose import Proposed
-from rlhfspec_mega.planning.tree import MATCHED, OTHER_FOLLOWS, Batch, Bools, Ints, Recall
+from rlhfspec_mega.history.propose import Proposed, Wanted, propose
+from rlhfspec_mega.history.store import Store
+from rlhfspec_mega.planning.growth import worth_verifying
+from rlhfspec_mega.planning.tree import (
+    MATCHED,
+    NOT_DRAFTED,
+    OTHER_FOLLOWS,
+    Batch,
+    Bools,
+    DraftTree,
+    Floats,
+    Ints,
+    Recall,
+    Worth,
+)
 from rlhfspec_mega.rollout.torch_engine.drafter import GrownTree
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState
+from rlhfspec_mega.rollout.torch_engine.verification import FlatInputs, Verification, flat_inputs, verification
 
 
 class Joined(NamedTuple):
@@ -32,20 +47,56 @@ class Joined(NamedTuple):
 
 def recall(history: History, ask: Recall, batch: Batch, slots: SlotState, depth: int) -> Proposed:
     """Trees of up to `depth` layers from earlier text."""
-    size = batch.size
-    return history.propose(
-        size,
-        ask.most,
-        ask.least,
-        noise=slots.host_noise[:size],
-        lengths=batch.lengths,
-        depths=np.minimum(batch.remaining - 1, depth),
-        sampled=batch.temperatures > 0,
-        classes=ask.classes,
-        accepted=ask.accepted,
-        stops=slots.host_stops[:size],
-        forced=slots.host_forced[:size],
+    return history.propose(batch.size, ask.most, ask.least, **_wanted(ask, batch, slots, depth))
+
+
+def recall_alone(
+    history: History, ask: Recall, worth: Worth, batch: Batch, slots: SlotState, depth: int, device: torch.device
+) -> tuple[GrownTree, Ints, Verification]:
+    """A step in which only earlier text gives draft tokens: its tree, the chosen nodes and the target's pass.
+
+    It is what `recall`, `join`, the policy's choice and `with_drafts` give, in one compiled call: between two passes of
+    the target each call takes two to three times as long as alone.
+    """
+    (store, last), size = history.of_slots(batch.size), batch.size
+    wanted = Wanted(last, **_wanted(ask, batch, slots, depth))
+    nodes, survival, chosen, made = _recalled(
+        store, wanted, ask.most, ask.least, worth, slots.tokens[:size], batch.lengths
     )
+    rows, parents, depths, ranks, matches, tokens = nodes
+    gaps, ends = np.zeros(len(rows)), np.zeros(len(rows), np.bool_)
+    grown = GrownTree(DraftTree(rows, parents, depths, ranks, gaps, survival, ends, matches), tokens)
+    return grown, chosen, verification(made, size, device)
+
+
+def _wanted(ask: Recall, batch: Batch, slots: SlotState, depth: int) -> dict[str, Any]:
+    """All fields of Wanted but the last tokens."""
+    size = batch.size
+    return {
+        "noise": slots.host_noise[:size],
+        "lengths": batch.lengths,
+        "depths": np.minimum(batch.remaining - 1, depth),
+        "sampled": batch.temperatures > 0,
+        "classes": ask.classes,
+        "accepted": ask.accepted,
+        "stops": slots.host_stops[:size],
+        "forced": slots.host_forced[:size],
+    }
+
+
+@compiled
+def _recalled(
+    store: Store, wanted: Wanted, most: int, least: float, worth: Worth, last_tokens: Ints, lengths: Ints
+) -> tuple[Ints, Floats, Ints, FlatInputs]:
+    """See recall_alone; the first array has the rows, parents, depths, ranks, matches and tokens of the nodes."""
+    room = len(lengths) * most
+    ints, chances = np.empty((6, room), np.int64), np.empty(room)
+    size = propose(store, wanted, most, least, Proposed(ints[0], ints[1], ints[2], ints[3], ints[4], ints[5], chances))
+    nodes = np.empty((6, size), np.int64)
+    nodes[:3], nodes[3], nodes[4], nodes[5] = ints[:3, :size], NOT_DRAFTED, MATCHED + ints[5, :size], ints[3, :size]
+    rows, parents, depths, ranks, matches, tokens = nodes
+    survival, chosen = worth_verifying(worth, (rows, parents, depths, ranks, matches), most)
+    return nodes, survival, chosen, flat_inputs(last_tokens, lengths, (rows, parents, depths, tokens), chosen)
 
 
 def join(grown: GrownTree, proposed: Proposed, samples: int) -> None:

@@ -85,7 +85,7 @@ def accept(nodes: TreeNodes, choices: Ints, lengths: Ints) -> Accepted:
 
 def plain(last_tokens: Ints, lengths: Ints, device: torch.device) -> Verification:
     """A pass without draft tokens: only the last tokens [B] of samples of these lengths."""
-    return _verification(_plain_inputs(last_tokens, lengths), len(lengths), device)
+    return verification(_plain_inputs(last_tokens, lengths), len(lengths), device)
 
 
 def with_drafts(
@@ -97,12 +97,12 @@ def with_drafts(
         chosen: indices of the chosen nodes of `tree`, ascending and with their parents.
         tokens: [nodes], the tokens of all nodes of `tree`.
     """
-    made = _flat_inputs(last_tokens, lengths, (tree.rows, tree.parents, tree.depths, tokens), chosen)
-    return _verification(made, len(lengths), device)
+    made = flat_inputs(last_tokens, lengths, (tree.rows, tree.parents, tree.depths, tokens), chosen)
+    return verification(made, len(lengths), device)
 
 
-class _FlatInputs(NamedTuple):
-    """Inputs by sample: its last token first, then its chosen nodes as they were drafted.
+class FlatInputs(NamedTuple):
+    """Inputs of a pass on the host, by sample: its last token first, then its chosen nodes as they were drafted.
 
     Attributes:
         arrays: int64 [8, N]: token, position, row, column, place in the cache, depth, parent, and index into the chosen
@@ -116,7 +116,8 @@ class _FlatInputs(NamedTuple):
     queries: int
 
 
-def _verification(made: _FlatInputs, batch: int, device: torch.device) -> Verification:
+def verification(made: FlatInputs, batch: int, device: torch.device) -> Verification:
+    """The pass over these inputs of so many samples."""
     tokens, positions, rows, columns, places = torch.from_numpy(made.arrays[:5]).to(device).unbind()
     visible = torch.from_numpy(made.visible).to(device)
     inputs = Inputs(tokens, positions, rows, columns, places, visible, batch, made.queries)
@@ -125,19 +126,19 @@ def _verification(made: _FlatInputs, batch: int, device: torch.device) -> Verifi
 
 
 @compiled
-def _plain_inputs(last_tokens: Ints, lengths: Ints) -> _FlatInputs:
+def _plain_inputs(last_tokens: Ints, lengths: Ints) -> FlatInputs:
     batch = len(lengths)
     arrays, visible = np.zeros((8, batch), np.int64), np.zeros((batch, lengths.max()), np.bool_)
     for row in range(batch):
         arrays[0, row], arrays[1, row], arrays[2, row] = last_tokens[row], lengths[row] - 1, row
         arrays[4, row], arrays[6, row], arrays[7, row] = lengths[row] - 1, row, ROOT
         visible[row, : lengths[row]] = True
-    return _FlatInputs(arrays, visible, 1)
+    return FlatInputs(arrays, visible, 1)
 
 
 @compiled
-def _flat_inputs(last_tokens: Ints, lengths: Ints, tree: tuple[Ints, Ints, Ints, Ints], chosen: Ints) -> _FlatInputs:
-    """`tree` has the rows, parents, depths and tokens of its nodes."""
+def flat_inputs(last_tokens: Ints, lengths: Ints, tree: tuple[Ints, Ints, Ints, Ints], chosen: Ints) -> FlatInputs:
+    """See `with_drafts`; `tree` has the rows, parents, depths and tokens of its nodes."""
     node_rows, node_parents, node_depths, node_tokens = tree
     batch, count, longest = len(lengths), len(lengths) + len(chosen), lengths.max()
     sizes = np.ones(batch, np.int64)
@@ -164,4 +165,4 @@ def _flat_inputs(last_tokens: Ints, lengths: Ints, tree: tuple[Ints, Ints, Ints,
         places[here], parents[here] = lengths[row] + column - 1, above
         visible[here] = visible[above]
         visible[here, lengths[row] + column - 1] = True
-    return _FlatInputs(arrays, visible, queries)
+    return FlatInputs(arrays, visible, queries)
