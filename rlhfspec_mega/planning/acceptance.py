@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlhfspec_mega.compiled import compiled
-from rlhfspec_mega.planning.calibration import Calibration, CalibrationReport
+from rlhfspec_mega.planning.calibration import Calibration, CalibrationReport, Sums, add_outcomes
 from rlhfspec_mega.planning.log_odds import MIN_PROBABILITY, learn, probabilities_of
 from rlhfspec_mega.planning.nodes import multiply_down
 from rlhfspec_mega.planning.tree import (
@@ -83,6 +83,7 @@ class AcceptanceModel:
         self._log_odds[:CELLS], self._log_odds[FIRST_MATCH:NONE] = _prior_log_odds().ravel(), _match_prior().ravel()
         self._information = np.repeat(PRIOR_INFORMATION, sizes)
         self._max_information = np.repeat(MAX_INFORMATION, sizes)
+        self._sums = np.zeros((3, ALL_ENTRIES))  # see `learn`
         self._owners = np.full(SAMPLE_PLACES, -1)  # number of the sample that has each place
         # Weight of sibling groups by temperature class, depth and gap. A group counts with its parent's survival.
         self._siblings = np.ones((CLASSES, DEPTHS, GAPS)) / GAPS
@@ -195,17 +196,18 @@ class AcceptanceModel:
 
     def _learn(self, record: StepRecord) -> None:
         tree = record.tree
-        expected, accepted, predicted = _learn_from(
+        _learn_from(
             self._log_odds,
             self._information,
             self._max_information,
+            self._sums,
+            self._calibration.sums,
             self.of_samples(record.batch)[1],
             (tree.rows, tree.parents, tree.depths, tree.ranks, tree.matches),
             (tree.gaps, tree.survival),
             record.chosen,
             record.accepted,
         )
-        self._calibration.add(expected, accepted, predicted, int(accepted.sum()))
 
     def _entries(self, batch: Batch, tree: DraftTree, nodes: slice | Ints) -> Ints:
         """Table entries [FACTORS, k] whose sum is the log-odds of each node."""
@@ -322,28 +324,26 @@ def _learn_from(
     log_odds: Floats,
     information: Floats,
     most: Floats,
+    sums: Floats,
+    calibration: Sums,
     row_entries: Ints,
     ints: tuple[Ints, Ints, Ints, Ints, Ints],
     floats: tuple[Floats, Floats],
     chosen: Ints,
     accepted: Bools,
-) -> tuple[Floats, Bools, float]:
-    """Learn from the chosen nodes of a step, by `learn`.
+) -> None:
+    """Learn from those of the chosen nodes of a step whose parent is the root or was accepted, by `learn`.
 
     Args:
         ints: rows, parents, depths, ranks and matches of the tree's nodes; `floats` their gaps and survival.
-
-    Returns:
-        of those whose parent is the root or was accepted, the expected probabilities and the outcomes; and how many
-        tokens were predicted to be accepted.
     """
     rows, parents, depths, ranks, matches = ints
     gaps, survival = floats
     judged, outcomes = _judged(parents, chosen, accepted)
     entries = _node_entries(row_entries, rows[judged], ranks[judged], gaps[judged], depths[judged], matches[judged])
     expected = probabilities_of(log_odds, entries)
-    learn(log_odds, information, most, entries, outcomes, expected, NONE)
-    return expected, outcomes, survival[chosen].sum()
+    learn(log_odds, information, most, sums, entries, outcomes, expected, NONE)
+    add_outcomes(calibration, expected, outcomes, survival[chosen].sum())
 
 
 @compiled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,53 +35,64 @@ class CalibrationReport:
     recent_realised: float
 
 
+class Sums(NamedTuple):
+    """Running sums of predictions and outcomes.
+
+    Attributes:
+        bins: [3, BINS] decayed, by bin: observations, predictions, accepted.
+        steps: steps, predicted and realised accepted draft tokens, observations.
+        recent: the first three of these, decayed.
+    """
+
+    bins: Floats
+    steps: Floats
+    recent: Floats
+
+
 class Calibration:
-    """Running sums behind a `CalibrationReport`."""
+    """The sums behind a `CalibrationReport`, to which `add_outcomes` adds steps."""
 
     def __init__(self) -> None:
-        self._observations = 0
-        self._bins = np.zeros((3, BINS))  # decayed sums by bin: observations, predictions, accepted
-        self._steps = np.zeros(3)  # sums: steps, predicted and realised accepted draft tokens
-        self._recent = np.zeros(3)  # the same sums, decayed
-
-    def add(self, conditional: Floats, accepted: Bools, predicted_tokens: float, accepted_tokens: int) -> None:
-        """Add a step: predictions and outcomes of nodes whose parent was accepted, and total accepted tokens."""
-        self._observations += len(conditional)
-        _add_to_bins(self._bins, conditional, accepted)
-        _add_step(self._steps, self._recent, predicted_tokens, float(accepted_tokens))
+        self.sums = Sums(np.zeros((3, BINS)), np.zeros(4), np.zeros(3))
 
     def report(self) -> CalibrationReport:
         """The current report; all values are 0 before the first step."""
-        error = float(np.abs(self._bins[1] - self._bins[2]).sum()) / max(float(self._bins[0].sum()), 1e-9)
-        steps, recent = self._steps / max(self._steps[0], 1e-9), self._recent / max(self._recent[0], 1e-9)
+        bins, steps, recent = self.sums
+        error = float(np.abs(bins[1] - bins[2]).sum()) / max(float(bins[0].sum()), 1e-9)
+        (_, predicted, realised), observations = steps[:3] / max(steps[0], 1e-9), int(steps[3])
+        _, recent_predicted, recent_realised = (recent / max(recent[0], 1e-9)).tolist()
         return CalibrationReport(
-            self._observations, error, float(steps[1]), float(steps[2]), float(recent[1]), float(recent[2])
+            observations, error, float(predicted), float(realised), recent_predicted, recent_realised
         )
 
     def state_dict(self) -> dict[str, Any]:
-        sums = {"bins": self._bins.tolist(), "steps": self._steps.tolist(), "recent": self._recent.tolist()}
-        return {"observations": self._observations, **sums}
+        bins, steps, recent = (sums.tolist() for sums in self.sums)
+        return {"observations": int(steps[3]), "bins": bins, "steps": steps[:3], "recent": recent}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._observations = state["observations"]
-        self._bins, self._steps = np.array(state["bins"]), np.array(state["steps"])
-        self._recent = np.array(state["recent"])
+        steps = np.array([*state["steps"], state["observations"]], float)
+        self.sums = Sums(np.array(state["bins"]), steps, np.array(state["recent"]))
 
 
 @compiled
-def _add_to_bins(bins: Floats, conditional: Floats, accepted: Bools) -> None:
+def add_outcomes(sums: Sums, conditional: Floats, accepted: Bools, predicted: float) -> None:
+    """Add a step.
+
+    Args:
+        conditional, accepted: predictions and outcomes of nodes whose parent was accepted.
+        predicted: accepted draft tokens.
+    """
+    bins, steps, recent = sums
     bins *= NODES_DECAY
     for node in range(len(conditional)):
         own = min(int(conditional[node] * BINS), BINS - 1)
         bins[0, own] += 1.0
         bins[1, own] += conditional[node]
         bins[2, own] += accepted[node]
-
-
-@compiled
-def _add_step(steps: Floats, recent: Floats, predicted: float, realised: float) -> None:
     recent *= STEPS_DECAY
-    for sums in (steps, recent):
-        sums[0] += 1.0
-        sums[1] += predicted
-        sums[2] += realised
+    realised = float(accepted.sum())
+    for each in (steps, recent):
+        each[0] += 1.0
+        each[1] += predicted
+        each[2] += realised
+    steps[3] += len(conditional)

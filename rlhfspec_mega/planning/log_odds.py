@@ -27,15 +27,23 @@ def probabilities_of(log_odds: Floats, entries: Ints) -> Floats:
 
 @compiled
 def learn(
-    log_odds: Floats, information: Floats, most: Floats, entries: Ints, accepted: Bools, expected: Floats, fixed: int
+    log_odds: Floats,
+    information: Floats,
+    most: Floats,
+    sums: Floats,
+    entries: Ints,
+    accepted: Bools,
+    expected: Floats,
+    fixed: int,
 ) -> None:
     """Move entries [factors, k] towards the outcomes [k] of which these probabilities were expected, in place.
 
     Args:
         information, most: of each entry, gathered so far and at most.
+        sums: [3, len(log_odds)] a buffer: all 0, and again afterwards.
         fixed: the entry that stays.
     """
-    gradient, curvature, damping = np.zeros(len(log_odds)), np.zeros(len(log_odds)), np.zeros(len(log_odds))
+    gradient, curvature, damping = sums[0], sums[1], sums[2]
     for node in range(len(accepted)):
         difference, spread = accepted[node] - expected[node], expected[node] * (1.0 - expected[node])
         active = 0
@@ -54,4 +62,4 @@ def learn(
                 moved = log_odds[entry] + gradient[entry] / (information[entry] + damping[entry])
                 log_odds[entry] = min(max(moved, -MAX_LOG_ODDS), MAX_LOG_ODDS)
                 information[entry] = min(information[entry] + curvature[entry], most[entry])
-                damping[entry] = 0.0  # other nodes may have the same entry
+                gradient[entry] = curvature[entry] = damping[entry] = 0.0  # other nodes may have the same entry

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,31 +9,32 @@ from typing import Any
 
 import numpy as np
 
-from rlhfspec_mega.compiled import compiled
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.forecast import Forecast, StepView, drafting_rate
+from rlhfspec_mega.planning.gains import (
+    DRAFTED,
+    FORECAST_WEIGHT,
+    MOST_WORK,
+    PLAIN,
+    RECALLED,
+    Gains,
+    add_step,
+    learn,
+    worth_following,
+)
 from rlhfspec_mega.planning.tree import Bools, Floats, Ints, StepRecord
 from rlhfspec_mega.planning.whole_rollouts import WholeRollouts
 from rlhfspec_mega.types import BATCH_BUCKETS, DECODE_MODES, batch_bucket
-
-# A plain step; one with draft tokens from history; one for which the draft model runs, too. See DECODE_MODES.
-PLAIN, RECALLED, DRAFTED = range(len(DECODE_MODES))
 
 # Steps for which a decision is kept while the batch stays in its bucket, at first, and at most once it has come again
 # and again: deciding itself takes time.
 HOLD_STEPS, LONGEST_HOLD = 8, 128
 FORECAST_EVERY = 64  # steps between two forecasts
 HYSTERESIS = 1.02  # by which another mode must be better than the one in use
-FORECAST_WEIGHT = 6.0  # plain steps' time for which a forecast counts beside what was measured
-MEMORY = 250.0  # plain steps' time after which what was measured counts a third
 AGE = 300.0  # steps, in whatever mode, after which it counts a third: histories grow, drafts learn
 FIRST_GAIN = 1.05  # of history, before it was tried
-MOST_WORK = 4.0  # times the mode's usual work: a step that takes longer was interrupted
 
-# Gain of drafting below which it is not expected to pay again; and the share of a rollout's time that it has to save,
-# once it is known how long batches of each size last: to follow samples takes 1 to 4% of plain steps.
-FOLLOWED_GAIN, FOLLOWED_SAVING = 0.97, 0.015
 FOLLOWED_BEFORE = 64  # steps before a trial
 TRIAL_STEPS = 4  # of a mode that is not in use
 TRIAL_SHARE = 0.005  # share of the time that the trials of a mode may lose
@@ -47,8 +47,6 @@ TRIAL_AT_LATEST = 5000  # steps after which a mode is tried whatever it loses
 # Plain steps in a row before one whose time is used. The first plain steps after drafting take longer (see
 # `oversight.CONTROL_STEPS`); by them drafting would look better than it is.
 SETTLING = 3
-
-_SAVED = ("measured", "overall", "forecast_kept", "forecast_gains", "came")  # arrays of ModeChoice
 
 
 @dataclass
@@ -95,14 +93,15 @@ class ModeChoice:
         self._rates: dict[tuple[int, float | None], float] = {}  # forecasts by batch size and temperature
         self._forecasts_until, self._looked_ahead = FORECAST_EVERY, 0
         modes = len(DECODE_MODES)
-        self._measured = np.zeros((BATCH_BUCKETS, modes, 2))  # decayed sums of tokens and time; see above
+        self._gains = Gains(
+            measured=np.zeros((BATCH_BUCKETS, modes, 2)),
+            overall=np.zeros((modes, 2)),
+            tally=np.zeros((BATCH_BUCKETS, modes, 2)),
+            forecast=np.zeros(BATCH_BUCKETS),
+            forecast_kept=np.full(2, FORECAST_WEIGHT),
+        )
         self._aged = np.zeros(BATCH_BUCKETS)  # steps when they last got older
         self._came = np.zeros(BATCH_BUCKETS, np.bool_)  # whether drafting was looked at for a batch of this size
-        self._overall = np.zeros((modes, 2))
-        self._forecast_gains = np.zeros(BATCH_BUCKETS)  # of drafting, when last looked at
-        # Decayed sums: what drafting gave, and what was forecast for it.
-        self._forecast_kept = np.full(2, FORECAST_WEIGHT)
-        self._tally = np.zeros((BATCH_BUCKETS, modes, 2))
         self._whole = WholeRollouts(cost)
         self._steps, self._plain_steps = 0, SETTLING
         # By bucket, the best mode when last looked at, until which step it is kept, and for how many it was kept last.
@@ -122,13 +121,8 @@ class ModeChoice:
         """
         buckets = slice(batch_bucket(size) + 1)
         # Asked for whether or not a trial is near: a rehearsal compiles it only if it is called there.
-        worth = _worth_following(
-            np.ascontiguousarray(self._measured[buckets, DRAFTED]),  # else it is of another type for one bucket
-            self._forecast_gains[buckets],
-            self._came[buckets],
-            float(self._forecast_kept[0] / self._forecast_kept[1]),
-            self._whole.kept(size),
-            self._whole.shares(size)[buckets],
+        worth = worth_following(
+            self._gains, self._came[buckets], self._whole.kept(size), self._whole.shares(size)[buckets]
         )
         return worth or self._steps >= self._due.get(DRAFTED, 0) - FOLLOWED_BEFORE
 
@@ -154,7 +148,7 @@ class ModeChoice:
             self._end_trial()
         if self._steps < self._held_until[bucket] and self._held[bucket] in able:
             return self._held[bucket]
-        self._measured[bucket] *= np.exp((self._aged[bucket] - self._steps) / AGE)
+        self._gains.measured[bucket] *= np.exp((self._aged[bucket] - self._steps) / AGE)
         self._aged[bucket] = self._steps
         if self._steps >= self._forecasts_until:
             self._forecasts_until = self._steps + FORECAST_EVERY
@@ -185,21 +179,21 @@ class ModeChoice:
         if mode == PLAIN:
             expected = 1.0
         elif mode == RECALLED:
-            expected = self.overall(mode) if self._overall[mode, 1] else FIRST_GAIN
+            expected = self.overall(mode) if self._gains.overall[mode, 1] else FIRST_GAIN
         else:
-            self._forecast_gains[bucket] = expected = self._forecast_gain(step)
-            expected *= float(self._forecast_kept[0] / self._forecast_kept[1])
-        tokens, work = self._measured[bucket, mode]
+            self._gains.forecast[bucket] = expected = self._forecast_gain(step)
+            expected *= float(self._gains.forecast_kept[0] / self._gains.forecast_kept[1])
+        tokens, work = self._gains.measured[bucket, mode]
         return float((tokens + FORECAST_WEIGHT * expected) / (work + FORECAST_WEIGHT))
 
     def measured(self, size: int, mode: int) -> float:
         """The gain at a batch size, without forecasts; 0 if too little was measured."""
-        tokens, work = self._measured[batch_bucket(size), mode]
+        tokens, work = self._gains.measured[batch_bucket(size), mode]
         return float(tokens / work) if work >= 2 * FORECAST_WEIGHT else 0.0
 
     def overall(self, mode: int) -> float:
         """The gain over all batch sizes; 1 if nothing was measured."""
-        tokens, work = self._overall[mode] + FORECAST_WEIGHT
+        tokens, work = self._gains.overall[mode] + FORECAST_WEIGHT
         return float(tokens / work)
 
     def observe(self, record: StepRecord, mode: int, step: StepView, forced: bool = False) -> None:
@@ -226,11 +220,7 @@ class ModeChoice:
         settled = mode != PLAIN or self._plain_steps >= SETTLING
         self._plain_steps = self._plain_steps + 1 if mode == PLAIN else 0
         bucket, work = batch_bucket(step.size), seconds / plain
-        _decay_and_add(self._tally[bucket, mode], 1.0, tokens, work)
-        if settled and not forced:
-            usual = self._overall[mode]
-            pace = usual[1] / usual[0] if usual[0] > FORECAST_WEIGHT else 1.0
-            self._learn(bucket, mode, tokens, min(work, MOST_WORK * tokens * max(pace, 1.0)))
+        add_step(self._gains, bucket, mode, tokens, work, settled and not forced)
 
     def rested(self, size: int, kv_tokens: int, seconds: float) -> None:
         """Record a plain step that nothing was asked about."""
@@ -272,42 +262,49 @@ class ModeChoice:
         plain = self._cost.plain_seconds(rest.size, kv_tokens)
         if self._cost.frozen or rest.seconds <= 0.0:
             rest.seconds, rest.settled_seconds = rest.steps * plain, rest.settled * plain
-        self._tally[bucket, PLAIN] += rest.steps, rest.seconds / plain
-        self._learn(bucket, PLAIN, float(rest.settled), rest.settled_seconds / plain)
+        self._gains.tally[bucket, PLAIN] += rest.steps, rest.seconds / plain
+        learn(self._gains, bucket, PLAIN, float(rest.settled), rest.settled_seconds / plain)
         steps = rest.steps
         self._whole.add_step(rest.size, kv_tokens, float(steps), rest.seconds, 0.0, drafted=False, steps=steps)
 
     def forget_draft(self) -> None:
         """The draft is another one: what drafting gave says nothing any more, and it is tried at once."""
-        self._measured[:, DRAFTED], self._overall[DRAFTED], self._forecast_kept[:] = 0.0, 0.0, FORECAST_WEIGHT
-        self._forecast_gains[:], self._came[:] = 0.0, False
+        self._gains.measured[:, DRAFTED], self._gains.overall[DRAFTED], self._gains.forecast_kept[:] = (
+            0.0,
+            0.0,
+            FORECAST_WEIGHT,
+        )
+        self._gains.forecast[:], self._came[:] = 0.0, False
         self._due[DRAFTED], self._trials[DRAFTED] = self._steps, 0
         self._held_until, self._hold = [0] * BATCH_BUCKETS, [0] * BATCH_BUCKETS
 
     def take_tally(self) -> tuple[list[float], list[float]]:
         """Sums of tokens and of time since the last call; see `DraftingTally`."""
         self._end_rest()
-        tokens, work = self._tally.reshape(-1, 2).T.tolist()
-        self._tally[:] = 0.0
+        tokens, work = self._gains.tally.reshape(-1, 2).T.tolist()
+        self._gains.tally[:] = 0.0
         return tokens, work
 
     def state_dict(self) -> dict[str, Any]:
         """The gains as measured and forecast, as plain data for JSON."""
         self._end_rest()
-        return {name: getattr(self, f"_{name}").tolist() for name in _SAVED} | {"whole": self._whole.state_dict()}
+        return {name: array.tolist() for name, array in self._saved.items()} | {"whole": self._whole.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name in _SAVED:
-            getattr(self, f"_{name}")[:] = state[name]
+        for name, array in self._saved.items():
+            array[:] = state[name]
         self._whole.load_state_dict(state["whole"])
 
-    def _learn(self, bucket: int, mode: int, tokens: float, work: float) -> None:
-        """Add tokens and time, both in those of plain steps, to what gains are taken from."""
-        older = math.exp(-work / MEMORY)
-        _decay_and_add(self._measured[bucket, mode], older, tokens, work)
-        _decay_and_add(self._overall[mode], older, tokens, work)
-        if mode == DRAFTED and self._forecast_gains[bucket]:
-            _decay_and_add(self._forecast_kept, older, tokens, work * self._forecast_gains[bucket])
+    @property
+    def _saved(self) -> dict[str, Floats | Bools]:
+        gains = self._gains
+        return {
+            "measured": gains.measured,
+            "overall": gains.overall,
+            "forecast_kept": gains.forecast_kept,
+            "forecast_gains": gains.forecast,
+            "came": self._came,
+        }
 
     def _forecast_gain(self, step: StepView) -> float:
         key = step.size, step.temperature
@@ -325,7 +322,7 @@ class ModeChoice:
         self._looked_ahead = self._forecasts_until
         for bucket in np.flatnonzero(~self._came[: batch_bucket(step.size)]).tolist():
             smaller = StepView(step.batch.first(2**bucket), self._cost)
-            self._forecast_gains[bucket] = self._forecast_gain(smaller)
+            self._gains.forecast[bucket] = self._forecast_gain(smaller)
 
     def _reading_seconds(self, record: StepRecord) -> float:
         """Seconds that the draft took to read what plain steps had left unread: later steps have them, too."""
@@ -337,7 +334,7 @@ class ModeChoice:
 
     def _trial_is_due(self, mode: int, slower: float) -> bool:
         if mode not in self._due:
-            unknown = mode == RECALLED and not self._overall[mode, 1]
+            unknown = mode == RECALLED and not self._gains.overall[mode, 1]
             self._plan_trial(mode, 0.0 if unknown else max(TRIAL_STEPS * slower, LEAST_LOST[mode]))
         return self._steps >= self._due[mode]
 
@@ -351,33 +348,3 @@ class ModeChoice:
         share = TRIAL_SHARE * max(1.0, FIRST_TRIALS[mode] / (1 + self._trials[mode]))
         self._due[mode] = self._steps + min(lost / share, TRIAL_AT_LATEST)
         self._trials[mode] += 1
-
-
-@compiled
-def _decay_and_add(sums: Floats, older: float, tokens: float, work: float) -> None:
-    sums[0] = sums[0] * older + tokens
-    sums[1] = sums[1] * older + work
-
-
-@compiled
-def _worth_following(
-    measured: Floats, forecast: Floats, came: Bools, kept_of_forecasts: float, kept: float, shares: Floats
-) -> bool:
-    """See ModeChoice.follows; the arrays are by bucket, up to that of the batch.
-
-    Args:
-        measured: sums of tokens and time of drafting.
-        kept_of_forecasts, kept: what is kept of forecasts, and of gains in whole rollouts.
-        shares: of the time; all 0 if they are not known yet.
-    """
-    saved, pays = 0.0, False
-    for bucket in range(len(forecast)):
-        if forecast[bucket] == 0.0:
-            return True
-        # At sizes that never came the forecast has the benefit of the doubt: what others kept is left out.
-        expected = forecast[bucket] * (kept_of_forecasts if came[bucket] else 1.0)
-        tokens, work = measured[bucket, 0] + FORECAST_WEIGHT * expected, measured[bucket, 1] + FORECAST_WEIGHT
-        gain = kept * tokens / work
-        pays |= gain >= FOLLOWED_GAIN
-        saved += shares[bucket] * (1.0 - 1.0 / max(gain, 1.0))
-    return saved >= FOLLOWED_SAVING * shares.sum() if shares.any() else pays

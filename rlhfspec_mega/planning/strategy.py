@@ -25,8 +25,8 @@ from rlhfspec_mega.planning.tree import (
     Worth,
 )
 
-# Step times are learnt from all of the first steps, then from every fourth step with and every fourth without a draft.
-COSTS_AT_FIRST, COSTS_EVERY = 32, 4
+# Step times are learnt from all of the first steps, then from every eighth step with and every eighth without a draft.
+COSTS_AT_FIRST, COSTS_EVERY = 32, 8
 COSTS_AT_REST = 128  # steps between two plain steps that are learnt from while nothing is asked
 
 # Earlier text is asked for nodes of at least this survival, and where tokens are dear for those of RECALL_ALSO times

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlhfspec_mega.planning.acceptance import CELLS, GAPS, RANKS, TEMPERATURE_EDGES, AcceptanceModel
-from rlhfspec_mega.planning.calibration import Calibration
+from rlhfspec_mega.planning.calibration import Calibration, add_outcomes
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.strategy import Fixed
 from rlhfspec_mega.planning.tree import ROOT, Batch, DraftTree, StepRecord
@@ -124,8 +124,8 @@ def test_probabilities_stay_off_certainty_and_the_prior_is_sensible() -> None:
 def test_calibration_error_by_hand() -> None:
     calibration = Calibration()
     # Two bins: 0.25 predicted, half accepted (off by 0.25); 0.95 predicted, all accepted (off by 0.05).
-    calibration.add(np.array([0.25, 0.25, 0.95, 0.95]), np.array([True, False, True, True]), 2.5, 3)
-    calibration.add(np.array([]), np.array([], bool), 0.5, 0)
+    add_outcomes(calibration.sums, np.array([0.25, 0.25, 0.95, 0.95]), np.array([True, False, True, True]), 2.5)
+    add_outcomes(calibration.sums, np.array([]), np.array([], bool), 0.5)
     report = calibration.report()
     assert report.calibration_error == pytest.approx(0.15)
     assert (report.predicted, report.realised) == (1.5, 1.5)
@@ -178,8 +178,8 @@ def test_what_was_never_wrong_is_soon_believed_to_fail() -> None:
 def test_calibration_error_is_of_late() -> None:
     calibration = Calibration()
     for _ in range(5000):
-        calibration.add(np.array([0.55]), np.array([False]), 0.55, 0)
+        add_outcomes(calibration.sums, np.array([0.55]), np.array([False]), 0.55)
     assert calibration.report().calibration_error == pytest.approx(0.55)
     for step in range(5000):
-        calibration.add(np.array([0.5]), np.array([step % 2 == 0]), 0.5, step % 2)
+        add_outcomes(calibration.sums, np.array([0.5]), np.array([step % 2 == 0]), 0.5)
     assert calibration.report().calibration_error < 0.02 and calibration.report().observations == 10_000

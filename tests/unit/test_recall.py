@@ -80,9 +80,7 @@ def test_many_cheap_tokens_are_asked_for_although_few_are_dear() -> None:
 
 @given(seed=st.integers(0, 10_000), samples=st.integers(1, 9), tail_weight=st.sampled_from([0.0, 0.7]))
 @settings(deadline=None, max_examples=25)
-def test_a_step_from_history_alone_is_what_its_parts_give(
-    seed: int, samples: int, tail_weight: float
-) -> None:
+def test_a_step_from_history_alone_is_what_its_parts_give(seed: int, samples: int, tail_weight: float) -> None:
     """Looked up, chosen and laid out in one call, or by the calls that a step with a draft model takes."""
     rng = np.random.default_rng(seed)
     history, slots = History(samples, 4096), SlotState(samples, 12, "cpu")
@@ -90,7 +88,7 @@ def test_a_step_from_history_alone_is_what_its_parts_give(
         history.admit(slot, (), rng.integers(0, 3, rng.integers(1, 60)).tolist())
     slots.tokens[:], slots.lengths[:] = rng.integers(0, 3, samples), rng.integers(2, 60, samples)
     slots.host_noise[:], slots.host_stops[:, 2] = rng.integers(0, 1 << 30, samples), rng.random() < 0.5
-    batch = replace(make_batch(samples, rng), lengths=slots.lengths.copy(), remaining=rng.integers(1, 9, samples))
+    batch = replace(make_batch(samples, rng), lengths=slots.lengths.copy(), remaining=rng.integers(2, 9, samples))
     policy = Adaptive(AcceptanceModel(), cost_of(1e-3, 10 ** rng.uniform(-6, -3), 1e-3, 1e-4), tail_weight=tail_weight)
     policy.recalls = True
     policy.modes.keep_to(RECALLED)
