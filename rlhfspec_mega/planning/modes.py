@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,8 +33,11 @@ from rlhfspec_mega.types import BATCH_BUCKETS, DECODE_MODES, batch_bucket
 HOLD_STEPS, LONGEST_HOLD = 8, 128
 FORECAST_EVERY = 64  # steps between two forecasts
 HYSTERESIS = 1.02  # by which another mode must be better than the one in use
-AGE = 300.0  # steps, in whatever mode, after which it counts a third: histories grow, drafts learn
-FIRST_GAIN = 1.05  # of history, before it was tried
+# Steps, in whatever mode, after which what was measured counts a third: histories grow, drafts learn. In a young run it
+# is a share of its steps so far, since a history that has grown to the double is another one. What was measured of
+# history at all batch sizes together always grows older like that.
+AGE, YOUNG_AGE = 300.0, 0.5
+FIRST_GAIN = 1.15  # of history where little is known: to find out costs a few steps, not to use it costs all of them
 
 FOLLOWED_BEFORE = 64  # steps before a trial
 TRIAL_STEPS = 4  # of a mode that is not in use
@@ -100,7 +104,7 @@ class ModeChoice:
             forecast=np.zeros(BATCH_BUCKETS),
             forecast_kept=np.full(2, FORECAST_WEIGHT),
         )
-        self._aged = np.zeros(BATCH_BUCKETS)  # steps when they last got older
+        self._aged = 0  # steps when they last got older
         self._came = np.zeros(BATCH_BUCKETS, np.bool_)  # whether drafting was looked at for a batch of this size
         self._whole = WholeRollouts(cost)
         self._steps, self._plain_steps = 0, SETTLING
@@ -148,8 +152,7 @@ class ModeChoice:
             self._end_trial()
         if self._steps < self._held_until[bucket] and self._held[bucket] in able:
             return self._held[bucket]
-        self._gains.measured[bucket] *= np.exp((self._aged[bucket] - self._steps) / AGE)
-        self._aged[bucket] = self._steps
+        self._grow_older()
         if self._steps >= self._forecasts_until:
             self._forecasts_until = self._steps + FORECAST_EVERY
             self._forecast.clear()
@@ -159,15 +162,24 @@ class ModeChoice:
             self._forecast_smaller(step)
         gains = {mode: self.gain(step, mode) * self._kept_of(mode, step.size) for mode in able}
         best = max(able, key=lambda mode: gains[mode] * (HYSTERESIS if mode == self._held[bucket] else 1.0))
-        again, self._held[bucket] = self._held[bucket] == best and self._hold[bucket] > 0, best
+        if best != self._held[bucket]:
+            self._held[bucket], self._hold[bucket] = best, 0
         for mode in able:
             if mode != best and self._trial_is_due(mode, 1.0 - gains[mode] / gains[best]):
                 self._trial, self._lost, self._beside, self.trying = mode, 0.0, gains[best], True
                 self._left = TRIAL_STEPS + (SETTLING if mode == PLAIN else 0)
                 return mode
-        self._hold[bucket] = min(2 * self._hold[bucket], LONGEST_HOLD) if again else HOLD_STEPS
+        self._hold[bucket] = min(2 * self._hold[bucket], LONGEST_HOLD) or HOLD_STEPS
         self._held_until[bucket], self._undrafted[bucket] = self._steps + self._hold[bucket], not usable
         return best
+
+    def _grow_older(self) -> None:
+        """What was measured counts less than at the last call."""
+        passed, self._aged = self._steps - self._aged, self._steps
+        if passed:
+            young = YOUNG_AGE * self._steps
+            self._gains.measured[:] *= math.exp(-passed / min(AGE, young))
+            self._gains.overall[RECALLED] *= math.exp(-passed / young)
 
     def _kept_of(self, mode: int, size: int) -> float:
         """The share of a mode's gain that whole rollouts keep."""
@@ -179,7 +191,8 @@ class ModeChoice:
         if mode == PLAIN:
             expected = 1.0
         elif mode == RECALLED:
-            expected = self.overall(mode) if self._gains.overall[mode, 1] else FIRST_GAIN
+            tokens, work = self._gains.overall[mode]
+            expected = float((tokens + FORECAST_WEIGHT * FIRST_GAIN) / (work + FORECAST_WEIGHT))
         else:
             self._gains.forecast[bucket] = expected = self._forecast_gain(step)
             expected *= float(self._gains.forecast_kept[0] / self._gains.forecast_kept[1])

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
@@ -77,6 +77,7 @@ class Engine:
     st.floats(0.3, 2.5),
     st.integers(0, 1000),
 )
+@example(1, 0.5, 1.0, 0)  # history is looked at anew while a decision for drafting has been kept for long
 def test_little_is_lost_against_the_best_mode_in_hindsight(
     size: int, recalled: float, drafted: float, seed: int
 ) -> None:
@@ -86,6 +87,18 @@ def test_little_is_lost_against_the_best_mode_in_hindsight(
     for _ in range(3000):
         engine.step(size)
     assert engine.tokens / engine.work > 0.94 * max(gains.values())
+
+
+def test_history_that_was_short_at_first_is_tried_again_while_the_run_is_young() -> None:
+    """In the first rollout it gives little at all batch sizes; from the second one on it pays."""
+    cost = measured_cost()
+    engine = Engine(make_choice(cost), cost, {PLAIN: 1.0, RECALLED: 0.6, DRAFTED: 0.5}, seed=1)
+    for rollout in range(6):
+        engine.gains[RECALLED] = 1.3 if rollout else 0.6
+        for size in (48, 24, 12, 6, 3, 1):
+            for _ in range(10):
+                engine.step(size)
+    assert engine.modes[-60:].count(RECALLED) > 50
 
 
 def test_what_was_measured_counts_more_than_the_forecast() -> None:
