@@ -35,7 +35,8 @@ class Hindsight(DraftingPolicy):
         self.steps: list[Options] = []
 
     def recall(self, batch: Batch) -> Recall | None:
-        return self._policy.recall(batch)
+        ask = self._policy.recall(batch)
+        return ask and ask._replace(worth=None)  # nodes are chosen here
 
     def depth(self, batch: Batch) -> int:
         self._own = 0
@@ -121,7 +122,8 @@ class Predicted(DraftingPolicy):
         self.live: list[tuple[int, float]] = []  # samples, draft tokens per sample
 
     def recall(self, batch: Batch) -> Recall | None:
-        return self._policy.recall(batch)
+        ask = self._policy.recall(batch)
+        return ask and ask._replace(worth=None)  # nodes are chosen here
 
     def depth(self, batch: Batch) -> int:
         return self._policy.depth(batch)

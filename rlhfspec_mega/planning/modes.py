@@ -13,7 +13,7 @@ import numpy as np
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.forecast import Forecast, StepView, drafting_rate
-from rlhfspec_mega.planning.gains import (
+from rlhfspec_mega.planning.mode_gains import (
     DRAFTED,
     FORECAST_WEIGHT,
     MOST_WORK,
@@ -21,7 +21,7 @@ from rlhfspec_mega.planning.gains import (
     RECALLED,
     Gains,
     add_step,
-    learn,
+    learn_gain,
     worth_following,
 )
 from rlhfspec_mega.planning.tree import Bools, Floats, Ints, StepRecord
@@ -33,9 +33,9 @@ from rlhfspec_mega.types import BATCH_BUCKETS, DECODE_MODES, batch_bucket
 HOLD_STEPS, LONGEST_HOLD = 8, 128
 FORECAST_EVERY = 64  # steps between two forecasts
 HYSTERESIS = 1.02  # by which another mode must be better than the one in use
-# Steps, in whatever mode, after which what was measured counts a third: histories grow, drafts learn. In a young run it
-# is a share of its steps so far, since a history that has grown to the double is another one. What was measured of
-# history at all batch sizes together always grows older like that.
+# Steps, in whatever mode, after which what was measured counts a third: histories grow, drafts learn. What was measured
+# of history counts a third after half of the run's steps so far, if they are fewer: a history that has grown to the
+# double is another one. At all batch sizes together that is so in every run, long or short.
 AGE, YOUNG_AGE = 300.0, 0.5
 FIRST_GAIN = 1.15  # of history where little is known: to find out costs a few steps, not to use it costs all of them
 
@@ -177,9 +177,11 @@ class ModeChoice:
         """What was measured counts less than at the last call."""
         passed, self._aged = self._steps - self._aged, self._steps
         if passed:
-            young = YOUNG_AGE * self._steps
-            self._gains.measured[:] *= math.exp(-passed / min(AGE, young))
-            self._gains.overall[RECALLED] *= math.exp(-passed / young)
+            gains, young = self._gains, YOUNG_AGE * self._steps
+            gains.measured[:] *= math.exp(-passed / AGE)
+            if young < AGE:
+                gains.measured[:, RECALLED] *= math.exp(passed / AGE - passed / young)
+            gains.overall[RECALLED] *= math.exp(-passed / young)
 
     def _kept_of(self, mode: int, size: int) -> float:
         """The share of a mode's gain that whole rollouts keep."""
@@ -205,7 +207,7 @@ class ModeChoice:
         return float(tokens / work) if work >= 2 * FORECAST_WEIGHT else 0.0
 
     def overall(self, mode: int) -> float:
-        """The gain over all batch sizes; 1 if nothing was measured."""
+        """The gain over all batch sizes; 1 if nothing was measured. `gain` hopes for more, to have history tried."""
         tokens, work = self._gains.overall[mode] + FORECAST_WEIGHT
         return float(tokens / work)
 
@@ -259,6 +261,7 @@ class ModeChoice:
     def keep_to(self, mode: int) -> None:
         """Make all further steps in one mode, where it is possible."""
         self._held, self._held_until, self._left = [mode] * BATCH_BUCKETS, [sys.maxsize] * BATCH_BUCKETS, 0
+        self._undrafted = [False] * BATCH_BUCKETS
 
     def draft_returns(self) -> None:
         """Decisions that were made while the draft model could not be used hold no more."""
@@ -276,7 +279,7 @@ class ModeChoice:
         if self._cost.frozen or rest.seconds <= 0.0:
             rest.seconds, rest.settled_seconds = rest.steps * plain, rest.settled * plain
         self._gains.tally[bucket, PLAIN] += rest.steps, rest.seconds / plain
-        learn(self._gains, bucket, PLAIN, float(rest.settled), rest.settled_seconds / plain)
+        learn_gain(self._gains, bucket, PLAIN, float(rest.settled), rest.settled_seconds / plain)
         steps = rest.steps
         self._whole.add_step(rest.size, kv_tokens, float(steps), rest.seconds, 0.0, drafted=False, steps=steps)
 
@@ -301,11 +304,14 @@ class ModeChoice:
     def state_dict(self) -> dict[str, Any]:
         """The gains as measured and forecast, as plain data for JSON."""
         self._end_rest()
-        return {name: array.tolist() for name, array in self._saved.items()} | {"whole": self._whole.state_dict()}
+        arrays = {name: array.tolist() for name, array in self._saved.items()}
+        return arrays | {"steps": self._steps, "whole": self._whole.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """To be called before the first step."""
         for name, array in self._saved.items():
             array[:] = state[name]
+        self._steps = self._aged = state.get("steps", round(AGE / YOUNG_AGE))  # without it: of a run that is not young
         self._whole.load_state_dict(state["whole"])
 
     @property

@@ -174,14 +174,14 @@ class MonitoredPolicy(DraftingPolicy):
         self.policy.draft_returns()
 
     def recall(self, batch: Batch) -> Recall | None:
-        return self.policy.recall(self._as_draftable(batch))
+        return self.policy.recall(self._allowed(batch))
 
     def depth(self, batch: Batch) -> int:
-        found = self.policy.depth(self._as_draftable(batch))  # where nothing may be drafted, it may have a trial to end
+        found = self.policy.depth(self._allowed(batch))  # where nothing may be drafted, it may have a trial to end
         return found if self.watch.may_draft else 0
 
-    def _as_draftable(self, batch: Batch) -> Batch:
-        """The batch, for which the draft cannot be run while the watch stops it."""
+    def _allowed(self, batch: Batch) -> Batch:
+        """The batch, for which the draft cannot be run while the watch stops it; that it was stopped is noted."""
         if self.watch.may_draft:
             return batch
         self._stopped = True

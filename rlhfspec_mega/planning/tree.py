@@ -266,8 +266,9 @@ class Recall(NamedTuple):
         least: survival below which a node is left out.
         classes: int64 [B], row of `accepted` that holds for each sample.
         accepted: [classes, cells] probability that a node of this cell is accepted if its parent is.
-        worth: of a step in which nothing else is drafted: the nodes are chosen as they are found, in one compiled call,
-            and `DraftingPolicy.choose` is not called.
+        worth: of a step in which nothing else is drafted: the nodes are chosen as they are found, in one compiled call.
+            The policy's `depth` and `choose` are not called in it, so that a policy that chooses in another way than
+            this says leaves it out.
     """
 
     most: int
@@ -284,7 +285,8 @@ class DraftingPolicy(Protocol):
         rests -> recall -> depth -> (add_layer -> expand)* -> add_recalled -> choose -> observe
               -> rested
 
-    A step of which `rests` says so is plain, without further questions. All methods but `observe`, `rested`, `ended`
+    A step of which `rests` says so is plain, without further questions; one whose `recall` says what tokens are `worth`
+    goes on with `observe`. All methods but `observe`, `rested`, `ended`
     and `draft_returns` depend only on their arguments and on what was observed before.
     """
 

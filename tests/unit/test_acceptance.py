@@ -49,6 +49,7 @@ def test_it_converges_to_the_true_probabilities_and_is_calibrated() -> None:
     assert abs(off.mean()) < 0.02 and np.sqrt((off**2).mean()) < 0.05
     report = model.report()
     assert report.observations > 5000 and report.calibration_error < 0.03
+    assert not model._sums.any(), "the buffer of each step is as it was"
     assert report.predicted == pytest.approx(report.realised, rel=0.05)
     assert report.recent_predicted == pytest.approx(report.recent_realised, rel=0.08)
 

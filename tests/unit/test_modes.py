@@ -220,10 +220,15 @@ def test_gains_outlive_their_process() -> None:
     later = make_choice(cost)
     later.load_state_dict(json.loads(json.dumps(engine.choice.state_dict())))
     assert later.state_dict() == engine.choice.state_dict()
-    later._steps, later._due = engine.choice._steps, engine.choice._due  # how soon a trial comes is not kept
+    later._due = engine.choice._due  # how soon a trial comes is not kept
     assert [later.follows(size) for size in (1, 4, 24)] == [engine.choice.follows(size) for size in (1, 4, 24)]
     step = StepView(make_batch(4, np.random.default_rng(0)), cost)
+    before = later.gain(step, RECALLED)
     assert later.choose(step, 8, False) == PLAIN
+    for _ in range(30):
+        later.rested(4, 400, 0.0)
+    later.choose(step, 8, True)
+    assert later.gain(step, RECALLED) == pytest.approx(before, abs=0.03), "a resumed run is not young"
     assert make_choice(cost).choose(step, 8, False) == DRAFTED, "it believes its forecast at first"
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
+from benchmarks.hindsight import Hindsight
 from rlhfspec_mega.history.index import History
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel, StepCost
@@ -23,7 +24,9 @@ from rlhfspec_mega.rollout.torch_engine.recall import join, recall, recall_alone
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState
 from rlhfspec_mega.rollout.torch_engine.verification import with_drafts
 from tests.synthetic_drafts import make_batch
+from tests.unit.test_speculation import make_engine
 from tests.unit.test_strategy import cost_of
+from tests.unit.test_torch_engine import REQUESTS, generate
 
 
 def test_drafting_must_beat_what_history_gives() -> None:
@@ -88,12 +91,17 @@ def test_a_step_from_history_alone_is_what_its_parts_give(seed: int, samples: in
         history.admit(slot, (), rng.integers(0, 3, rng.integers(1, 60)).tolist())
     slots.tokens[:], slots.lengths[:] = rng.integers(0, 3, samples), rng.integers(2, 60, samples)
     slots.host_noise[:], slots.host_stops[:, 2] = rng.integers(0, 1 << 30, samples), rng.random() < 0.5
-    batch = replace(make_batch(samples, rng), lengths=slots.lengths.copy(), remaining=rng.integers(2, 9, samples))
+    batch = replace(make_batch(samples, rng), lengths=slots.lengths.copy(), remaining=rng.integers(1, 9, samples))
     policy = Adaptive(AcceptanceModel(), cost_of(1e-3, 10 ** rng.uniform(-6, -3), 1e-3, 1e-4), tail_weight=tail_weight)
     policy.recalls = True
     policy.modes.keep_to(RECALLED)
+    if rng.random() < 0.5:  # the pace of such steps is known
+        policy.modes._gains.measured[:, RECALLED] = 100.0, rng.uniform(60.0, 150.0)
     ask = policy.recall(batch)
-    assert ask is not None and ask.worth is not None
+    if ask is None:
+        assert (batch.remaining == 1).all()
+        return
+    assert ask.worth is not None
     device = torch.device("cpu")
     grown, chosen, found = recall_alone(history, ask, ask.worth, batch, slots, policy.max_depth, device)
 
@@ -111,3 +119,16 @@ def test_a_step_from_history_alone_is_what_its_parts_give(seed: int, samples: in
     assert found.inputs[6:] == same.inputs[6:]
     for one, other in zip(found.nodes, same.nodes, strict=True):
         assert_array_equal(one, other)
+
+
+def test_the_best_choice_in_hindsight_is_taken_among_all_nodes_from_history() -> None:
+    """The benchmark's policy chooses by itself, also where the one that it judges would in the look-up."""
+    cost = CostModel()
+    policy = Adaptive(AcceptanceModel(), cost)
+    policy.recalls = True
+    policy.modes.keep_to(RECALLED)
+    engine = make_engine(policy, slots=6, history_tokens=4096)
+    engine.policy = hindsight = Hindsight(policy, cost)
+    for _ in range(2):  # the second time history has the same samples
+        generate(engine, REQUESTS)
+    assert any(len(step.tokens) > 1 for step in hindsight.steps)

@@ -93,8 +93,8 @@ def test_every_record_is_consistent(alone):
 def test_a_broken_tree_mask_is_noticed(alone, monkeypatch, fault):
     right = verification.flat_inputs
 
-    def wrong(lengths, *tree):
-        made, longest = right(lengths, *tree), int(lengths.max())
+    def wrong(last_tokens, lengths, *tree):
+        made, longest = right(last_tokens, lengths, *tree), int(lengths.max())
         columns, paths = made.arrays[3][:, None], made.visible[:, longest:]
         places = np.arange(1, paths.shape[1] + 1)
         paths[:] = places <= columns if fault == "siblings see each other" else places == columns

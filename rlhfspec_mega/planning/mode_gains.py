@@ -48,11 +48,11 @@ def add_step(gains: Gains, bucket: int, mode: int, tokens: float, work: float, l
         usual, pace = gains.overall[mode], 1.0
         if usual[0] > FORECAST_WEIGHT:
             pace = max(pace, usual[1] / usual[0])
-        learn(gains, bucket, mode, tokens, min(work, MOST_WORK * tokens * pace))
+        learn_gain(gains, bucket, mode, tokens, min(work, MOST_WORK * tokens * pace))
 
 
 @compiled
-def learn(gains: Gains, bucket: int, mode: int, tokens: float, work: float) -> None:
+def learn_gain(gains: Gains, bucket: int, mode: int, tokens: float, work: float) -> None:
     """Add tokens and time, both in those of plain steps, to what gains are taken from."""
     older = math.exp(-work / MEMORY)
     _decay_and_add(gains.measured[bucket, mode], older, tokens, work)
