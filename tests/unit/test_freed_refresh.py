@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from rlhfspec_mega.cluster.interface import Call
 from rlhfspec_mega.draft.refresh import RefreshReport
 from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.rollout_state import Plan, RolloutState
+from rlhfspec_mega.rollout import reallocation
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.reallocation import Reallocation
 from rlhfspec_mega.workers.draft import FreedRefresh
@@ -119,8 +122,15 @@ class Offers:
             self.idle.append(rank)
 
 
-def test_what_the_manager_offers_is_free() -> None:
-    """Seven samples on three engines, dealt out three, two, two."""
+def test_what_the_manager_offers_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven samples on three engines, dealt out three, two, two.
+
+    A microsecond passes whenever it is asked for the time: what is left of the predicted time does not depend on what
+    else the machine does.
+    """
+    ticks = count()
+    clock = SimpleNamespace(monotonic=lambda: 1e-6 * next(ticks), thread_time=lambda: 0.0)
+    monkeypatch.setattr(reallocation, "time", clock)
     pool = Pool([make_engine() for _ in range(3)])
     offers = Offers(pool)
     manager = RolloutManager(
