@@ -122,8 +122,7 @@ class Predicted(DraftingPolicy):
         self.live: list[tuple[int, float]] = []  # samples, draft tokens per sample
 
     def recall(self, batch: Batch) -> Recall | None:
-        ask = self._policy.recall(batch)
-        return ask and ask._replace(worth=None)  # nodes are chosen here
+        return self._policy.recall(batch)
 
     def depth(self, batch: Batch) -> int:
         return self._policy.depth(batch)

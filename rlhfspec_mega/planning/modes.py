@@ -285,12 +285,9 @@ class ModeChoice:
 
     def forget_draft(self) -> None:
         """The draft is another one: what drafting gave says nothing any more, and it is tried at once."""
-        self._gains.measured[:, DRAFTED], self._gains.overall[DRAFTED], self._gains.forecast_kept[:] = (
-            0.0,
-            0.0,
-            FORECAST_WEIGHT,
-        )
-        self._gains.forecast[:], self._came[:] = 0.0, False
+        gains = self._gains
+        gains.measured[:, DRAFTED] = gains.overall[DRAFTED] = gains.forecast[:] = 0.0
+        gains.forecast_kept[:], self._came[:] = FORECAST_WEIGHT, False
         self._due[DRAFTED], self._trials[DRAFTED] = self._steps, 0
         self._held_until, self._hold = [0] * BATCH_BUCKETS, [0] * BATCH_BUCKETS
 
