@@ -13,6 +13,7 @@ from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.types import GenerationRequest, Landing
 
 LONG = 300  # tokens copied in stage one from which on the share of stage two is judged
+ALWAYS = -1  # number of no order: an engine that expects it never stops waiting
 WARM_UP = 0.05  # seconds in which samples get their slots; a small model makes 40 tokens of each in that time
 
 
@@ -46,7 +47,7 @@ class CopyingEngine(LoadedEngine):
         for step in range(steps):
             if destination is not None:
                 if not departures._outgoing:
-                    departures.order(MigrationOrder(ids[step % len(ids)], destination))
+                    departures.order(MigrationOrder(step, ids[step % len(ids)], destination))
                 departures.on_step_boundary(last)
                 for sample_id in [i for i, one in departures._outgoing.items() if one.caught_up]:
                     departures._give_up(sample_id)
@@ -71,12 +72,12 @@ def measure_migrations(fleet: Fleet, requests: list[GenerationRequest], rounds: 
         moving = moving or held[1][: max(1, len(requests) // 2)]
         if not moving:
             break
-        orders = [MigrationOrders(expects_arrivals=True), MigrationOrders(expects_arrivals=True)]
-        orders[source].moves = [MigrationOrder(name, addresses[1 - source]) for name in moving]
+        orders = [MigrationOrders(expected=[ALWAYS]), MigrationOrders(expected=[ALWAYS])]
+        orders[source].moves = [MigrationOrder(n, name, addresses[1 - source]) for n, name in enumerate(moving)]
         for _ in range(12):
             arguments = [(given[rank], 0.25, orders[rank]) for rank in range(2)]
             reports = engines.scatter("advance", arguments, phase="migrate")
-            given, orders = [[], []], [MigrationOrders(expects_arrivals=True), MigrationOrders(expects_arrivals=True)]
+            given, orders = [[], []], [MigrationOrders(expected=[ALWAYS]), MigrationOrders(expected=[ALWAYS])]
             for rank, report in enumerate(reports):
                 landings += report.migration.landings
                 held[rank] += [arrived.sample_id for arrived in report.migration.arrived]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -57,13 +58,14 @@ class History:
         known = tuple(prompt) == self._prompt
         self._prompt = tuple(prompt)
         text = [*(prompt[-PROMPT_END:] if known else prompt), *response]
-        self._last[slot] = NOTHING
-        self._append(slot, text)
+        self._last[slot] = _append(self._store, np.array(text, np.int64), np.array([len(text)]), self._buckets)
 
-    def add(self, prompt: Sequence[int], response: Sequence[int]) -> None:
-        """Store a sample that was decoded elsewhere."""
+    def add(self, texts: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
+        """Store samples that were decoded elsewhere: prompt and response of each."""
         self._store_steps()
-        _append_all(self._store, NOTHING, np.array([*prompt[-PROMPT_END:], *response], np.int64), self._buckets)
+        stored = [[*prompt[-PROMPT_END:], *response] for prompt, response in texts]
+        tokens = np.fromiter(itertools.chain.from_iterable(stored), np.int64)
+        _append(self._store, tokens, np.array([len(text) for text in stored], np.int64), self._buckets)
 
     def extend(self, tokens: Sequence[int], counts: Ints) -> None:
         """Append a step's tokens, sample by sample: counts[i] of the sample in slot i."""
@@ -103,14 +105,16 @@ class History:
             _extend(self._store, self._last, tokens, counts, samples, self._buckets)
             self._tokens, self._counts = [], []
 
-    def _append(self, slot: int, text: Sequence[int]) -> None:
-        self._last[slot] = _append_all(self._store, self._last[slot], np.array(text, np.int64), self._buckets)
-
 
 @compiled
-def _append_all(store: Store, last: int, text: Ints, buckets: Ints) -> int:
-    for token in text:
-        last = append(store, last, token, buckets)
+def _append(store: Store, tokens: Ints, lengths: Ints, buckets: Ints) -> int:
+    """Begin new sequences, of so many tokens each; returns the id of the last token, or NOTHING."""
+    place, last = 0, NOTHING
+    for length in lengths:
+        last = NOTHING
+        for _ in range(length):
+            last = append(store, last, tokens[place], buckets)
+            place += 1
     return last
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from rlhfspec_mega.errors import RunError
@@ -24,6 +25,7 @@ class Custody:
         self._entries = entries
         self._held: dict[int, dict[str, None]] = {}  # ids by engine; an engine's copy may outlive the entry
         self._moving: dict[str, Entry] = {}  # entries in transfer
+        self._numbers = itertools.count()
 
     # Questions
 
@@ -44,9 +46,9 @@ class Custody:
         entry = self._moving.get(sample_id)
         return entry.transfer.destination if entry and entry.transfer else None
 
-    def leads_to(self, rank: int) -> bool:
-        """Whether samples are in transfer to an engine."""
-        return any(transfer.destination == rank for _, transfer in self._transfers())
+    def expected(self, rank: int) -> list[int]:
+        """Numbers of the orders by which samples are on their way to an engine that has not reported them yet."""
+        return [t.number for _, t in self._transfers() if t.destination == rank and not t.arrived]
 
     def open_sources(self, rank: int) -> list[int]:
         """Dead engines that had been ordered to send samples to this one."""
@@ -95,10 +97,11 @@ class Custody:
             self._end(entry)
         return True
 
-    def order(self, sample_id: str, source: int, destination: int) -> None:
-        """The source has been ordered to send a sample that it owns to the destination."""
+    def order(self, sample_id: str, source: int, destination: int) -> int:
+        """The source has been ordered to send a sample that it owns to the destination; returns the order's number."""
         entry = self._moving[sample_id] = find(self._entries, sample_id)
-        entry.transfer = Transfer(source, destination)
+        entry.transfer = Transfer(next(self._numbers), source, destination)
+        return entry.transfer.number
 
     def kept(self, sample_id: str) -> None:
         """The source reports that an ordered migration did not take place."""

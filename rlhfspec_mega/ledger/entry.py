@@ -40,6 +40,7 @@ class Transfer:
     """The migration of a sample from one engine to another.
 
     Attributes:
+        number: of the driver's order.
         source: None once it has reported the departure.
         destination: None once it is dead: then only the source can still hold the sample.
         arrived: the destination has reported the sample; the source's report is still to come.
@@ -47,6 +48,7 @@ class Transfer:
         returned: the source was given the sample again before it had reported the departure.
     """
 
+    number: int
     source: int | None
     destination: int | None
     arrived: bool = False

@@ -119,11 +119,11 @@ class Assignment:
 
     def holders(self) -> list[int]:
         """Ranks of engines that have samples, have a queue, or are the destination of a migration."""
-        return [rank for rank in range(self._engines) if self._load(rank) or self.custody.leads_to(rank)]
+        return [rank for rank in range(self._engines) if self._load(rank) or self.custody.expected(rank)]
 
     def has_work(self, rank: int) -> bool:
         """Whether an engine has samples, or there are samples that it can get."""
-        return bool(self._load(rank) or self._shared_queue or self.custody.leads_to(rank))
+        return bool(self._load(rank) or self._shared_queue or self.custody.expected(rank))
 
     def owners(self) -> dict[str, int]:
         """The rank of the engine that owns each unfinished sample, by sample id; without samples still in a queue."""

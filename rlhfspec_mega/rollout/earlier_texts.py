@@ -26,6 +26,7 @@ class EarlierTexts:
         self._engines, self._wait, self._deterministic = engines, wait, deterministic
         self._most = history_tokens // 2
         self._texts: list[FinishedText] = []
+        self._stored = 0  # tokens of an engine's history that they take
         self._holders: set[tuple[int, int]] = set()  # engines, by rank and launch, that have all of them
 
     def add(self, texts: Sequence[FinishedText], phase: str) -> None:
@@ -52,7 +53,7 @@ class EarlierTexts:
 
     def load_state_dict(self, state: Sequence[Sequence[Any]]) -> None:
         """Replace the texts, as far as there is room; `complete` gives them to the engines."""
-        self._texts = []
+        self._texts, self._stored = [], 0
         self._append([FinishedText(*text) for text in state])
         if self._deterministic:  # else engines keep what they have of abandoned steps: it will come again
             self._holders.clear()
@@ -61,13 +62,11 @@ class EarlierTexts:
         """Add texts and forget the oldest as there is no room; returns how many earlier ones were forgotten."""
         before = len(self._texts)
         self._texts += [FinishedText(name, prompt[-PROMPT_END:], response) for name, prompt, response in texts]
-        room, kept = self._most, 0
-        for text in reversed(self._texts):
-            room -= stored_tokens(len(text.response))
-            if room < 0:
-                break
-            kept += 1
-        forgotten = len(self._texts) - kept
+        self._stored += sum(stored_tokens(len(text.response)) for text in texts)
+        forgotten = 0
+        while self._stored > self._most:
+            self._stored -= stored_tokens(len(self._texts[forgotten].response))
+            forgotten += 1
         del self._texts[:forgotten]
         return min(forgotten, before)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.rollout_state import EngineState, MigrationCost, RolloutPolicy, RolloutState
 from rlhfspec_mega.planning.throughput import Decay
 from rlhfspec_mega.rollout.assignment import Assignment
+from rlhfspec_mega.rollout.migration.lines import OrderLines
 from rlhfspec_mega.rollout.migration.messages import MigrationOrder, MigrationOrders, PeerInfo
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, Landing, MigrationEvent
 
@@ -67,6 +68,7 @@ class Reallocation:
         self._policy, self._lengths, self._plan_seconds = policy, lengths, plan_seconds
         self.scoring, self._learn_cost = scoring or ScoringWork(), learn_cost
         self._downtime, self._landed = FIRST_DOWNTIME, True  # whether a sample with tokens has moved in this rollout
+        self._lines = OrderLines()
         self._plan_cost = 0.0  # seconds of the driver's CPU time per plan, moving average
         self._patience = 1  # see MOST_PATIENCE; kept from one rollout to the next
 
@@ -78,6 +80,7 @@ class Reallocation:
         self.add(requests)
         self._policy.begin()
         self._peers = dict(peers)
+        self._lines.open(peer.address for peer in peers.values())
         self._names = {peer.address.name: rank for rank, peer in peers.items()}
         self._orders: dict[int, list[MigrationOrder]] = {}
         self._begun = time.monotonic()
@@ -111,17 +114,28 @@ class Reallocation:
         if rank not in self._peers:
             return None
         dead = set(work.custody.open_sources(rank))
-        moves = list[MigrationOrder]()
+        return MigrationOrders(
+            moves=self._take_orders(rank, work),
+            dead_sources=[name for name, source in self._names.items() if source in dead],
+            expected=work.custody.expected(rank),
+        )
+
+    def send_orders(self, ranks: Collection[int], work: Assignment) -> None:
+        """Send the last plan's orders to those of these engines that have some: they decode, and need not answer."""
+        for rank in [rank for rank in self._orders if rank in ranks]:
+            orders = self._take_orders(rank, work)
+            if orders and not self._lines.send(self._peers[rank].address, orders):
+                self._orders[rank] = orders
+
+    def _take_orders(self, rank: int, work: Assignment) -> list[MigrationOrder]:
+        """The orders that an engine has not got, without those that have become void."""
+        orders = list[MigrationOrder]()
         for order in self._orders.pop(rank, []):
             if self._names[order.destination.name] not in self._peers:
                 work.custody.kept(order.sample_id)  # the destination has died
             elif order.sample_id not in work.results:
-                moves.append(order)
-        return MigrationOrders(
-            moves=moves,
-            dead_sources=[name for name, source in self._names.items() if source in dead],
-            expects_arrivals=work.custody.leads_to(rank),
-        )
+                orders.append(order)
+        return orders
 
     def record(
         self, rank: int, finished: Sequence[GenerationResult], landings: Sequence[Landing]
@@ -164,7 +178,7 @@ class Reallocation:
         return time.monotonic() >= (self._next_urgent if urgent else self._next_plan)
 
     def plan(self, work: Assignment, serving: Iterable[int], unscored_tokens: int | None) -> bool:
-        """Let the policy make a plan; its orders go out with the next calls of the source engines.
+        """Let the policy make a plan; its orders go out by `send_orders` or with the next calls of the source engines.
 
         Args:
             serving: ranks of the engines that take work.
@@ -211,8 +225,9 @@ class Reallocation:
         for move in plan.moves:
             sample_id, destination = state.ids[move.sample], ranks[move.destination]
             source, peer = ranks[state.at[move.sample]], self._peers[destination]
-            work.custody.order(sample_id, source, destination)
-            self._orders.setdefault(source, []).append(MigrationOrder(sample_id, peer.address, peer.prefill_seconds))
+            number = work.custody.order(sample_id, source, destination)
+            order = MigrationOrder(number, sample_id, peer.address, peer.prefill_seconds)
+            self._orders.setdefault(source, []).append(order)
 
     def end(self) -> None:
         """End the rollout."""

@@ -171,6 +171,7 @@ class Session:
         self._idle = False
         unscored = self._scoring.unscored_tokens if self._scoring else None
         if reallocation.plan(self._work, self._engines.serving(), unscored):
+            reallocation.send_orders(self._calls, self._work)
             self._offer_freed(reallocation)
 
     def _offer_freed(self, reallocation: Reallocation) -> None:

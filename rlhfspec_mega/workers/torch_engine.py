@@ -140,8 +140,7 @@ class TorchEngineWorker(EngineWorker):
         if self._shared_texts:
             if anew:
                 self._shared_texts.clear()
-            for text in texts:
-                self._shared_texts.add(text.prompt, text.response)
+            self._shared_texts.add((text.prompt, text.response) for text in texts)
             return
         if anew:
             self.engine.restart_history()

@@ -34,6 +34,7 @@ from tests.near_tie import assert_same
 from tests.sglang.conftest import torch_results
 
 SLOTS, PROMPT, NEW, CHUNK = 4, 120, 100, 32
+ALWAYS = -1  # number of no order: an engine that expects it never stops waiting
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -198,9 +199,9 @@ def to_and_fro(
         source = turn // 3 % 2
         moving = [name for name, held in workers[source].engine._held.items() if held.started and turn % 3 == 0][:3]
         for rank, worker in enumerate(workers):
-            orders = MigrationOrders(expects_arrivals=True)
+            orders = MigrationOrders(expected=[ALWAYS])
             if rank == source:
-                orders.moves = [MigrationOrder(name, addresses[1 - source]) for name in moving]
+                orders.moves = [MigrationOrder(turn, name, addresses[1 - source]) for name in moving]
             reports.append(worker.advance([], 0.01, orders))
         finished = sum(len(report.finished) for report in reports)
         turn += 1

@@ -141,7 +141,7 @@ def test_children_are_ranked_by_their_share_and_the_noise(sampled: bool) -> None
     prompt, followers = [5, 6, 7, 8], [1, 1, 1, 2, 2, 3]
     history = History(8, 4096)
     for follower in followers:
-        history.add(prompt, [follower])
+        history.add([(prompt, [follower])])
     history.admit(0, prompt, [])
     state = int(seed_states(torch.tensor([77]))[0])
     found = proposals(history, 1, noise=np.array([state]), sampled=np.array([sampled]), depths=np.array([1]))
@@ -158,8 +158,7 @@ def test_children_are_ranked_by_their_share_and_the_noise(sampled: bool) -> None
 
 def test_trees_follow_earlier_text_and_its_branches() -> None:
     history = History(4, 4096)
-    history.add([1, 2, 3], [10, 11, 12, 13, 258])
-    history.add([1, 2, 3], [10, 11, 20, 21, 258])
+    history.add([([1, 2, 3], [10, 11, 12, 13, 258]), ([1, 2, 3], [10, 11, 20, 21, 258])])
     history.admit(0, [1, 2, 3], [])
     found = proposals(history, 1)
     paths = set()
@@ -209,7 +208,7 @@ def test_a_prompt_is_stored_once_for_its_group() -> None:
         history.admit(slot, prompt, [])
     kept = sum(int(filled) for filled in history._store.chunks[:, 1] if filled > 0)
     assert kept == len(prompt) + 3 * PROMPT_END
-    history.add([50, 51, 52, 53], [])
+    history.add([([50, 51, 52, 53], [])])
     history.admit(0, [50, 51, 52, 53], [])
     assert proposals(history, 1).tokens[:3].tolist() == [54, 55, 56], "a prompt's own text is proposed"
 
@@ -296,7 +295,9 @@ def test_steps_that_wait_are_stored_as_if_they_had_not(steps: list[list[list[int
             elif step == "move":
                 history.move(2, number % 2)
             elif step == "add":
-                history.add((1, 2), (0, number % 4))
+                texts = [((1, 2), (0, number % 4)), ((), ()), ((3,), [1] * (number % 40))]
+                for some in [[text] for text in texts] if history is at_once else [texts]:
+                    history.add(some)
             if step == "propose" or history is at_once:
                 proposals(history, 3)
     proposals(waiting, 3)

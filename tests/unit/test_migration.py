@@ -6,6 +6,7 @@ import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,8 +21,11 @@ from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.rollout_state import Move, Plan, RolloutState
 from rlhfspec_mega.rollout.assignment import Assignment
 from rlhfspec_mega.rollout.migration import departures
+from rlhfspec_mega.rollout.migration import lines as lines_module
 from rlhfspec_mega.rollout.migration.arrivals import Arrivals
+from rlhfspec_mega.rollout.migration.lines import OrderLines
 from rlhfspec_mega.rollout.migration.messages import MigrationOrder, MigrationOrders
+from rlhfspec_mega.rollout.migration.wire import Address
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.reallocation import Reallocation
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
@@ -55,6 +59,7 @@ class RandomMoves:
 
 
 ENGINES = [make_engine() for _ in range(3)]
+NUMBERS = itertools.count(1)  # of orders
 
 
 @pytest.fixture(autouse=True, params=["shared memory", "stream"])
@@ -191,7 +196,8 @@ def begin(count: int, tokens: int = 14) -> tuple[TorchEngineWorker, TorchEngineW
 
 def order(destination: TorchEngineWorker, *samples: GenerationRequest) -> MigrationOrders:
     assert destination.migration is not None
-    return MigrationOrders([MigrationOrder(one.sample_id, destination.migration.address) for one in samples])
+    address = destination.migration.address
+    return MigrationOrders([MigrationOrder(next(NUMBERS), one.sample_id, address) for one in samples])
 
 
 def advance(engine: TorchEngineWorker, until: Any, orders: MigrationOrders | None = None) -> list[EngineReport]:
@@ -368,7 +374,7 @@ def test_what_a_rollout_that_was_given_up_still_sends_is_left_aside() -> None:
 
 def test_a_late_order_comes_to_nothing() -> None:
     first, second, requests = begin(1)
-    report = first.advance([], 0.0, MigrationOrders([MigrationOrder("unknown", second.migration.address)]))
+    report = first.advance([], 0.0, MigrationOrders([MigrationOrder(0, "unknown", second.migration.address)]))
     assert report.migration.kept == ["unknown"] and report.unfinished == 1
     first.migration._departures._seconds = 0.0
     reports = [first.advance([], 0.0, order(second, requests[0]))]
@@ -382,8 +388,88 @@ def test_prefilling_again_is_chosen_where_it_is_cheaper() -> None:
     orders = order(second, requests[0])
     orders.moves = [orders.moves[0]._replace(prefill_seconds=0.0)]
     first.advance([], 0.0, orders)
-    reports = [second.advance([], 0.02, MigrationOrders(expects_arrivals=True)) for _ in range(100)]
+    awaited = MigrationOrders(expected=[orders.moves[0].number])
+    reports = [second.advance([], 0.02, awaited) for _ in range(100)]
     landings = [landing for report in reports for landing in report.migration.landings]
     assert [(one.settled_bytes, one.delta_bytes) for one in landings] == [(0, 0)]
     tokens = [result.tokens for report in reports for result in report.finished]
     assert tokens == [alone(requests)["3.0"].tokens]
+
+
+# Orders that come while an engine decodes, and samples that do not come
+
+
+@contextmanager
+def deciding(engine: TorchEngineWorker, orders: MigrationOrders) -> Iterator[Future[EngineReport]]:
+    """A call that lasts as long as the engine has something to decode or to wait for."""
+    with ThreadPoolExecutor(1) as calls:
+        yield calls.submit(engine.advance, [], 60.0, orders)
+
+
+def test_an_order_reaches_an_engine_that_is_decoding() -> None:
+    first, second, requests = begin(2)
+    lines, (move,) = OrderLines(), order(second, requests[0]).moves
+    assert not lines.send(first.migration.address, [move]), "there is no connection yet"
+    lines.open([first.migration.address, second.migration.address])
+    assert lines.send(first.migration.address, [move])
+    while first.migration._inbox.empty:
+        time.sleep(0.01)
+    with deciding(second, MigrationOrders(expected=[move.number])) as call:
+        report = first.advance([], 60.0, MigrationOrders())
+        arrived = call.result(30.0)
+    assert report.migration.departed == ["3.0"] and [one.sample_id for one in report.finished] == ["3.1"]
+    assert [one.tokens for one in arrived.finished] == [alone(requests)["3.0"].tokens]
+    assert not second.migration.expecting, "and it has not waited any longer"
+    second.leave()
+    end = time.monotonic() + 10
+    while lines.send(move.destination, []):  # the end of the connection is on its way
+        assert time.monotonic() < end
+
+
+def test_an_order_of_an_earlier_rollout_is_left_aside() -> None:
+    first, second, requests = begin(1)
+    lines, old = OrderLines(), first.migration.address
+    lines.open([old])
+    first.join_migration(1.0)
+    first.advance([SampleSnapshot(requests[0], [], [], [])], 0.0, MigrationOrders())
+    assert lines.send(old, order(second, requests[0]).moves)
+    while first.migration._inbox.empty:
+        time.sleep(0.01)
+    assert not first.advance([], 60.0, MigrationOrders()).migration.departed
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_engine_does_not_wait_for_a_sample_that_stays(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+    """It has ended before it was copied, or before the order came."""
+    monkeypatch.setattr(TorchEngine, "min_copy_bytes", 1)
+    monkeypatch.setattr(departures, "COPY_SHARE", 0.0)
+    first, second, requests = begin(1, tokens=3)
+    orders = order(second, requests[0])
+    if not known:
+        advance(first, lambda report: report.finished)
+    with deciding(second, MigrationOrders(expected=[orders.moves[0].number])) as call:
+        assert advance(first, lambda report: report.migration.kept, orders)
+        assert call.result(30.0).unfinished == 0
+
+
+def test_engines_that_cannot_be_connected_to_get_orders_with_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = list[str]()
+
+    def refused(address: Address, *_: object) -> None:
+        tried.append(address.name)
+        raise TimeoutError if address.name == "behind a wall" else ConnectionRefusedError
+
+    monkeypatch.setattr(lines_module, "Outbox", refused)
+    lines, address = OrderLines(), Address("10.0.0.1", 1, b"", "gone", "")
+    for _ in range(2):
+        lines.open([address])
+    assert tried == ["gone"] and not lines.send(address, [])
+    walled = [address._replace(name="behind a wall"), address._replace(name="another")]
+    lines.open(walled[:1]), lines.open(walled)
+    assert tried == ["gone", "behind a wall", "another"]
+    requests = [replace(request(group, 0), ignore_stop=True) for group in range(6)]
+    policy = RandomMoves(5, 0.5)
+    found = generate(
+        Pool(ENGINES[:2]), requests, reallocation=Reallocation(policy, LengthPredictor(limit=16), plan_seconds=0.0)
+    )
+    assert policy.moves and len(found) == 6

@@ -23,6 +23,7 @@ class MigrationAgent:
         self._arrivals = Arrivals(engine, self._inbox)
         self._departures = Departures(engine, self._inbox.address.name, seconds)
         self._step_seconds = 0.0
+        self._expected: list[int] = []
 
     @property
     def address(self) -> Address:
@@ -45,6 +46,11 @@ class MigrationAgent:
         return self._departures.busy or self._arrivals.pending
 
     @property
+    def expecting(self) -> bool:
+        """Whether samples are on their way here."""
+        return any(order not in self._arrivals.settled for order in self._expected)
+
+    @property
     def unacknowledged(self) -> int:
         """Number of samples that were sent and not acknowledged; they still count as this engine's."""
         return self._departures.unacknowledged
@@ -58,14 +64,17 @@ class MigrationAgent:
 
     def take_orders(self, orders: MigrationOrders) -> None:
         """Begin to carry out the driver's orders."""
+        self._expected = orders.expected
         self._arrivals.drain_dead_sources(orders.dead_sources)
         for order in orders.moves:
             self._departures.order(order)
 
     def on_step_boundary(self) -> None:
-        """Continue copies, hand over samples that are ready, and take those that have arrived."""
+        """Continue copies, hand over samples that are ready, take those that have arrived, and begin what was ordered
+        meanwhile."""
         self._departures.on_step_boundary(self._step_seconds)
         self._arrivals.on_step_boundary()
+        self._begin_ordered()
 
     def record_step(self, started: float, seconds: float) -> None:
         """Note that a decode step has ended; `started` is in seconds since the epoch."""
@@ -73,8 +82,9 @@ class MigrationAgent:
         self._arrivals.record_step(started, seconds)
 
     def wait(self, seconds: float) -> None:
-        """Wait up to `seconds` for a sample to arrive. For an engine that has nothing to decode."""
+        """Wait up to `seconds` for a message. For an engine that has nothing to decode."""
         self._arrivals.wait(seconds)
+        self._begin_ordered()
 
     def report(self) -> MigrationReport:
         """Outcome of migrations since the last call."""
@@ -87,6 +97,11 @@ class MigrationAgent:
         """Discard all migrations under way: the rollout has ended or was abandoned."""
         self._departures.end_rollout()
         self._arrivals.end_rollout()
+
+    def _begin_ordered(self) -> None:
+        orders, self._arrivals.orders = self._arrivals.orders, []
+        for order in orders:
+            self._departures.order(order)
 
     def close(self) -> None:
         """End all connections."""

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.rollout.migration.messages import Arrival, FreeStaging, KvPiece
+from rlhfspec_mega.rollout.migration.messages import Arrival, CalledOff, FreeStaging, KvPiece, MigrationOrder, Moves
 from rlhfspec_mega.rollout.migration.staging import Staging
 from rlhfspec_mega.rollout.migration.wire import Inbox, Received
 from rlhfspec_mega.rollout.protocol import DraftPast, RolloutEngine, SampleSnapshot
@@ -18,12 +18,14 @@ DRAIN_SECONDS = 2.0  # longest wait for the last messages of a dead engine
 
 
 class Arrivals:
-    """Samples that other engines send to this one.
+    """Samples that other engines send to this one, and orders of the driver to send some away.
 
     Attributes:
-        rollout: number of the current rollout; samples of other rollouts are ignored.
+        rollout: number of the current rollout; samples and orders of other rollouts are ignored.
         arrived: samples taken since the last report, with all their tokens.
         landings: samples taken earlier or now that were first decoded here since the last report.
+        orders: those of the driver that nobody has begun to carry out.
+        settled: numbers of the orders by which no sample will come any more: it has come, or stays where it is.
     """
 
     def __init__(self, engine: RolloutEngine, inbox: Inbox) -> None:
@@ -33,6 +35,8 @@ class Arrivals:
         self._undecoded: list[tuple[str, Arrival]] = []  # (source, sample), not decoded here yet
         self.arrived: list[SampleProgress] = []
         self.landings: list[Landing] = []
+        self.orders: list[MigrationOrder] = []
+        self.settled = set[int]()
 
     @property
     def pending(self) -> bool:
@@ -86,7 +90,8 @@ class Arrivals:
         self.rollout += 1
         self._buffers.clear()
         self._undecoded.clear()
-        self.arrived, self.landings = [], []
+        self.arrived, self.landings, self.orders = [], [], []
+        self.settled.clear()
 
     def _process(self, received: list[Received], dead: Collection[str] = ()) -> None:
         for source, message, payload in received:
@@ -96,7 +101,13 @@ class Arrivals:
                 self._write(self._buffers[source], message, payload)
             elif isinstance(message, FreeStaging):
                 self._buffers[source].pop(message.staging, None)
-            elif message.rollout == self.rollout:
+            elif message.rollout != self.rollout:
+                continue
+            elif isinstance(message, Moves):
+                self.orders += message.orders
+            elif isinstance(message, CalledOff):
+                self.settled.add(message.order)
+            else:
                 self._take(source, message, dead=source in dead)
 
     def _write(self, buffers: dict[int, Staging], piece: KvPiece, payload: bytearray) -> None:
@@ -109,6 +120,7 @@ class Arrivals:
         """Take a sample and acknowledge it. Drop it if its source cannot be told: then it is the source's or lost."""
         snapshot, sample_id = arrival.snapshot, arrival.snapshot.request.sample_id
         snapshot.reported = None  # `arrived` reports all of its tokens
+        self.settled.add(arrival.order)
         self._engine.abort([sample_id])  # a copy left from an earlier move that failed halfway
         if snapshot.tokens:
             self._import(source, arrival)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rlhfspec_mega.errors import RunError, SilentEngineError
-from rlhfspec_mega.rollout.migration.messages import Arrival, FreeStaging, KvPiece, MigrationOrder
+from rlhfspec_mega.rollout.migration.messages import Arrival, CalledOff, FreeStaging, KvPiece, MigrationOrder
 from rlhfspec_mega.rollout.migration.staging import Handle, Layout, Staging
 from rlhfspec_mega.rollout.migration.wire import Address, Outbox, this_machine
 from rlhfspec_mega.rollout.protocol import RolloutEngine, SampleSnapshot
@@ -138,14 +138,12 @@ class Departures:
     def order(self, order: MigrationOrder) -> None:
         """Begin to migrate a sample; the order is cancelled if the sample is unknown or has ended."""
         self._boundary = time.time()
-        if not self._engine.has_sample(order.sample_id) or order.sample_id in self._outgoing:
-            self.kept.append(order.sample_id)
-            return
         link = self._link(order.destination)
+        if not self._engine.has_sample(order.sample_id) or order.sample_id in self._outgoing or link is None:
+            self._keep(order, link)
+            return
         committed = self._engine.committed_positions(order.sample_id)
-        if link is None:
-            self.kept.append(order.sample_id)
-        elif committed is None or 2 * self.copy_seconds >= order.prefill_seconds:  # twice: it is written and read
+        if committed is None or 2 * self.copy_seconds >= order.prefill_seconds:  # twice: it is written and read
             self._hand_over(link, order, None)
         else:
             self._engine.catch_up_draft([order.sample_id])
@@ -286,7 +284,7 @@ class Departures:
         except (OSError, RunError) as error:
             if outgoing:
                 outgoing.own.close()
-            self.kept.append(sample_id)
+            self._keep(order, link)
             if isinstance(error, OSError):  # a RunError: an engine that decodes all the time has just finished it
                 self._lose(link)
             return
@@ -312,6 +310,7 @@ class Departures:
         copies = [copy for copy in (outgoing.own, outgoing.prompt) if copy] if outgoing else []
         return Arrival(
             transfer=transfer,
+            order=order.number,
             rollout=order.destination.rollout,
             snapshot=snapshot,
             staging=outgoing.own.number if outgoing else None,
@@ -366,7 +365,14 @@ class Departures:
         """Cancel a migration whose KV is still being copied while the sample decodes; the sample stays here."""
         outgoing = self._outgoing.pop(sample_id)
         self._discard(outgoing.link, outgoing.own)
-        self.kept.append(sample_id)
+        self._keep(outgoing.order, outgoing.link)
+
+    def _keep(self, order: MigrationOrder, link: _Link | None) -> None:
+        """The sample stays here; the destination may wait for it."""
+        self.kept.append(order.sample_id)
+        if link is not None:
+            with contextlib.suppress(OSError):  # a destination that is gone does not wait
+                link.outbox.send(CalledOff(order.destination.rollout, order.number))
 
     def _discard(self, link: _Link, copy: _Copy) -> None:
         """Free the buffers of a copy at both ends."""

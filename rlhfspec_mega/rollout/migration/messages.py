@@ -36,10 +36,12 @@ class MigrationOrder(NamedTuple):
     """The driver's order to send one sample to another engine.
 
     Attributes:
+        number: tells it from all other orders of the run.
         prefill_seconds: time in which the destination prefills one token; if that is less than the time to copy the
             token's KV, the sample migrates without KV.
     """
 
+    number: int
     sample_id: str
     destination: Address
     prefill_seconds: float = math.inf
@@ -53,12 +55,35 @@ class MigrationOrders:
         moves: samples to send away; an order is ignored if its sample has ended.
         dead_sources: names of dead engines: the engine takes the samples that they had already sent, and ignores what
             comes from them later.
-        expects_arrivals: whether samples may be on their way to this engine; if so, it waits for them when idle.
+        expected: numbers of the orders by which samples are on their way to this engine: it waits for them when idle.
     """
 
     moves: list[MigrationOrder] = field(default_factory=list)
     dead_sources: list[str] = field(default_factory=list)
-    expects_arrivals: bool = False
+    expected: list[int] = field(default_factory=list)
+
+
+class Moves(NamedTuple):
+    """The driver's orders to an engine that is decoding, which begins to carry them out at the next step boundary.
+
+    Attributes:
+        rollout: the engine's number of the rollout that they belong to.
+    """
+
+    rollout: int
+    orders: list[MigrationOrder]
+
+
+class CalledOff(NamedTuple):
+    """Tells the receiver that the sample of an order stays where it is, so that nobody waits for it.
+
+    Attributes:
+        rollout: the receiver's number of the rollout that the order belongs to.
+        order: its number.
+    """
+
+    rollout: int
+    order: int
 
 
 class KvPiece(NamedTuple):
@@ -83,6 +108,7 @@ class Arrival(NamedTuple):
 
     Attributes:
         transfer: number of the hand-over, unique per source; the receiver acknowledges it.
+        order: number of the driver's order.
         rollout: the receiver's number of the rollout that the sample belongs to.
         snapshot: the sample without KV; its draft state has features only.
         staging: number of the staging buffer with the sample's KV; None: the receiver prefills the sample again.
@@ -95,6 +121,7 @@ class Arrival(NamedTuple):
     """
 
     transfer: int
+    order: int
     rollout: int
     snapshot: SampleSnapshot
     staging: int | None

@@ -165,10 +165,13 @@ class Outbox:
     """The sending end of a connection to another engine.
 
     All methods raise OSError if the engine is gone or has read nothing for _SEND_SECONDS.
+
+    Args:
+        seconds: longest wait for the connection.
     """
 
-    def __init__(self, address: Address, own_name: str) -> None:
-        self._socket = socket.create_connection((address.host, address.port), timeout=_SEND_SECONDS)
+    def __init__(self, address: Address, own_name: str, seconds: float = _SEND_SECONDS) -> None:
+        self._socket = socket.create_connection((address.host, address.port), timeout=seconds)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _keep_alive(self._socket)
         self._socket.sendall(address.key + own_name.encode("ascii").ljust(_NAME_BYTES, b"\0"))

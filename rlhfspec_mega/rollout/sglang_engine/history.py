@@ -129,9 +129,8 @@ class HistoryDrafts:
         self._settle()
         if anew:
             self._history.clear()
-        for text in texts:
-            if text.sample_id not in self._ended:
-                self._history.add(text.prompt, text.response)
+        others = [text for text in texts if text.sample_id not in self._ended]
+        self._history.add((text.prompt, text.response) for text in others)
         self._ended.clear()
 
     def forget(self) -> None:

@@ -172,9 +172,8 @@ class TorchEngine(UpdatedEngine):
     def remember(self, texts: Sequence[FinishedText]) -> None:
         """Add finished samples of other engines to history; those that ended here since the last call are in it."""
         if self.history:
-            for text in texts:
-                if text.sample_id not in self._ended_here:
-                    self.history.add(text.prompt, text.response)
+            others = [text for text in texts if text.sample_id not in self._ended_here]
+            self.history.add((text.prompt, text.response) for text in others)
             self._ended_here.clear()
 
     def restart_history(self, texts: History | None = None) -> None:
