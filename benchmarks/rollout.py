@@ -28,10 +28,21 @@ import torch
 
 from benchmarks.migration_cost import described, measure_migrations, source_rate
 from benchmarks.paired import Interval, interleaved, ratio_interval
-from benchmarks.rollout_fleet import MECHANISMS, SHIPPED, Fleet, Outcome, Recorder
+from benchmarks.rollout_fleet import (
+    FUSED,
+    MECHANISMS,
+    MOVING,
+    QUEUE,
+    SHIPPED,
+    STATIC,
+    Fleet,
+    Outcome,
+    Recorder,
+    reallocation_of,
+)
 from benchmarks.rollout_simulated import curves_of, predict, print_predictions, workload_of, worst_error
 from benchmarks.samples import Target, load_target, word_prompts, words_target
-from rlhfspec_mega.planning.lengths import LengthPredictor
+from rlhfspec_mega.rollout.reallocation import Reallocation
 from rlhfspec_mega.sampling.noise import sample_seed
 from rlhfspec_mega.simulate.curves import CostCurves
 from rlhfspec_mega.simulate.workload import LENGTH_DISTRIBUTIONS, draw_workload
@@ -42,7 +53,6 @@ SAMPLES, MEMBERS, LONGEST, PROMPT = 96, 4, 150, 120  # six samples a slot, as a 
 SCALES = {"chat": 0.26, "reasoning": 0.023}
 STARTS = ("even", "skewed")
 FIRST_SEED = 5000  # of the lengths: others than those that anything was tried on
-STATIC, QUEUE, MOVING, FUSED = MECHANISMS
 FURTHER = 2  # times as many repeats more of static and reallocation from even starts
 
 
@@ -81,7 +91,7 @@ class Reality:
     Attributes:
         samples: of every repeat, the warm-up's first.
         outcomes: by mechanism, one per repeat; the first is the warm-up's.
-        lengths: by mechanism, what its rollouts have taught.
+        reallocations: by mechanism, what moves samples, with what its rollouts have taught.
         recorder: what engines did in all of them.
     """
 
@@ -90,14 +100,14 @@ class Reality:
     samples: list[list[GenerationRequest]]
     recorder: Recorder
     outcomes: dict[str, list[Outcome]] = field(default_factory=lambda: {name: [] for name in MECHANISMS})
-    lengths: dict[str, LengthPredictor] = field(
-        default_factory=lambda: {name: LengthPredictor(LONGEST) for name in MECHANISMS}
+    reallocations: dict[str, Reallocation | None] = field(
+        default_factory=lambda: {name: reallocation_of(name, LONGEST) for name in MECHANISMS}
     )
 
     def run(self, fleet: Fleet, mechanism: str) -> float:
         """The next repeat; its seconds."""
         found = self.outcomes[mechanism]
-        found.append(fleet.run(mechanism, self.samples[len(found)], self.lengths[mechanism], self.recorder))
+        found.append(fleet.run(mechanism, self.samples[len(found)], self.reallocations[mechanism], self.recorder))
         return found[-1].rollout
 
     @property

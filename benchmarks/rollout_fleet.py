@@ -37,9 +37,9 @@ from rlhfspec_mega.workers.scorer_group import ScorerGroup
 from rlhfspec_mega.workers.torch_engine import TorchEngineWorker
 
 ENGINES, SLOTS = 2, 8
-POLL_SECONDS, SCORED_AT_ONCE = 0.05, 512
+POLL_SECONDS, SCORED_AT_ONCE = RolloutConfig().poll_interval, 512
 SHIPPED = ReallocationConfig()  # the policy as a run has it
-MECHANISMS = ("static", "queue", "reallocation", "reallocation + fusion")
+MECHANISMS = STATIC, QUEUE, MOVING, FUSED = "static", "queue", "reallocation", "reallocation + fusion"
 
 
 class LoadedEngine(TorchEngineWorker):
@@ -98,7 +98,6 @@ class Fleet:
     def __init__(self, target: Target, longest: int, prompt: int) -> None:
         self._target, self._longest, self._prompt = target, longest, prompt
         self._directory = tempfile.TemporaryDirectory(prefix="benchmark.")
-        self._scoring_rate = 0.0
         self._rollouts = 0
 
     def __enter__(self) -> Fleet:
@@ -165,16 +164,16 @@ class Fleet:
         self,
         mechanism: str,
         requests: Sequence[GenerationRequest],
-        lengths: LengthPredictor,
+        reallocation: Reallocation | None,
         recorder: Recorder,
     ) -> Outcome:
         """One rollout of these samples and the scoring of all of them.
 
         Args:
-            lengths: learns from one rollout of a scenario to the next.
+            reallocation: that of the mechanism; it learns from one rollout of a scenario to the next.
         """
         self._rollouts += 1
-        moves, fuses = mechanism.startswith("reallocation"), mechanism.endswith("fusion")
+        fuses = mechanism == FUSED
         ledger = _ledger(requests, self._rollouts)
         scoring = Scoring(self._scorers, SCORED_AT_ONCE, ledger)
         manager = RolloutManager(
@@ -182,8 +181,8 @@ class Fleet:
             self.cluster.wait,
             revive=_no_revival,
             poll_seconds=POLL_SECONDS,
-            slots=None if mechanism == "static" else SLOTS,
-            reallocation=self._reallocation(lengths, fuses) if moves else None,
+            slots=None if mechanism == STATIC else SLOTS,
+            reallocation=reallocation,
             timeline=recorder,
         )
         started = time.perf_counter()
@@ -194,16 +193,22 @@ class Fleet:
                 scoring.add(request, results[request.sample_id])
         manager.finish_scoring(scoring, "reference")
         ended = time.perf_counter()
-        self._scoring_rate = scoring.seconds_per_token
         return Outcome(rolled - started, ended - started, manager.take_tail(), scoring.seconds)
 
-    def _reallocation(self, lengths: LengthPredictor, fuses: bool) -> Reallocation:
-        cost, work = MigrationCost(FIRST_DOWNTIME, 0.0), ScoringWork(seconds_per_token=self._scoring_rate)
-        reallocator = Reallocator(cost, least_gain=SHIPPED.least_gain, cool_down=SHIPPED.cool_down)
-        policy = TailPolicy(
-            reallocator, Consolidator(cost, tolerance=SHIPPED.tolerance) if fuses else None, work.seconds
-        )
-        return Reallocation(policy, lengths, POLL_SECONDS, work, policy.learn_cost)
+
+def reallocation_of(mechanism: str, longest: int) -> Reallocation | None:
+    """What moves samples, as a run has it for all of its rollouts; None where they stay.
+
+    Args:
+        longest: most tokens of a response.
+    """
+    if mechanism not in (MOVING, FUSED):
+        return None
+    cost, work = MigrationCost(FIRST_DOWNTIME, 0.0), ScoringWork()
+    reallocator = Reallocator(cost, least_gain=SHIPPED.least_gain, cool_down=SHIPPED.cool_down)
+    consolidator = Consolidator(cost, tolerance=SHIPPED.tolerance) if mechanism == FUSED else None
+    policy = TailPolicy(reallocator, consolidator, work.seconds)
+    return Reallocation(policy, LengthPredictor(longest), POLL_SECONDS, work, policy.learn_cost)
 
 
 def _ledger(requests: Sequence[GenerationRequest], step: int) -> Ledger:

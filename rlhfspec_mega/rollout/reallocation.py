@@ -13,7 +13,7 @@ from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.rollout_state import EngineState, MigrationCost, RolloutPolicy, RolloutState
 from rlhfspec_mega.planning.throughput import Decay
 from rlhfspec_mega.rollout.assignment import Assignment
-from rlhfspec_mega.rollout.migration.lines import OrderLines
+from rlhfspec_mega.rollout.migration.lines import DriverLines
 from rlhfspec_mega.rollout.migration.messages import MigrationOrder, MigrationOrders, PeerInfo
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, Landing, MigrationEvent
 
@@ -23,6 +23,7 @@ FIRST_DOWNTIME = 0.02  # seconds, before the first measurement
 MOST_TIMES_USUAL = 4.0
 NEWEST_WEIGHT = 0.1  # of the newest value in the moving averages of downtime and of the time of a plan
 PLAN_SHARE = 0.01  # share of the driver's time that plans may take: it may share its cores with engines
+LONGEST_WAIT = 0.2  # seconds in which engines that were asked for a report should have made it
 URGENT_SHARE = 0.2  # the same while an engine is idle, which costs more
 # After plans in a row that changed nothing, the next one comes 2, 4, then 8 times as late, but at most these seconds
 # later.
@@ -68,7 +69,9 @@ class Reallocation:
         self._policy, self._lengths, self._plan_seconds = policy, lengths, plan_seconds
         self.scoring, self._learn_cost = scoring or ScoringWork(), learn_cost
         self._downtime, self._landed = FIRST_DOWNTIME, True  # whether a sample with tokens has moved in this rollout
-        self._lines = OrderLines()
+        self._lines = DriverLines()
+        self._asked: set[int] | None = None  # engines whose reports an urgent plan waits for
+        self._asked_at = 0.0
         self._plan_cost = 0.0  # seconds of the driver's CPU time per plan, moving average
         self._patience = 1  # see MOST_PATIENCE; kept from one rollout to the next
 
@@ -87,6 +90,7 @@ class Reallocation:
         self._schedule(self._begun)
         self._next_urgent = self._begun
         self._freed: tuple[int, ...] = ()
+        self._asked = None
         self._state: RolloutState | None = None
         if not self._landed:  # the average would stay for ever if it were what keeps samples from moving
             self._downtime += NEWEST_WEIGHT * (FIRST_DOWNTIME - self._downtime)
@@ -124,7 +128,7 @@ class Reallocation:
         """Send the last plan's orders to those of these engines that have some: they decode, and need not answer."""
         for rank in [rank for rank in self._orders if rank in ranks]:
             orders = self._take_orders(rank, work)
-            if orders and not self._lines.send(self._peers[rank].address, orders):
+            if orders and not self._lines.order(self._peers[rank].address, orders):
                 self._orders[rank] = orders
 
     def _take_orders(self, rank: int, work: Assignment) -> list[MigrationOrder]:
@@ -145,6 +149,7 @@ class Reallocation:
         Returns:
             the completed migrations to this engine.
         """
+        self._answered(rank)
         for result in finished:
             self._lengths.finished(self._group[result.sample_id], len(result.tokens))
         events = [
@@ -169,6 +174,7 @@ class Reallocation:
 
     def lose(self, rank: int) -> None:
         """Remove an engine that has died."""
+        self._answered(rank)
         self._peers.pop(rank, None)
         self._orders.pop(rank, None)
         self._patience = 1
@@ -176,6 +182,17 @@ class Reallocation:
     def due(self, urgent: bool) -> bool:
         """Whether it is time for a plan; `urgent`: an engine has run out of samples, so that a plan is due earlier."""
         return time.monotonic() >= (self._next_urgent if urgent else self._next_plan)
+
+    def awaits_reports(self, decoding: Collection[int]) -> bool:
+        """Whether an urgent plan waits for reports: what is known of these engines is old, and they are asked for one."""
+        if self._asked is None:
+            ranks, self._asked_at = [rank for rank in decoding if rank in self._peers], time.monotonic()
+            self._asked = {rank for rank in ranks if self._lines.ask(self._peers[rank].address)}
+        return bool(self._asked) and time.monotonic() < self._asked_at + LONGEST_WAIT
+
+    def _answered(self, rank: int) -> None:
+        if self._asked:
+            self._asked.discard(rank)
 
     def plan(self, work: Assignment, serving: Iterable[int], unscored_tokens: int | None) -> bool:
         """Let the policy make a plan; its orders go out by `send_orders` or with the next calls of the source engines.
@@ -188,6 +205,7 @@ class Reallocation:
             whether the policy was asked: there are unfinished samples and more than one engine.
         """
         now, begun = time.monotonic(), time.thread_time()
+        self._asked = None
         ranks = [rank for rank in serving if rank in self._peers]
         state = self._state = self._state_of(work, ranks, now - self._begun)
         decides = bool(state.ids) and len(ranks) > 1

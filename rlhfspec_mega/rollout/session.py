@@ -157,17 +157,23 @@ class Session:
         if self._paused:
             return
         self._reclaim_lost()
-        if self._idle:
-            self._plan()  # before the calls: the idle engine may get samples; otherwise its device scores finished ones
-        self._start_calls()
-        self._plan()  # while all engines decode
-
-    def _plan(self) -> None:
-        """Make a reallocation plan if one is due: not while samples wait, of which each engine takes what it has room
-        for."""
-        reallocation, work = self._reallocation, self._work
-        if reallocation is None or work.done or work.waiting or not reallocation.due(urgent=self._idle):
+        if self._work.done:
             return
+        self._start_engines()
+        if self._reallocation and self._plan_is_due(self._reallocation):  # made while engines decode
+            if self._idle and self._reallocation.awaits_reports(self._calls):
+                return  # the idle engine may get samples soon, so that its device does not score finished ones
+            self._plan(self._reallocation)
+            self._start_engines()
+        if self._scoring and not self._scoring_held:
+            self._scoring.start(self._busy())
+
+    def _plan_is_due(self, reallocation: Reallocation) -> bool:
+        """Not while samples wait, of which each engine takes what it has room for."""
+        return not self._work.waiting and reallocation.due(urgent=self._idle)
+
+    def _plan(self, reallocation: Reallocation) -> None:
+        """Make a reallocation plan, and send its orders."""
         self._idle = False
         unscored = self._scoring.unscored_tokens if self._scoring else None
         if reallocation.plan(self._work, self._engines.serving(), unscored):
@@ -186,10 +192,8 @@ class Session:
         """Ranks of engines that have samples, can get some, or have a call in flight."""
         return {*self._calls, *(rank for rank in self._engines.alive() if self._work.has_work(rank))}
 
-    def _start_calls(self) -> None:
-        """Start decoding on every idle engine with samples, and scoring on the devices of engines without."""
-        if self._work.done:
-            return
+    def _start_engines(self) -> None:
+        """Start decoding on every idle engine with samples."""
         waited, serving = self._work.waiting, self._engines.serving()
         for rank in serving:
             if rank not in self._calls and self._work.has_work(rank):
@@ -197,8 +201,6 @@ class Session:
                 self._calls[rank] = self._decode(rank)
         if waited and not self._work.waiting:  # some of them may have got nothing
             self._idle |= any(rank not in self._calls for rank in serving)
-        if self._scoring and not self._scoring_held:
-            self._scoring.start(self._busy())
 
     def _decode(self, rank: int) -> EngineCall:
         """Give an engine the samples that are queued for it and let it decode."""

@@ -120,7 +120,7 @@ class EngineWorker(ABC):
                 finished += ended
                 migration.record_step(*engine.last_decode)
             left = end - time.monotonic()
-            if left <= 0 or (engine.idle and not migration.busy and not migration.expecting):
+            if left <= 0 or migration.asked or (engine.idle and not migration.busy and not migration.expecting):
                 return finished
             if others_wait and ended and self._has_room():
                 return finished

@@ -192,7 +192,7 @@ def test_a_rollout_does_not_wait_for_what_is_being_scored(
     pool, replicas = HeardLast([make_engine(), make_engine()]), LateReplica(directory, dies)
     # One sample is long: the other engine is soon without any.
     requests = [
-        replace(request(0, 0), max_new_tokens=14),
+        replace(request(0, 0), max_new_tokens=14, ignore_stop=True),
         *(replace(request(1, i), max_new_tokens=2) for i in range(4)),
     ]
     still = Reallocation(TailPolicy(None), LengthPredictor(limit=16), plan_seconds=0.0)

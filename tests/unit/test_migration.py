@@ -23,7 +23,7 @@ from rlhfspec_mega.rollout.assignment import Assignment
 from rlhfspec_mega.rollout.migration import departures
 from rlhfspec_mega.rollout.migration import lines as lines_module
 from rlhfspec_mega.rollout.migration.arrivals import Arrivals
-from rlhfspec_mega.rollout.migration.lines import OrderLines
+from rlhfspec_mega.rollout.migration.lines import DriverLines
 from rlhfspec_mega.rollout.migration.messages import MigrationOrder, MigrationOrders
 from rlhfspec_mega.rollout.migration.wire import Address
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
@@ -60,6 +60,7 @@ class RandomMoves:
 
 ENGINES = [make_engine() for _ in range(3)]
 NUMBERS = itertools.count(1)  # of orders
+ALWAYS = -1  # number of no order: an engine that expects it never stops waiting
 
 
 @pytest.fixture(autouse=True, params=["shared memory", "stream"])
@@ -408,10 +409,10 @@ def deciding(engine: TorchEngineWorker, orders: MigrationOrders) -> Iterator[Fut
 
 def test_an_order_reaches_an_engine_that_is_decoding() -> None:
     first, second, requests = begin(2)
-    lines, (move,) = OrderLines(), order(second, requests[0]).moves
-    assert not lines.send(first.migration.address, [move]), "there is no connection yet"
+    lines, (move,) = DriverLines(), order(second, requests[0]).moves
+    assert not lines.order(first.migration.address, [move]), "there is no connection yet"
     lines.open([first.migration.address, second.migration.address])
-    assert lines.send(first.migration.address, [move])
+    assert lines.order(first.migration.address, [move])
     while first.migration._inbox.empty:
         time.sleep(0.01)
     with deciding(second, MigrationOrders(expected=[move.number])) as call:
@@ -422,17 +423,27 @@ def test_an_order_reaches_an_engine_that_is_decoding() -> None:
     assert not second.migration.expecting, "and it has not waited any longer"
     second.leave()
     end = time.monotonic() + 10
-    while lines.send(move.destination, []):  # the end of the connection is on its way
+    while lines.order(move.destination, []):  # the end of the connection is on its way
         assert time.monotonic() < end
+
+
+def test_an_engine_reports_when_it_is_asked() -> None:
+    first = begin(1)[0]
+    lines = DriverLines()
+    lines.open([first.migration.address])
+    with deciding(first, MigrationOrders(expected=[ALWAYS])) as call:
+        assert lines.ask(first.migration.address)
+        assert call.result(30.0).unfinished in (0, 1)
+    assert not first.migration.asked, "once"
 
 
 def test_an_order_of_an_earlier_rollout_is_left_aside() -> None:
     first, second, requests = begin(1)
-    lines, old = OrderLines(), first.migration.address
+    lines, old = DriverLines(), first.migration.address
     lines.open([old])
     first.join_migration(1.0)
     first.advance([SampleSnapshot(requests[0], [], [], [])], 0.0, MigrationOrders())
-    assert lines.send(old, order(second, requests[0]).moves)
+    assert lines.order(old, order(second, requests[0]).moves)
     while first.migration._inbox.empty:
         time.sleep(0.01)
     assert not first.advance([], 60.0, MigrationOrders()).migration.departed
@@ -460,10 +471,10 @@ def test_engines_that_cannot_be_connected_to_get_orders_with_their_calls(monkeyp
         raise TimeoutError if address.name == "behind a wall" else ConnectionRefusedError
 
     monkeypatch.setattr(lines_module, "Outbox", refused)
-    lines, address = OrderLines(), Address("10.0.0.1", 1, b"", "gone", "")
+    lines, address = DriverLines(), Address("10.0.0.1", 1, b"", "gone", "")
     for _ in range(2):
         lines.open([address])
-    assert tried == ["gone"] and not lines.send(address, [])
+    assert tried == ["gone"] and not lines.order(address, [])
     walled = [address._replace(name="behind a wall"), address._replace(name="another")]
     lines.open(walled[:1]), lines.open(walled)
     assert tried == ["gone", "behind a wall", "another"]

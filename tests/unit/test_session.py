@@ -21,6 +21,7 @@ from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.rollout_state import Plan, RolloutState
 from rlhfspec_mega.rollout import reallocation
 from rlhfspec_mega.rollout.manager import RolloutManager
+from rlhfspec_mega.rollout.migration.lines import DriverLines
 from rlhfspec_mega.rollout.migration.messages import MigrationOrders
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.reallocation import Reallocation
@@ -220,6 +221,41 @@ def test_samples_move_only_when_none_waits() -> None:
     assert session._work.waiting and not policy.waiting
     assert right(manager.drain(session, "test"), requests)
     assert policy.waiting and not any(policy.waiting)
+
+
+class Seen(RandomMoves):
+    """Records the tokens of each sample that plans know of."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 0.0)
+        self.generated: list[list[int]] = []
+
+    def plan(self, state: RolloutState) -> Plan:
+        self.generated.append(state.generated.tolist())
+        return super().plan(state)
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_an_engine_without_samples_lets_the_others_report_before_the_plan(
+    monkeypatch: pytest.MonkeyPatch, reached: bool
+) -> None:
+    """Where the driver cannot reach them, the plan is made of what is known."""
+    if not reached:
+        monkeypatch.setattr(DriverLines, "open", lambda self, addresses: None)
+    pool, policy = Pool([make_engine(), make_engine()]), Seen()
+    seldom = Reallocation(policy, LengthPredictor(limit=16), plan_seconds=3600.0)
+    manager = RolloutManager(pool, pool.wait, revive=pool.revive, poll_seconds=0.0, reallocation=seldom)
+    requests = [replace(request(group, 0), ignore_stop=True, max_new_tokens=14 - 12 * group) for group in range(2)]
+    session = manager.begin(requests, opened(requests), "test")
+    session.advance()
+    policy.generated.clear()  # the first plan is due at once
+    seldom._next_urgent = 0.0
+    while pool.engines[1].engine.load().running or any(call.rank == 1 for call in session.calls()):
+        session.handle_answers([call for call in session.calls() if call.rank == 1])
+    assert policy.generated == ([] if reached else [[0]]), "nothing has been heard of the first engine"
+    session.handle_answers(session.calls())
+    assert policy.generated == ([[1]] if reached else [[0]])
+    assert len(manager.drain(session, "test")) == 2
 
 
 # What an update of the weights beside a session makes of it

@@ -81,7 +81,7 @@ class RolloutConfig:
     dtype: str | None = option(None, "of the engines' weights; null: the actor's", choices=DTYPES)
     # Bounded: when the actor restarts, an engine that answers later would be considered stuck.
     poll_interval: float = option(
-        0.05,
+        0.2,
         "longest time an engine decodes before it answers",
         unit="seconds",
         above=0,

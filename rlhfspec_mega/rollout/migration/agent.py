@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rlhfspec_mega.rollout.migration.arrivals import Arrivals
 from rlhfspec_mega.rollout.migration.departures import Departures
-from rlhfspec_mega.rollout.migration.messages import MigrationOrders
+from rlhfspec_mega.rollout.migration.messages import MigrationOrder, MigrationOrders
 from rlhfspec_mega.rollout.migration.wire import Address, Inbox
 from rlhfspec_mega.rollout.protocol import RolloutEngine
 from rlhfspec_mega.types import MigrationReport
@@ -51,6 +53,11 @@ class MigrationAgent:
         return any(order not in self._arrivals.settled for order in self._expected)
 
     @property
+    def asked(self) -> bool:
+        """Whether the driver has asked for a report since the last one."""
+        return self._arrivals.report_now
+
+    @property
     def unacknowledged(self) -> int:
         """Number of samples that were sent and not acknowledged; they still count as this engine's."""
         return self._departures.unacknowledged
@@ -66,15 +73,15 @@ class MigrationAgent:
         """Begin to carry out the driver's orders."""
         self._expected = orders.expected
         self._arrivals.drain_dead_sources(orders.dead_sources)
-        for order in orders.moves:
-            self._departures.order(order)
+        self._begin(orders.moves)
+        self._begin_sent()  # dead sources' messages may have come with orders among them
 
     def on_step_boundary(self) -> None:
         """Continue copies, hand over samples that are ready, take those that have arrived, and begin what was ordered
         meanwhile."""
         self._departures.on_step_boundary(self._step_seconds)
         self._arrivals.on_step_boundary()
-        self._begin_ordered()
+        self._begin_sent()
 
     def record_step(self, started: float, seconds: float) -> None:
         """Note that a decode step has ended; `started` is in seconds since the epoch."""
@@ -84,11 +91,12 @@ class MigrationAgent:
     def wait(self, seconds: float) -> None:
         """Wait up to `seconds` for a message. For an engine that has nothing to decode."""
         self._arrivals.wait(seconds)
-        self._begin_ordered()
+        self._begin_sent()
 
     def report(self) -> MigrationReport:
         """Outcome of migrations since the last call."""
         out, into = self._departures, self._arrivals
+        into.report_now = False
         found = MigrationReport(out.departed, out.kept, into.arrived, into.landings)
         out.departed, out.kept, into.arrived, into.landings = [], [], [], []
         return found
@@ -98,12 +106,16 @@ class MigrationAgent:
         self._departures.end_rollout()
         self._arrivals.end_rollout()
 
-    def _begin_ordered(self) -> None:
-        orders, self._arrivals.orders = self._arrivals.orders, []
-        for order in orders:
-            self._departures.order(order)
-
     def close(self) -> None:
         """End all connections."""
         self._departures.close()
         self._inbox.close()
+
+    def _begin_sent(self) -> None:
+        """Begin to carry out the orders that the driver has sent meanwhile."""
+        orders, self._arrivals.orders = self._arrivals.orders, []
+        self._begin(orders)
+
+    def _begin(self, orders: Sequence[MigrationOrder]) -> None:
+        for order in orders:
+            self._departures.order(order)

@@ -8,7 +8,15 @@ from collections.abc import Collection, Sequence
 import torch
 
 from rlhfspec_mega.errors import RunError, UserError
-from rlhfspec_mega.rollout.migration.messages import Arrival, CalledOff, FreeStaging, KvPiece, MigrationOrder, Moves
+from rlhfspec_mega.rollout.migration.messages import (
+    Arrival,
+    CalledOff,
+    FreeStaging,
+    KvPiece,
+    MigrationOrder,
+    Moves,
+    ReportNow,
+)
 from rlhfspec_mega.rollout.migration.staging import Staging
 from rlhfspec_mega.rollout.migration.wire import Inbox, Received
 from rlhfspec_mega.rollout.protocol import DraftPast, RolloutEngine, SampleSnapshot
@@ -18,13 +26,14 @@ DRAIN_SECONDS = 2.0  # longest wait for the last messages of a dead engine
 
 
 class Arrivals:
-    """Samples that other engines send to this one, and orders of the driver to send some away.
+    """Samples that other engines send to this one, and what the driver tells it while it decodes.
 
     Attributes:
-        rollout: number of the current rollout; samples and orders of other rollouts are ignored.
+        rollout: number of the current rollout; messages about other rollouts are ignored.
         arrived: samples taken since the last report, with all their tokens.
         landings: samples taken earlier or now that were first decoded here since the last report.
         orders: those of the driver that nobody has begun to carry out.
+        report_now: whether the driver has asked for a report.
         settled: numbers of the orders by which no sample will come any more: it has come, or stays where it is.
     """
 
@@ -36,6 +45,7 @@ class Arrivals:
         self.arrived: list[SampleProgress] = []
         self.landings: list[Landing] = []
         self.orders: list[MigrationOrder] = []
+        self.report_now = False
         self.settled = set[int]()
 
     @property
@@ -105,6 +115,8 @@ class Arrivals:
                 continue
             elif isinstance(message, Moves):
                 self.orders += message.orders
+            elif isinstance(message, ReportNow):
+                self.report_now = True
             elif isinstance(message, CalledOff):
                 self.settled.add(message.order)
             else:

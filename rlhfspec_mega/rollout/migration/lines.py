@@ -1,20 +1,20 @@
-"""The driver's connections to engines, on which orders reach them while they decode."""
+"""The driver's connections to engines, on which it reaches them while they decode."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rlhfspec_mega.rollout.migration.messages import MigrationOrder, Moves
+from rlhfspec_mega.rollout.migration.messages import MigrationOrder, Moves, ReportNow
 from rlhfspec_mega.rollout.migration.wire import Address, Outbox
 
 _NAME = "driver"
 _CONNECT_SECONDS = 1.0  # an engine's machine answers at once, or not at all
 
 
-class OrderLines:
+class DriverLines:
     """One connection to each engine that takes part in migrations.
 
-    Without one, an engine gets its orders with its next call.
+    Without one, an engine reports when its time is over, and gets its orders with its next call.
     """
 
     def __init__(self) -> None:
@@ -35,13 +35,20 @@ class OrderLines:
             except OSError:
                 self._in_vain.add(name)
 
-    def send(self, address: Address, orders: list[MigrationOrder]) -> bool:
+    def order(self, address: Address, orders: list[MigrationOrder]) -> bool:
         """Send orders to an engine; returns whether they are on their way."""
+        return self._send(address, Moves(address.rollout, orders))
+
+    def ask(self, address: Address) -> bool:
+        """Ask an engine for a report; returns whether that is on its way."""
+        return self._send(address, ReportNow(address.rollout))
+
+    def _send(self, address: Address, message: Moves | ReportNow) -> bool:
         line = self._lines.get(address.name)
         if line is None:
             return False
         try:
-            line.send(Moves(address.rollout, orders))
+            line.send(message)
         except OSError:  # it has died, or reads nothing any more
             self._lines.pop(address.name).close()
             return False

@@ -74,6 +74,16 @@ class Moves(NamedTuple):
     orders: list[MigrationOrder]
 
 
+class ReportNow(NamedTuple):
+    """The driver asks an engine that is decoding to answer at the next step boundary.
+
+    Attributes:
+        rollout: the engine's number of the current rollout.
+    """
+
+    rollout: int
+
+
 class CalledOff(NamedTuple):
     """Tells the receiver that the sample of an order stays where it is, so that nobody waits for it.
 
