@@ -23,8 +23,8 @@ FIRST_DOWNTIME = 0.02  # seconds, before the first measurement
 MOST_TIMES_USUAL = 4.0
 NEWEST_WEIGHT = 0.1  # of the newest value in the moving averages of downtime and of the time of a plan
 PLAN_SHARE = 0.01  # share of the driver's time that plans may take: it may share its cores with engines
-LONGEST_WAIT = 0.2  # seconds in which engines that were asked for a report should have made it
 URGENT_SHARE = 0.2  # the same while an engine is idle, which costs more
+LONGEST_WAIT = 0.2  # seconds for which such a plan waits for reports that it has asked for
 # After plans in a row that changed nothing, the next one comes 2, 4, then 8 times as late, but at most these seconds
 # later.
 MOST_PATIENCE, MOST_SECONDS_LATER = 8, 0.5
@@ -184,7 +184,7 @@ class Reallocation:
         return time.monotonic() >= (self._next_urgent if urgent else self._next_plan)
 
     def awaits_reports(self, decoding: Collection[int]) -> bool:
-        """Whether an urgent plan waits for reports: what is known of these engines is old, and they are asked for one."""
+        """Whether an urgent plan waits for reports: what is known is old, so engines that decode are asked for one."""
         if self._asked is None:
             ranks, self._asked_at = [rank for rank in decoding if rank in self._peers], time.monotonic()
             self._asked = {rank for rank in ranks if self._lines.ask(self._peers[rank].address)}

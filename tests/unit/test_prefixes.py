@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,10 +11,11 @@ from rlhfspec_mega.draft import model
 from rlhfspec_mega.planning.tree import Batch
 from rlhfspec_mega.rollout.torch_engine import drafter, unread
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
-from rlhfspec_mega.types import GenerationRequest
+from rlhfspec_mega.types import GenerationRequest, GenerationResult
+from tests.near_tie import assert_same
 from tests.random_trees import RandomTrees
-from tests.unit.test_losslessness import make_engine
-from tests.unit.test_torch_engine import finish, one_thread
+from tests.unit.test_losslessness import SHAPE, WEIGHTS, make_engine, make_judge
+from tests.unit.test_torch_engine import finish, one_thread, send_weights
 
 __all__ = ["one_thread"]
 
@@ -146,3 +149,22 @@ def test_a_slot_that_is_taken_again_does_not_get_the_last_samples_prefix() -> No
     alone.submit([GenerationRequest("last", "last", (9, 9, 9), 0, 30, 1.0)])
     step_until(alone, 10)
     torch.testing.assert_close(draft_kv(engine, "last", 8), draft_kv(alone, "last", 8), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_prompt_that_is_in_a_slot_is_not_prefilled_again(follows: bool) -> None:
+    """Unless the draft is to read it, too, or it was prefilled with earlier weights, or is another one."""
+    engine, prompt = make_engine(4, From(10**9, follows)), tuple(range(1, 20))
+    members = [GenerationRequest(str(i), "g", prompt, 5 + i, 60, ignore_stop=True) for i in range(4)]
+    members[2] = replace(members[2], prompt_tokens=prompt[::-1])
+    read, found = list[int](), list[GenerationResult]()
+    for version, member in enumerate(members, start=1):
+        if version == 4:
+            send_weights(engine, WEIGHTS, version=4, piece=10**6)
+        engine.submit([member])
+        found += engine.poll(0)
+        read.append(engine.stats()["prefill_tokens"])
+    assert read == ([18, 36, 54, 72] if follows else [18, 18, 36, 54])
+    results, alone = {result.sample_id: result for result in found} | finish(engine), make_engine(1, None)
+    alone.submit(members)  # one after the other
+    assert_same(finish(alone), results, members, make_judge(SHAPE, WEIGHTS))

@@ -102,6 +102,7 @@ class Arrivals:
         self._undecoded.clear()
         self.arrived, self.landings, self.orders = [], [], []
         self.settled.clear()
+        self.report_now = False
 
     def _process(self, received: list[Received], dead: Collection[str] = ()) -> None:
         for source, message, payload in received:
