@@ -159,12 +159,14 @@ class MigrationReport:
         arrived: samples taken over from other engines, with all their tokens so far.
         landings: one for each sample that has made its first decode step here; it may have arrived before the last
             report.
+        called_off: numbers of orders by which samples were to come here and do not, as their sources have told.
     """
 
     departed: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     arrived: list[SampleProgress] = field(default_factory=list)
     landings: list[Landing] = field(default_factory=list)
+    called_off: list[int] = field(default_factory=list)
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from rlhfspec_mega.errors import RunError
 from rlhfspec_mega.ledger.entry import Entry, Transfer, find, first_five
@@ -48,7 +48,8 @@ class Custody:
 
     def expected(self, rank: int) -> list[int]:
         """Numbers of the orders by which samples are on their way to an engine that has not reported them yet."""
-        return [t.number for _, t in self._transfers() if t.destination == rank and not t.arrived]
+        found = (t for _, t in self._transfers() if t.destination == rank)
+        return [transfer.number for transfer in found if not (transfer.arrived or transfer.called_off)]
 
     def open_sources(self, rank: int) -> list[int]:
         """Dead engines that had been ordered to send samples to this one."""
@@ -102,6 +103,11 @@ class Custody:
         entry = self._moving[sample_id] = find(self._entries, sample_id)
         entry.transfer = Transfer(next(self._numbers), source, destination)
         return entry.transfer.number
+
+    def called_off(self, orders: Collection[int]) -> None:
+        """Destinations report that the samples of these orders do not come; their sources will say the same."""
+        for _, transfer in self._transfers() if orders else ():
+            transfer.called_off |= transfer.number in orders
 
     def kept(self, sample_id: str) -> None:
         """The source reports that an ordered migration did not take place."""
@@ -176,7 +182,8 @@ class Custody:
         lost = list[Entry]()
         for entry in owned:
             transfer = entry.transfer
-            if transfer and transfer.source == rank and transfer.destination is not None:
+            leads = transfer is not None and transfer.destination is not None and not transfer.called_off
+            if transfer and transfer.source == rank and leads:
                 transfer.orphaned = True
             else:
                 lost.append(entry)

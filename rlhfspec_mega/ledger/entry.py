@@ -43,6 +43,7 @@ class Transfer:
         number: of the driver's order.
         source: None once it has reported the departure.
         destination: None once it is dead: then only the source can still hold the sample.
+        called_off: the destination knows that the sample does not come; the source's report is still to come.
         arrived: the destination has reported the sample; the source's report is still to come.
         orphaned: the source is dead, and the destination may or may not hold the sample.
         returned: the source was given the sample again before it had reported the departure.
@@ -51,6 +52,7 @@ class Transfer:
     number: int
     source: int | None
     destination: int | None
+    called_off: bool = False
     arrived: bool = False
     orphaned: bool = False
     returned: bool = False

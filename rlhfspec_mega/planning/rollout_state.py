@@ -109,4 +109,4 @@ class RolloutPolicy(Protocol):
         """Start a new rollout."""
 
     def plan(self, state: RolloutState) -> Plan:
-        """Called about every `rollout.poll_interval`, and as soon as an engine has run out of samples."""
+        """Called about every `rollout.poll_interval`, and soon after an engine has run out of samples."""

@@ -172,6 +172,7 @@ class Assignment:
                 self._hand_out([sample_id], serving, rank)
         for sample_id in report.migration.kept:
             self.custody.kept(sample_id)
+        self.custody.called_off(report.migration.called_off)
         self.custody.balance(rank, report.unfinished)
         self._ended[rank] = len(report.finished)
         if not self._deterministic:

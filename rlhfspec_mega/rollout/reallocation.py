@@ -24,7 +24,8 @@ MOST_TIMES_USUAL = 4.0
 NEWEST_WEIGHT = 0.1  # of the newest value in the moving averages of downtime and of the time of a plan
 PLAN_SHARE = 0.01  # share of the driver's time that plans may take: it may share its cores with engines
 URGENT_SHARE = 0.2  # the same while an engine is idle, which costs more
-LONGEST_WAIT = 0.2  # seconds for which such a plan waits for reports that it has asked for
+LONGEST_WAIT = 0.2  # seconds for which such a plan waits for reports that were asked for
+FRESH = 0.02  # seconds since an engine's last report in which it is not asked for another one
 # After plans in a row that changed nothing, the next one comes 2, 4, then 8 times as late, but at most these seconds
 # later.
 MOST_PATIENCE, MOST_SECONDS_LATER = 8, 0.5
@@ -72,6 +73,7 @@ class Reallocation:
         self._lines = DriverLines()
         self._asked: set[int] | None = None  # engines whose reports an urgent plan waits for
         self._asked_at = 0.0
+        self._heard: dict[int, float] = {}  # when each engine reported last
         self._plan_cost = 0.0  # seconds of the driver's CPU time per plan, moving average
         self._patience = 1  # see MOST_PATIENCE; kept from one rollout to the next
 
@@ -91,6 +93,7 @@ class Reallocation:
         self._next_urgent = self._begun
         self._freed: tuple[int, ...] = ()
         self._asked = None
+        self._heard.clear()
         self._state: RolloutState | None = None
         if not self._landed:  # the average would stay for ever if it were what keeps samples from moving
             self._downtime += NEWEST_WEIGHT * (FIRST_DOWNTIME - self._downtime)
@@ -183,14 +186,20 @@ class Reallocation:
         """Whether it is time for a plan; `urgent`: an engine has run out of samples, so that a plan is due earlier."""
         return time.monotonic() >= (self._next_urgent if urgent else self._next_plan)
 
+    def ask_reports(self, decoding: Collection[int]) -> set[int]:
+        """Ask those of these engines that have not reported just now for a report; returns which have been reached."""
+        oldest = time.monotonic() - FRESH
+        ranks = [rank for rank in decoding if rank in self._peers and self._heard.get(rank, 0.0) <= oldest]
+        return {rank for rank in ranks if self._lines.ask(self._peers[rank].address)}
+
     def awaits_reports(self, decoding: Collection[int]) -> bool:
         """Whether an urgent plan waits for reports: what is known is old, so engines that decode are asked for one."""
         if self._asked is None:
-            ranks, self._asked_at = [rank for rank in decoding if rank in self._peers], time.monotonic()
-            self._asked = {rank for rank in ranks if self._lines.ask(self._peers[rank].address)}
+            self._asked, self._asked_at = self.ask_reports(decoding), time.monotonic()
         return bool(self._asked) and time.monotonic() < self._asked_at + LONGEST_WAIT
 
     def _answered(self, rank: int) -> None:
+        self._heard[rank] = time.monotonic()
         if self._asked:
             self._asked.discard(rank)
 

@@ -15,6 +15,8 @@ from rlhfspec_mega.rollout.reallocation import Reallocation
 from rlhfspec_mega.rollout.scoring import Scoring
 from rlhfspec_mega.types import EngineReport, GenerationRequest, GenerationResult
 
+MORE_OFTEN = 4  # times as often engines report while one of them has no samples and a plan is to be made
+
 
 class EngineCall(Protocol):
     """A call in flight on one engine; `dead` when the engine ended before it answered."""
@@ -125,6 +127,8 @@ class Session:
         With False, resume.
         """
         self._paused = paused
+        if paused and self._reallocation:
+            self._reallocation.ask_reports(self._calls)
         self.advance()
 
     def hold_scoring(self, held: bool) -> None:
@@ -160,20 +164,18 @@ class Session:
         if self._work.done:
             return
         self._start_engines()
-        if self._reallocation and self._plan_is_due(self._reallocation):  # made while engines decode
-            if self._idle and self._reallocation.awaits_reports(self._calls):
-                return  # the idle engine may get samples soon, so that its device does not score finished ones
-            self._plan(self._reallocation)
-            self._start_engines()
+        reallocation = self._reallocation
+        if reallocation and not self._work.waiting:  # of waiting samples each engine takes what it has room for
+            if self._idle and reallocation.awaits_reports(self._calls):
+                return  # in a moment the idle engine may get samples: no scoring begins on its device
+            if reallocation.due(urgent=self._idle):
+                self._plan(reallocation)
+                self._start_engines()
         if self._scoring and not self._scoring_held:
             self._scoring.start(self._busy())
 
-    def _plan_is_due(self, reallocation: Reallocation) -> bool:
-        """Not while samples wait, of which each engine takes what it has room for."""
-        return not self._work.waiting and reallocation.due(urgent=self._idle)
-
     def _plan(self, reallocation: Reallocation) -> None:
-        """Make a reallocation plan, and send its orders."""
+        """Make a reallocation plan while engines decode, and send its orders."""
         self._idle = False
         unscored = self._scoring.unscored_tokens if self._scoring else None
         if reallocation.plan(self._work, self._engines.serving(), unscored):
@@ -211,7 +213,9 @@ class Session:
         if self._reallocation:
             self._draining[rank] = self._work.custody.open_sources(rank)
             orders = self._reallocation.orders(rank, self._work)
-        return self._engines.start(rank, "advance", samples, self._poll_seconds, orders, forget, self._work.waiting)
+        # Reports are the only clock by which a plan for an engine without samples is made.
+        seconds = self._poll_seconds / MORE_OFTEN if self._idle else self._poll_seconds
+        return self._engines.start(rank, "advance", samples, seconds, orders, forget, self._work.waiting)
 
     def _file(self, call: EngineCall) -> None:
         """Process an engine's answer or its death."""

@@ -6,7 +6,6 @@ import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,11 +20,8 @@ from rlhfspec_mega.planning.lengths import LengthPredictor
 from rlhfspec_mega.planning.rollout_state import Move, Plan, RolloutState
 from rlhfspec_mega.rollout.assignment import Assignment
 from rlhfspec_mega.rollout.migration import departures
-from rlhfspec_mega.rollout.migration import lines as lines_module
 from rlhfspec_mega.rollout.migration.arrivals import Arrivals
-from rlhfspec_mega.rollout.migration.lines import DriverLines
 from rlhfspec_mega.rollout.migration.messages import MigrationOrder, MigrationOrders
-from rlhfspec_mega.rollout.migration.wire import Address
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.reallocation import Reallocation
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
@@ -60,7 +56,6 @@ class RandomMoves:
 
 ENGINES = [make_engine() for _ in range(3)]
 NUMBERS = itertools.count(1)  # of orders
-ALWAYS = -1  # number of no order: an engine that expects it never stops waiting
 
 
 @pytest.fixture(autouse=True, params=["shared memory", "stream"])
@@ -395,92 +390,3 @@ def test_prefilling_again_is_chosen_where_it_is_cheaper() -> None:
     assert [(one.settled_bytes, one.delta_bytes) for one in landings] == [(0, 0)]
     tokens = [result.tokens for report in reports for result in report.finished]
     assert tokens == [alone(requests)["3.0"].tokens]
-
-
-# Orders that come while an engine decodes, and samples that do not come
-
-
-@contextmanager
-def deciding(engine: TorchEngineWorker, orders: MigrationOrders) -> Iterator[Future[EngineReport]]:
-    """A call that lasts as long as the engine has something to decode or to wait for."""
-    with ThreadPoolExecutor(1) as calls:
-        yield calls.submit(engine.advance, [], 60.0, orders)
-
-
-def test_an_order_reaches_an_engine_that_is_decoding() -> None:
-    first, second, requests = begin(2)
-    lines, (move,) = DriverLines(), order(second, requests[0]).moves
-    assert not lines.order(first.migration.address, [move]), "there is no connection yet"
-    lines.open([first.migration.address, second.migration.address])
-    assert lines.order(first.migration.address, [move])
-    while first.migration._inbox.empty:
-        time.sleep(0.01)
-    with deciding(second, MigrationOrders(expected=[move.number])) as call:
-        report = first.advance([], 60.0, MigrationOrders())
-        arrived = call.result(30.0)
-    assert report.migration.departed == ["3.0"] and [one.sample_id for one in report.finished] == ["3.1"]
-    assert [one.tokens for one in arrived.finished] == [alone(requests)["3.0"].tokens]
-    assert not second.migration.expecting, "and it has not waited any longer"
-    second.leave()
-    end = time.monotonic() + 10
-    while lines.order(move.destination, []):  # the end of the connection is on its way
-        assert time.monotonic() < end
-
-
-def test_an_engine_reports_when_it_is_asked() -> None:
-    first = begin(1)[0]
-    lines = DriverLines()
-    lines.open([first.migration.address])
-    with deciding(first, MigrationOrders(expected=[ALWAYS])) as call:
-        assert lines.ask(first.migration.address)
-        assert call.result(30.0).unfinished in (0, 1)
-    assert not first.migration.asked, "once"
-
-
-def test_an_order_of_an_earlier_rollout_is_left_aside() -> None:
-    first, second, requests = begin(1)
-    lines, old = DriverLines(), first.migration.address
-    lines.open([old])
-    first.join_migration(1.0)
-    first.advance([SampleSnapshot(requests[0], [], [], [])], 0.0, MigrationOrders())
-    assert lines.order(old, order(second, requests[0]).moves)
-    while first.migration._inbox.empty:
-        time.sleep(0.01)
-    assert not first.advance([], 60.0, MigrationOrders()).migration.departed
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_an_engine_does_not_wait_for_a_sample_that_stays(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
-    """It has ended before it was copied, or before the order came."""
-    monkeypatch.setattr(TorchEngine, "min_copy_bytes", 1)
-    monkeypatch.setattr(departures, "COPY_SHARE", 0.0)
-    first, second, requests = begin(1, tokens=3)
-    orders = order(second, requests[0])
-    if not known:
-        advance(first, lambda report: report.finished)
-    with deciding(second, MigrationOrders(expected=[orders.moves[0].number])) as call:
-        assert advance(first, lambda report: report.migration.kept, orders)
-        assert call.result(30.0).unfinished == 0
-
-
-def test_engines_that_cannot_be_connected_to_get_orders_with_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = list[str]()
-
-    def refused(address: Address, *_: object) -> None:
-        tried.append(address.name)
-        raise TimeoutError if address.name == "behind a wall" else ConnectionRefusedError
-
-    monkeypatch.setattr(lines_module, "Outbox", refused)
-    lines, address = DriverLines(), Address("10.0.0.1", 1, b"", "gone", "")
-    for _ in range(2):
-        lines.open([address])
-    assert tried == ["gone"] and not lines.order(address, [])
-    walled = [address._replace(name="behind a wall"), address._replace(name="another")]
-    lines.open(walled[:1]), lines.open(walled)
-    assert tried == ["gone", "behind a wall", "another"]
-    requests = [replace(request(group, 0), ignore_stop=True) for group in range(6)]
-    policy = RandomMoves(5, 0.5)
-    found = generate(
-        Pool(ENGINES[:2]), requests, reallocation=Reallocation(policy, LengthPredictor(limit=16), plan_seconds=0.0)
-    )
-    assert policy.moves and len(found) == 6

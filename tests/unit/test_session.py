@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,6 +25,7 @@ from rlhfspec_mega.rollout import reallocation
 from rlhfspec_mega.rollout.manager import RolloutManager
 from rlhfspec_mega.rollout.migration.lines import DriverLines
 from rlhfspec_mega.rollout.migration.messages import MigrationOrders
+from rlhfspec_mega.rollout.migration.wire import Outbox
 from rlhfspec_mega.rollout.protocol import SampleSnapshot
 from rlhfspec_mega.rollout.reallocation import Reallocation
 from rlhfspec_mega.rollout.session import Session
@@ -45,11 +48,27 @@ def tokens_alone(one: GenerationRequest) -> list[int]:
     return ALONE[one.sample_id]
 
 
+SEND = Outbox.send
+
+
+def send_and_wait(self: Outbox, message: Any, payload: memoryview | bytes = b"") -> None:
+    """Send a message and wait until the engine's thread has received it."""
+    port = self._socket.getpeername()[1]
+    agents = [worker.migration for worker in ENGINES if worker.migration]
+    inboxes = [agent._inbox for agent in agents if agent._inbox.address.port == port]
+    before = [inbox._received.qsize() for inbox in inboxes]
+    SEND(self, message, payload)
+    end = time.monotonic() + 10
+    while any(inbox._received.qsize() == count for inbox, count in zip(inboxes, before, strict=True)):
+        assert time.monotonic() < end
+        time.sleep(0)
+
+
 class SessionMachine(RuleBasedStateMachine):
     """One session after another over three real engines in this process.
 
-    Plans are due by a clock that moves with every look at it: hypothesis replays a history, and the machine is never as
-    fast twice.
+    Hypothesis replays a history, and the machine is never as fast twice. So plans are due by a clock that moves with
+    every look at it, and a message has come when its sender goes on.
     """
 
     def __init__(self) -> None:
@@ -58,9 +77,12 @@ class SessionMachine(RuleBasedStateMachine):
         clock = SimpleNamespace(monotonic=lambda: next(ticks) * 1e-3, thread_time=lambda: 0.0)
         self.clock = mock.patch.object(reallocation, "time", clock)
         self.clock.start()
+        self.delivery = mock.patch.object(Outbox, "send", send_and_wait)
+        self.delivery.start()
 
     def teardown(self) -> None:
         self.clock.stop()
+        self.delivery.stop()
 
     @initialize(moves=st.booleans(), seed=st.integers(0, 99), slots=st.sampled_from([None, 1, 2, 4]))
     def begin(self, moves: bool, seed: int, slots: int | None) -> None:

@@ -97,8 +97,8 @@ class MigrationAgent:
         """Outcome of migrations since the last call."""
         out, into = self._departures, self._arrivals
         into.report_now = False
-        found = MigrationReport(out.departed, out.kept, into.arrived, into.landings)
-        out.departed, out.kept, into.arrived, into.landings = [], [], [], []
+        found = MigrationReport(out.departed, out.kept, into.arrived, into.landings, into.called_off)
+        out.departed, out.kept, into.arrived, into.landings, into.called_off = [], [], [], [], []
         return found
 
     def end_rollout(self) -> None:

@@ -34,6 +34,7 @@ class Arrivals:
         landings: samples taken earlier or now that were first decoded here since the last report.
         orders: those of the driver that nobody has begun to carry out.
         report_now: whether the driver has asked for a report.
+        called_off: numbers of orders whose samples stay where they are, as was heard since the last report.
         settled: numbers of the orders by which no sample will come any more: it has come, or stays where it is.
     """
 
@@ -46,6 +47,7 @@ class Arrivals:
         self.landings: list[Landing] = []
         self.orders: list[MigrationOrder] = []
         self.report_now = False
+        self.called_off: list[int] = []
         self.settled = set[int]()
 
     @property
@@ -100,7 +102,7 @@ class Arrivals:
         self.rollout += 1
         self._buffers.clear()
         self._undecoded.clear()
-        self.arrived, self.landings, self.orders = [], [], []
+        self.arrived, self.landings, self.orders, self.called_off = [], [], [], []
         self.settled.clear()
         self.report_now = False
 
@@ -120,6 +122,7 @@ class Arrivals:
                 self.report_now = True
             elif isinstance(message, CalledOff):
                 self.settled.add(message.order)
+                self.called_off.append(message.order)
             else:
                 self._take(source, message, dead=source in dead)
 

@@ -284,9 +284,9 @@ class Departures:
         except (OSError, RunError) as error:
             if outgoing:
                 outgoing.own.close()
-            self._keep(order, link)
-            if isinstance(error, OSError):  # a RunError: an engine that decodes all the time has just finished it
+            if isinstance(error, OSError):
                 self._lose(link)
+            self._keep(order, link)  # after a RunError: an engine that decodes all the time has just finished it
             return
         transfer = next(self._numbers)
         self._unacknowledged[transfer] = (link, snapshot, outgoing.own if outgoing else None)
@@ -371,11 +371,17 @@ class Departures:
         """The sample stays here; the destination may wait for it."""
         self.kept.append(order.sample_id)
         if link is not None:
-            with contextlib.suppress(OSError):  # a destination that is gone does not wait
-                link.outbox.send(CalledOff(order.destination.rollout, order.number))
+            self._tell(link, CalledOff(order.destination.rollout, order.number))
 
     def _discard(self, link: _Link, copy: _Copy) -> None:
         """Free the buffers of a copy at both ends."""
         copy.close()
-        with contextlib.suppress(OSError):  # a destination that is gone has no buffer to free
-            link.outbox.send(FreeStaging(copy.number))
+        self._tell(link, FreeStaging(copy.number))
+
+    def _tell(self, link: _Link, message: CalledOff | FreeStaging) -> None:
+        """Send a message, unless the destination is gone."""
+        if self._links.get(link.address.name) is link:
+            try:
+                link.outbox.send(message)
+            except OSError:  # part of it may have been sent
+                self._lose(link)

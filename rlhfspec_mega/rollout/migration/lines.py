@@ -29,8 +29,8 @@ class DriverLines:
         for name in wanted.keys() - self._lines.keys() - self._in_vain:
             try:
                 self._lines[name] = Outbox(wanted[name], _NAME, _CONNECT_SECONDS)
-            except TimeoutError:  # so it is for all of them behind the same firewall
-                self._in_vain |= wanted.keys()
+            except TimeoutError:  # those on other machines are tried before the next rollout
+                self._in_vain |= {one.name for one in wanted.values() if one.host == wanted[name].host}
                 return
             except OSError:
                 self._in_vain.add(name)

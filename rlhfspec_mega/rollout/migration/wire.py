@@ -1,4 +1,5 @@
-"""TCP connections between engines: each engine listens on one socket; a pair has one connection for each direction."""
+"""TCP connections to engines: each engine listens on one socket, to which the driver and every engine that sends to it
+have a connection."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class Address(NamedTuple):
 
 
 class Received(NamedTuple):
-    """A message from the engine `source`; the message is None when the connection has ended and nothing more comes."""
+    """A message from `source`, an engine or the driver; None when the connection has ended and nothing more comes."""
 
     source: str
     message: Any

@@ -19,7 +19,6 @@ from rlhfspec_mega.rollout.checks import check_draft_past, check_request, check_
 from rlhfspec_mega.rollout.migration.staging import Layout
 from rlhfspec_mega.rollout.protocol import DraftPast, LiveSample, SampleSnapshot
 from rlhfspec_mega.rollout.torch_engine.decoder import Decoded, Decoder
-from rlhfspec_mega.rollout.torch_engine.drafter import Drafter
 from rlhfspec_mega.rollout.torch_engine.prefill import Prefill
 from rlhfspec_mega.rollout.torch_engine.scheduler import Scheduler
 from rlhfspec_mega.rollout.update import UpdatedEngine, WeightUpdate
@@ -332,19 +331,20 @@ class TorchEngine(UpdatedEngine):
             if not groups:
                 return False
             self._counts["prefill_tokens"] += sum(len(group.prefix) for group in groups)
-            self._prefill = Prefill(self._model, self._follower(), groups)
+            self._prefill = Prefill(self._model, self._decoder.follower(self._batch_to_come), groups)
         if self._prefill.advance(self._prefill_chunk):
             self._prefill = None
         return True
 
-    def _follower(self) -> Drafter | None:
-        """The drafter, if it is to follow samples once all that have come so far are prefilled."""
-        return self._decoder.follower(min(len(self._held), self._scheduler.slots))
+    @property
+    def _batch_to_come(self) -> int:
+        """Samples that are decoded at once when all that have come so far are prefilled."""
+        return min(len(self._held), self._scheduler.slots)
 
     def _admit(self) -> bool:
         """Give free slots to prefilled samples; returns whether there were any."""
         known = self._scheduler.prefixes_in_slots(self._version) if self._prefill is None else []
-        if known and not self._follower():  # the draft would have to read them
+        if known and not self._decoder.follower(self._batch_to_come):  # a draft would have to read them
             for group, slot in known:
                 group.kv = self._decoder.cache.prefix(slot, len(group.prefix)).clone()
         for admission in (admissions := self._scheduler.admit()):

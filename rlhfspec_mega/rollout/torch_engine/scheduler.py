@@ -90,21 +90,27 @@ class Scheduler:
         self._waiting.appendleft(PrefixGroup(sample.sequence[:-1], [sample], kv, draft))
 
     def prefixes_in_slots(self, version: int) -> list[tuple[PrefixGroup, int]]:
-        """Groups that could enter but for their prefix's KV, which a slot has, and that slot.
+        """The next groups in the queue, as far as there are free slots, that lack their prefix's KV, which the slot of
+        another member has; and that slot. Those behind a group that needs a prefill wait.
 
         Args:
             version: of the weights; KV of other ones is no use.
         """
-        groups = [group for group in self._waiting if not group.ready]
-        if not groups or len(self.active) == self.slots:
-            return []
-        slots = {one.request.group_id: i for i, one in enumerate(self.active) if one.versions[:1] == [version]}
-        found = [(group, slots.get(group.members[0].request.group_id)) for group in groups]
-        return [
-            (group, slot)
-            for group, slot in found
-            if slot is not None and self.active[slot].request.prompt_tokens[:-1] == group.prefix
-        ]
+        found, room = list[tuple[PrefixGroup, int]](), self.slots - len(self.active)
+        slots: dict[str, int] | None = None
+        for group in self._waiting:
+            if room <= 0:
+                break
+            if not group.ready:
+                if slots is None:
+                    known = (i for i, one in enumerate(self.active) if one.versions[:1] == [version])
+                    slots = {self.active[i].request.group_id: i for i in known}
+                slot = slots.get(group.members[0].request.group_id)
+                if slot is None or self.active[slot].request.prompt_tokens[:-1] != group.prefix:
+                    break
+                found.append((group, slot))
+            room -= len(group.members)
+        return found
 
     def next_prefill(self, max_tokens: int) -> list[PrefixGroup]:
         """Groups to prefill together, in queue order: enough to fill the free slots, at most `max_tokens` when padded.
