@@ -178,12 +178,12 @@ class Departures:
                 own.close()
         self._unacknowledged.clear()
         self.collect_acknowledgements()
-        for sample_id in list(self._outgoing):
-            self._give_up(sample_id)
+        while self._outgoing:  # to give up one may show that its destination is gone, and with it others
+            self._give_up(next(iter(self._outgoing)))
         for link in list(self._links.values()):
-            for copy in link.prompts.values():
+            prompts, link.prompts = link.prompts, {}  # a destination may turn out to be gone
+            for copy in prompts.values():
                 self._discard(link, copy)
-            link.prompts.clear()
         self._unreachable.clear()
         self.departed, self.kept = [], []
 
@@ -358,7 +358,8 @@ class Departures:
                 if not self._engine.has_sample(snapshot.request.sample_id):
                     self._engine.import_sample(snapshot)
                 self.kept.append(snapshot.request.sample_id)
-        for copy in link.prompts.values():
+        prompts, link.prompts = link.prompts, {}
+        for copy in prompts.values():
             copy.close()
 
     def _give_up(self, sample_id: str) -> None:
