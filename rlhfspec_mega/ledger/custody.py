@@ -47,9 +47,12 @@ class Custody:
         return entry.transfer.destination if entry and entry.transfer else None
 
     def expected(self, rank: int) -> list[int]:
-        """Numbers of the orders by which samples are on their way to an engine that has not reported them yet."""
-        found = (t for _, t in self._transfers() if t.destination == rank)
-        return [transfer.number for transfer in found if not (transfer.arrived or transfer.called_off)]
+        """Numbers of the orders by which samples are on their way to an engine that has not reported them yet.
+
+        Those of a dead source count until the engine has received everything that it had sent.
+        """
+        found = (t for _, t in self._transfers() if t.destination == rank and not t.arrived)
+        return [transfer.number for transfer in found if transfer.orphaned or not transfer.called_off]
 
     def open_sources(self, rank: int) -> list[int]:
         """Dead engines that had been ordered to send samples to this one."""

@@ -108,22 +108,28 @@ def test_an_engine_does_not_wait_for_a_sample_that_stays(monkeypatch: pytest.Mon
     assert not second.advance([], 0.0, MigrationOrders()).migration.called_off, "once"
 
 
-@pytest.mark.parametrize("dies", [False, True])
-def test_an_engine_is_not_called_again_for_a_sample_that_does_not_come(dies: bool) -> None:
-    """Although its source has not reported that yet, or dies before it does."""
+@pytest.mark.parametrize("dies", ["", "afterwards", "before"])
+def test_an_engine_is_not_called_again_for_a_sample_that_does_not_come(dies: str) -> None:
+    """Although its source has not reported that yet; but it reads the last messages of one that is dead."""
     requests = [request(0, 0)]
     work = Assignment(requests, 2, [0, 1], opened(requests), deterministic=False)
     work.take(0)
     number = work.custody.order("0.0", 0, 1)
     assert work.has_work(1) and work.custody.expected(1) == [number]
-    work.report(1, EngineReport([], [], 0, migration=MigrationReport(called_off=[number])), [0, 1])
-    assert not work.has_work(1) and work.custody.moves("0.0"), "it may still be on its way for all that is known"
-    if dies:
+    if dies == "before":
         work.lose(0, [1])
-        assert work.has_work(1) and [one.request.sample_id for one in work.take(1)] == ["0.0"]
+    work.report(1, EngineReport([], [], 0, migration=MigrationReport(called_off=[number])), [0, 1])
+    assert work.has_work(1) == (dies == "before")
+    assert work.custody.moves("0.0"), "it may still be on its way for all that is known"
+    if dies == "before":
+        assert work.custody.open_sources(1) == [0]
+        work.sources_drained(1, [0], [1])
+    elif dies:
+        work.lose(0, [1])
     else:
         work.report(0, EngineReport([], [], 1, migration=MigrationReport(kept=["0.0"])), [0, 1])
     assert not work.custody.moves("0.0")
+    assert [one.request.sample_id for one in work.take(1)] == ["0.0"] * bool(dies)
 
 
 class Listening(Pool):
