@@ -208,13 +208,13 @@ class Session:
         """Give an engine the samples that are queued for it and let it decode."""
         samples = self._work.take(rank)
         self._journal.live(rank, self._work.custody.held(rank))
-        orders, forget = None, rank not in self._cleared
+        orders, forget, seconds = None, rank not in self._cleared, self._poll_seconds
         self._cleared.add(rank)
         if self._reallocation:
             self._draining[rank] = self._work.custody.open_sources(rank)
             orders = self._reallocation.orders(rank, self._work)
-        # Reports are the only clock by which a plan for an engine without samples is made.
-        seconds = self._poll_seconds / MORE_OFTEN if self._idle else self._poll_seconds
+            if self._idle:  # reports are the only clock by which a plan for an engine without samples is made
+                seconds /= MORE_OFTEN
         return self._engines.start(rank, "advance", samples, seconds, orders, forget, self._work.waiting)
 
     def _file(self, call: EngineCall) -> None:
