@@ -6,15 +6,18 @@ as contiguous row-slice views, so that loading and updating write in place and n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.models.host_floats import host_array
 from rlhfspec_mega.models.host_kernels import rms_norm, suits_host_kernels
+from rlhfspec_mega.models.host_layer import HostLayer, HostMatrix, most_rows, product
 from rlhfspec_mega.models.packed_weights import PackedWeights
 from rlhfspec_mega.models.rope import Rotary
 from rlhfspec_mega.models.shape import ModelShape
@@ -70,6 +73,8 @@ class Transformer:
         self.rotary = Rotary(shape, max_positions, dtype, device)
         self._packed = PackedWeights()
         self._on_host = suits_host_kernels(self.embedding)
+        self._few = most_rows(sum(map(torch.Tensor.numel, self._matrices())), dtype) if self._on_host else 0
+        self._host_layers = [_host_layer(layer, shape.norm_eps) for layer in self.layers] if self._few else []
 
     def hf_tensors(self) -> dict[str, torch.Tensor]:
         """Weights under its Hugging Face name, as a contiguous view; no lm_head.weight when embeddings are tied."""
@@ -99,8 +104,7 @@ class Transformer:
 
     def weights_changed(self) -> None:
         """To be called after writing through `hf_tensors`, before the next forward."""
-        self._packed.pack(w for layer in self.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down))
-        self._packed.pack([self.head])
+        self._packed.pack(self._matrices())
 
     def make_kernels(self, most_rows: int) -> None:
         """See PackedWeights.make_kernels."""
@@ -113,33 +117,47 @@ class Transformer:
     ) -> torch.Tensor:
         """Final normed states [..., hidden] of int64 tokens [...] at int64 positions [...]."""
         shape, heads = self.shape, self.shape.num_heads
-        rotated, linear, added = heads + shape.num_kv_heads, self._packed.linear, self._packed.added
-        rotate = self.rotary.at(positions.flatten())
+        rotated, rotate = heads + shape.num_kv_heads, self.rotary.at(positions.flatten())
         x = F.embedding(tokens.flatten(), self.embedding)
+        few = 0 < len(x) <= self._few
         for index, layer in enumerate(self.layers):
-            qkv = linear(self.norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
+            qkv = self._host_layers[index].before_attention(x) if few else self._before_attention(layer, x)
             qkv = qkv.view(len(x), -1, shape.head_dim)
             if layer.q_norm is not None and layer.k_norm is not None:
                 qkv[:, :heads] = self.norm(qkv[:, :heads], layer.q_norm)
                 qkv[:, heads:rotated] = self.norm(qkv[:, heads:rotated], layer.k_norm)
             rotate(qkv, heads=rotated)
-            mixed = attention(index, qkv.view(*tokens.shape, -1, shape.head_dim))
-            x = added(x, mixed.reshape(len(x), -1), layer.out)
-            gate, up = linear(self.norm(x, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
-            x = added(x, F.silu(gate).mul_(up), layer.down)
+            mixed = attention(index, qkv.view(*tokens.shape, -1, shape.head_dim)).reshape(len(x), -1)
+            x = self._host_layers[index].after_attention(x, mixed) if few else self._after_attention(layer, x, mixed)
             if tap is not None:
                 tap(index, x)
         return self.norm(x, self.final_norm).view(*tokens.shape, -1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [..., vocab_size]."""
-        return self._packed.linear(hidden.flatten(0, -2), self.head).float().unflatten(0, hidden.shape[:-1])
+        states = hidden.flatten(0, -2)
+        few = 0 < len(states) <= self._few
+        found = product(states, HostMatrix.of(self.head)) if few else self._packed.linear(states, self.head)
+        return found.float().unflatten(0, hidden.shape[:-1])
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMSNorm of x [..., hidden] with the model's epsilon."""
         if self._on_host and x.dim() == 2:
             return rms_norm(x, weight, self.shape.norm_eps)
         return F.rms_norm(x, weight.shape, weight, self.shape.norm_eps)
+
+    def _before_attention(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
+        return self._packed.linear(self.norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
+
+    def _after_attention(self, layer: LayerWeights, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        x = self._packed.added(x, mixed, layer.out)
+        gate, up = self._packed.linear(self.norm(x, layer.post_norm), layer.gate_up).chunk(2, dim=-1)
+        return self._packed.added(x, F.silu(gate).mul_(up), layer.down)
+
+    def _matrices(self) -> Iterator[torch.Tensor]:
+        for layer in self.layers:
+            yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
+        yield self.head
 
 
 def causal_attention(shape: ModelShape) -> Attention:
@@ -193,6 +211,14 @@ def _empty_layer(shape: ModelShape, zeros: _Zeros) -> LayerWeights:
         gate_up=zeros(2 * shape.ffn_size, hidden),
         down=zeros(hidden, shape.ffn_size),
     )
+
+
+def _host_layer(layer: LayerWeights, epsilon: float) -> HostLayer:
+    """In the memory of the same tensors."""
+    bias = layer.qkv.new_empty(0) if layer.qkv_bias is None else layer.qkv_bias
+    qkv, out, gate_up, down = map(HostMatrix.of, (layer.qkv, layer.out, layer.gate_up, layer.down))
+    norms = host_array(layer.input_norm), host_array(layer.post_norm)
+    return HostLayer(norms[0], qkv, host_array(bias), out, norms[1], gate_up, down, np.float32(epsilon))
 
 
 def _layer_views(shape: ModelShape, layer: LayerWeights) -> dict[str, torch.Tensor]:

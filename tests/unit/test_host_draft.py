@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhfspec_mega.draft.host_draft import EightBit, HostDraft, most_entries
+from rlhfspec_mega.draft.host_draft import HostDraft, in_eight_bits, most_entries
 from rlhfspec_mega.draft.model import DraftModel
 from rlhfspec_mega.draft.shape import draft_shape
+from rlhfspec_mega.models.host_layer import HostMatrix
 from rlhfspec_mega.models.transformer import Transformer
 from tests.e2e.conftest import SHAPE as TINY
 from tests.unit.test_torch_engine import one_thread
@@ -35,7 +36,7 @@ def make(dtype: torch.dtype) -> tuple[DraftModel, HostDraft]:
     return draft, draft._host
 
 
-def rounded(matrix: EightBit) -> torch.Tensor:
+def rounded(matrix: HostMatrix) -> torch.Tensor:
     return torch.from_numpy(matrix.weights).double() * torch.from_numpy(matrix.scales).double()[:, None]
 
 
@@ -48,7 +49,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def test_a_weight_is_off_by_half_a_step_at_most(rows: int, columns: int, size: float, seed: int) -> None:
     matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * size
     matrix[seed % rows] = 0.0
-    found = EightBit.of(matrix)
+    found = in_eight_bits(matrix)
     steps = torch.from_numpy(found.scales).double()[:, None]
     assert ((rounded(found) - matrix.double()).abs() <= 0.501 * steps).all()
 
