@@ -52,7 +52,11 @@ class LayerWeights:
 
 
 class Transformer:
-    """A decoder with zero weights until `load` (or writes through `hf_tensors`). Serves positions < max_positions."""
+    """A decoder with zero weights until `load` (or writes through `hf_tensors`). Serves positions < max_positions.
+
+    Attributes:
+        few_rows: tokens up to which compiled functions compute a forward, see `host_layer`; 0: no forward.
+    """
 
     def __init__(self, shape: ModelShape, *, max_positions: int, dtype: torch.dtype, device: torch.device | str):
         if max_positions > shape.max_positions:
@@ -73,8 +77,9 @@ class Transformer:
         self.rotary = Rotary(shape, max_positions, dtype, device)
         self._packed = PackedWeights()
         self._on_host = suits_host_kernels(self.embedding)
-        self._few = most_rows(sum(map(torch.Tensor.numel, self._matrices())), dtype) if self._on_host else 0
-        self._host_layers = [_host_layer(layer, shape.norm_eps) for layer in self.layers] if self._few else []
+        self.few_rows = most_rows(sum(map(torch.Tensor.numel, self._matrices())), dtype) if self._on_host else 0
+        self._host_layers = [_host_layer(layer, shape.norm_eps) for layer in self.layers] if self.few_rows else []
+        self._host_head = HostMatrix.of(self.head) if self.few_rows else None
 
     def hf_tensors(self) -> dict[str, torch.Tensor]:
         """Weights under its Hugging Face name, as a contiguous view; no lm_head.weight when embeddings are tied."""
@@ -119,7 +124,7 @@ class Transformer:
         shape, heads = self.shape, self.shape.num_heads
         rotated, rotate = heads + shape.num_kv_heads, self.rotary.at(positions.flatten())
         x = F.embedding(tokens.flatten(), self.embedding)
-        few = 0 < len(x) <= self._few
+        few = 0 < len(x) <= self.few_rows
         for index, layer in enumerate(self.layers):
             qkv = self._host_layers[index].before_attention(x) if few else self._before_attention(layer, x)
             qkv = qkv.view(len(x), -1, shape.head_dim)
@@ -136,8 +141,10 @@ class Transformer:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [..., vocab_size]."""
         states = hidden.flatten(0, -2)
-        few = 0 < len(states) <= self._few
-        found = product(states, HostMatrix.of(self.head)) if few else self._packed.linear(states, self.head)
+        if self._host_head and 0 < len(states) <= self.few_rows:
+            found = product(states, self._host_head)
+        else:
+            found = self._packed.linear(states, self.head)
         return found.float().unflatten(0, hidden.shape[:-1])
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

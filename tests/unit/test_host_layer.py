@@ -44,7 +44,7 @@ def test_a_forward_is_torchs(rows: int, name: str) -> None:
         tensor.copy_(torch.randn(tensor.shape, generator=generator) * (0.3 if tensor.dim() == 2 else 1.0))
         exact.hf_tensors()[key].copy_(tensor)
     model.weights_changed()
-    assert model._few == 32 and exact._few == 0
+    assert model.few_rows == 32 and exact.few_rows == 0
     tokens = torch.randint(shape.vocab_size, (1, rows), generator=generator)
     found, expected = (
         one.logits(one.hidden(tokens, torch.arange(rows)[None], causal_attention(shape))).double()

@@ -44,15 +44,14 @@ class HostAttention:
     """As CachedAttention: implements `models.transformer.Attention` for flat inputs over their slots' cached places."""
 
     def __init__(self, cache: KVCache, inputs: Inputs) -> None:
-        self._cache, self._scale = cache, np.float32(cache.scale)
+        self._kv, self._heads, self._scale = host_array(cache.kv), cache.heads, np.float32(cache.scale)
         self._rows, self._places, self._visible = inputs.rows.numpy(), inputs.places.numpy(), inputs.visible.numpy()
         self._spans = _spans(self._rows, self._visible)
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """[N, heads + 2 * kv_heads, head_dim] -> [N, heads, head_dim]; caches the new keys and values."""
-        mixed, kv = qkv.new_empty(len(qkv), self._cache.heads, qkv.shape[2]), host_array(self._cache.kv[layer])
-        queries = host_array(qkv)
-        _write(queries, kv, self._rows, self._places, self._cache.heads)
+        mixed, kv, queries = qkv.new_empty(len(qkv), self._heads, qkv.shape[2]), self._kv[layer], host_array(qkv)
+        _write(queries, kv, self._rows, self._places, self._heads)
         _attend(queries, kv, self._rows, self._spans, self._visible, self._scale, host_array(mixed))
         return mixed
 
