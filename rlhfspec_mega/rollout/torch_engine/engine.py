@@ -301,8 +301,10 @@ class TorchEngine(UpdatedEngine):
     @torch.inference_mode()
     def _step(self) -> None:
         started, read = time.time(), self._counts["prefill_tokens"]
-        prefilling = not self._admit() and self._advance_prefill()  # samples with KV do not wait for another's prefill
-        self._admit()
+        prefilling = False
+        if self._prefill is not None or self._scheduler.queued:
+            prefilling = not self._admit() and self._advance_prefill()  # samples with KV wait for no other's prefill
+            self._admit()
         prefilled, batch = time.time(), len(self._scheduler.active)
         if prefilling:
             self._seconds["prefill_seconds"] += prefilled - started

@@ -71,6 +71,11 @@ class Scheduler:
         return sum(len(group.members) for group in self._waiting)
 
     @property
+    def queued(self) -> bool:
+        """Whether any sample waits."""
+        return bool(self._waiting)
+
+    @property
     def busy(self) -> bool:
         return bool(self.active or self._waiting)
 
