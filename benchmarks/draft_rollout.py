@@ -54,7 +54,7 @@ class DraftRollout:
 
     def _logits(self, states: Tensor) -> Tensor:
         """A reduced draft vocabulary is spread over the target's: what it lacks is never drafted."""
-        logits, ids = self._draft.logits(states), self._draft.target_ids
+        logits, ids = self._draft.logits(states.flatten(0, 1)).unflatten(0, states.shape[:2]), self._draft.target_ids
         if ids is not None:
             full = logits.new_full((*logits.shape[:-1], self._draft.shape.target.vocab_size), float("-inf"))
             full[..., ids] = logits

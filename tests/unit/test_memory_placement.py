@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.model_shape import model_shape
 from rlhfspec_mega.draft.distillation import Learner, Target, initial_draft
-from rlhfspec_mega.draft.host_draft import EightBit
 from rlhfspec_mega.draft.model import DraftModel
 from rlhfspec_mega.draft.shape import draft_shape
 from rlhfspec_mega.errors import UserError
+from rlhfspec_mega.models.host_layer import HostMatrix
 from rlhfspec_mega.models.mapping import mapping_for
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer
@@ -114,7 +114,7 @@ def test_packed_weights_on_a_cpu_are_counted() -> None:
         copies = one._packed.bytes
         if one is beside:
             assert one._host is not None
-            matrices = (value for value in vars(one._host).values() if isinstance(value, EightBit))
+            matrices = (value for value in vars(one._host).values() if isinstance(value, HostMatrix))
             copies += sum(matrix.weights.nbytes + matrix.scales.nbytes for matrix in matrices)
         assert copies > 0 and bytes_counted == pytest.approx(copies, rel=0.01)
     assert 2 * engine_memory(WIDE, 1, 8, "bfloat16", "cpu").packed == counted[0]
