@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from rlhfspec_mega.compiled import inlined, vectorized
+from rlhfspec_mega.exponential import exponential
 from rlhfspec_mega.models.host_floats import Floats, Single, host_array, load, store
-from rlhfspec_mega.sampling.exponential import exponential
 
 Singles = NDArray[np.float32]
 Weights = Floats | NDArray[np.int8]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhfspec_mega.compiled import compiled, vectorized
-from rlhfspec_mega.sampling.exponential import exponential
+from rlhfspec_mega.exponential import exponential
 from rlhfspec_mega.sampling.float_order import in_order, of_order
 from rlhfspec_mega.sampling.token_noise import absorbed, gumbel_of_hash, mixed_word
 

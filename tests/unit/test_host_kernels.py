@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from rlhfspec_mega.exponential import exponential
 from rlhfspec_mega.models.host_floats import HOST_DTYPES, host_array, load, store
 from rlhfspec_mega.models.host_kernels import rms_norm, suits_host_kernels
 from rlhfspec_mega.models.rope import Rotary
@@ -22,7 +23,6 @@ from rlhfspec_mega.rollout.torch_engine.host_attention import CALLS_WORK, MOST_W
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState
 from rlhfspec_mega.rollout.torch_engine.step_noise import DeviceNoise, step_noise
 from rlhfspec_mega.rollout.torch_engine.verification import Verification, accept, with_drafts
-from rlhfspec_mega.sampling.exponential import exponential
 from rlhfspec_mega.sampling.float_order import in_order, of_order
 from rlhfspec_mega.sampling.host_select import best_tokens, choose_tokens
 from rlhfspec_mega.sampling.noise import gumbel, seed_states

@@ -20,6 +20,7 @@ LAYERS = {
     "ledger": 1,
     "errors": 0,
     "compiled": 0,
+    "exponential": 0,
     "config": 3,  # checks and sizes read shapes and plans
     "config.schema": 0,
     "config.import_path": 0,

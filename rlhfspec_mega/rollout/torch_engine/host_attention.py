@@ -7,12 +7,12 @@ import torch
 from numpy.typing import NDArray
 
 from rlhfspec_mega.compiled import compiled, inlined, vectorized
+from rlhfspec_mega.exponential import exponential
 from rlhfspec_mega.models.host_floats import Floats, Single, host_array, load, store
 from rlhfspec_mega.models.host_kernels import suits_host_kernels
 from rlhfspec_mega.models.transformer import Attention
 from rlhfspec_mega.planning.tree import Bools, Ints
 from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, Inputs, KVCache
-from rlhfspec_mega.sampling.exponential import exponential
 from rlhfspec_mega.sampling.float_order import in_order, of_order
 
 Singles = NDArray[np.float32]
