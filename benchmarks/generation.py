@@ -340,7 +340,7 @@ def main() -> None:
     out = given.out or RESULTS / f"generation_{kind}.json"
     rows = Rows(out.with_suffix(".rows.jsonl"), conditions(sizes))
     bench, target, draft = prepare(sizes)
-    profiled = [batch for batch in sizes.batches if batch > target.model.few_rows] if sizes.device == "cpu" else []
+    profiled = [batch for batch in sizes.batches if batch > bench.compiled_rows] if sizes.device == "cpu" else []
     shares = {batch: bench.matrix_share(batch) for batch in profiled}
     print("matrix products' share of a plain step:", ", ".join(f"{b}: {share:.2f}" for b, share in shares.items()))
     measure_rows(bench, sizes, rows)

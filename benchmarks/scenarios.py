@@ -129,6 +129,11 @@ class Bench:
                 found[mode] = [round(tokens / seconds, 3), round(seconds / sum(tally.mode_seconds), 3)]
         return found
 
+    @property
+    def compiled_rows(self) -> int:
+        """See `Transformer.few_rows`."""
+        return self._plain._model.few_rows
+
     def matrix_share(self, batch: int, steps: int = 24) -> float:
         """Share of a plain step's time that is spent in matrix products, attention's included.
 

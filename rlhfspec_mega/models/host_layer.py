@@ -67,7 +67,7 @@ class HostLayer:
         return after_attention(x, mixed, self.out, self.post_norm, self.epsilon, self.gate_up, self.down)
 
 
-def most_rows(weights: int, dtype: torch.dtype) -> int:
+def few_rows(weights: int, dtype: torch.dtype) -> int:
     """Rows up to which a target of so many weights is computed by these functions; oneDNN has products of bfloat16."""
     return _MOST_ROWS if weights <= _FEW_WEIGHTS and dtype == torch.float32 else 0
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from rlhfspec_mega.errors import UserError
 from rlhfspec_mega.models.host_floats import host_array
 from rlhfspec_mega.models.host_kernels import rms_norm, suits_host_kernels
-from rlhfspec_mega.models.host_layer import HostLayer, HostMatrix, most_rows, product
+from rlhfspec_mega.models.host_layer import HostLayer, HostMatrix, few_rows, product
 from rlhfspec_mega.models.packed_weights import PackedWeights
 from rlhfspec_mega.models.rope import Rotary
 from rlhfspec_mega.models.shape import ModelShape
@@ -77,7 +77,7 @@ class Transformer:
         self.rotary = Rotary(shape, max_positions, dtype, device)
         self._packed = PackedWeights()
         self._on_host = suits_host_kernels(self.embedding)
-        self.few_rows = most_rows(sum(map(torch.Tensor.numel, self._matrices())), dtype) if self._on_host else 0
+        self.few_rows = few_rows(sum(map(torch.Tensor.numel, self._matrices())), dtype) if self._on_host else 0
         self._host_layers = [_host_layer(layer, shape.norm_eps) for layer in self.layers] if self.few_rows else []
         self._host_head = HostMatrix.of(self.head) if self.few_rows else None
 

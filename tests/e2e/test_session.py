@@ -22,8 +22,8 @@ from rlhfspec_mega.trainer import step_generator
 from rlhfspec_mega.types import GenerationRequest, GenerationResult, Prompt, Sample, SampleState, Span
 from tests.e2e.conftest import SHAPE, make_model, small_run
 
-# So long that no update outlasts a sample, however fast engines are.
-GROUPS, MEMBERS, LONG = 4, 2, 600
+# So long that samples outlive some updates.
+GROUPS, MEMBERS, LONG = 4, 2, 1800
 # Updates go on until each engine has made so many steps inside: where cores are few, it may get little time meanwhile.
 STEPS_INSIDE, MOST_UPDATES = 6, 30
 
@@ -40,11 +40,12 @@ class Recorder(Timeline):
         self.spans += [(rank, span) for span in spans]
 
 
-def steps_inside(spans: Sequence[tuple[int, Span]], begun: float, ended: float) -> list[int]:
-    """Decode steps of each engine, counted from spans that lie wholly between two times (seconds since the epoch)."""
+def steps_inside(spans: Sequence[tuple[int, Span]], updates: Sequence[tuple[float, float]]) -> list[int]:
+    """Decode steps of each engine, of spans wholly inside an update (begun, ended), in seconds since the epoch."""
     steps = [0, 0]
     for rank, span in spans:
-        if span.name == "decode" and begun < span.start and span.start + span.seconds < ended:
+        ended = span.start + span.seconds
+        if span.name == "decode" and any(first < span.start and ended < last for first, last in updates):
             steps[rank] += int(span.arguments["steps"])
     return steps
 
@@ -78,13 +79,13 @@ def learnt_from(samples: Sequence[Sample], results: dict[str, GenerationResult])
 
 def test_engines_decode_inside_an_update_and_every_sample_is_accounted_for(tmp_path: Path) -> None:
     """The second step's samples begin before the first step's update and outlive it and its weights."""
-    model = make_model(tmp_path / "model", replace(SHAPE, max_positions=1024))
+    model = make_model(tmp_path / "model", replace(SHAPE, max_positions=2048))
     limits = (
         f"rollout.max_new_tokens={LONG}",
-        "trainer.max_tokens_per_microbatch=1024",
+        "trainer.max_tokens_per_microbatch=2048",
         "algorithm.kl_coef=0",
         "speculation=off",
-        "rollout.poll_interval=0.05",  # a report's steps are one span: short ones fit between two updates
+        "rollout.poll_interval=0.05",  # a report's steps are one span: short ones fit into an update
     )
     config = load_config(small_run(model, tmp_path, "session", *limits))
     shape, ledger, recorder = read_shape(model), Ledger(), Recorder(tmp_path / "timeline.json")
@@ -103,18 +104,16 @@ def test_engines_decode_inside_an_update_and_every_sample_is_accounted_for(tmp_p
         session = system.rollout.begin(requests[:MEMBERS], ledger, "second")
         with system.beside(session):
             session.start(requests[MEMBERS:])
-            ends: list[float] = []  # when each update had ended
-            while len(ends) < 3 or (
-                len(ends) < MOST_UPDATES and min(steps_inside(recorder.spans, ends[0], ends[-2])) < STEPS_INSIDE
-            ):
+            updates: list[tuple[float, float]] = []
+            while len(updates) < MOST_UPDATES and min(steps_inside(recorder.spans, updates)) < STEPS_INSIDE:
                 algorithm.add_old_logprobs(experience, system.actor)
                 generator = step_generator(config, 0)
                 algorithm.add_advantages(experience, generator)
+                begun = time.time()
                 algorithm.update(experience, system.learners, 0, generator)
-                ends.append(time.time())
-        spans = [span for per_rank in system.actor.take_spans() for span in per_rank if "gradients" in span.name]
-        steps = steps_inside(recorder.spans, spans[0].start, spans[-1].start + spans[-1].seconds)
-        assert min(steps) >= STEPS_INSIDE, f"steps of each engine between the first and the last gradient: {steps}"
+                updates.append((begun, time.time()))
+        steps = steps_inside(recorder.spans, updates)
+        assert min(steps) >= STEPS_INSIDE, f"steps of each engine inside {len(updates)} updates: {steps}"
         assert session.unfinished(), "some samples outlive the update"
 
         system.rollout.pause_and_wait(session, "reshard")
