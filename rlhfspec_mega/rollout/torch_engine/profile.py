@@ -13,7 +13,7 @@ from rlhfspec_mega.history.index import History
 from rlhfspec_mega.history.propose import Proposed
 from rlhfspec_mega.planning.acceptance import MATCH_CELLS
 from rlhfspec_mega.planning.cost import StepCost, step_cost
-from rlhfspec_mega.planning.modes import RECALLED, SETTLING
+from rlhfspec_mega.planning.modes import PLAIN, RECALLED, SETTLING
 from rlhfspec_mega.planning.nodes import index_within_row
 from rlhfspec_mega.planning.oversight import MonitoredPolicy
 from rlhfspec_mega.planning.strategy import CalibratedPolicy
@@ -198,9 +198,10 @@ def rehearse(engine: TorchEngine, policy: DraftingPolicy) -> None:
         engine.history = History(REHEARSED, 1) if history else None
         for _ in range(2):  # the second time there is history of the same samples
             _decode_all(engine)
-        if history and isinstance(policy, CalibratedPolicy) and policy.modes:
-            policy.modes.keep_to(RECALLED)
-            _decode_all(engine)
+        if isinstance(policy, CalibratedPolicy) and policy.modes:
+            for mode in (*([RECALLED] if history else []), PLAIN):  # whatever the policy came to choose by itself
+                policy.modes.keep_to(mode)
+                _decode_all(engine)
     finally:
         _forget(engine)
         engine.policy, engine.history = own, history
