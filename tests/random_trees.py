@@ -19,8 +19,8 @@ class RandomTrees(DraftingPolicy):
     def follows(self, size: int) -> bool:
         return bool(self._random.random() < 0.97)
 
-    def rests(self, size: int) -> bool:
-        return bool(self._random.random() < 0.1)
+    def rests(self, size: int, able: bool) -> int:
+        return int(self._random.integers(1, 6)) if self._random.random() < 0.1 else 0
 
     def recall(self, batch: Batch) -> Recall:
         accepted = np.full((1, MATCH_CELLS), 0.6)

@@ -31,6 +31,7 @@ from rlhfspec_mega.types import BATCH_BUCKETS, DECODE_MODES, batch_bucket
 # Steps for which a decision is kept while the batch stays in its bucket, at first, and at most once it has come again
 # and again: deciding itself takes time.
 HOLD_STEPS, LONGEST_HOLD = 8, 128
+RESTS = 8  # plain steps in a row of which only the first one's time is taken, and that are told of together
 FORECAST_EVERY = 64  # steps between two forecasts
 HYSTERESIS = 1.02  # by which another mode must be better than the one in use
 # Steps, in whatever mode, after which what was measured counts a third: histories grow, drafts learn. What was measured
@@ -39,13 +40,12 @@ HYSTERESIS = 1.02  # by which another mode must be better than the one in use
 AGE, YOUNG_AGE = 300.0, 0.5
 FIRST_GAIN = 1.15  # of history where little is known: to find out costs a few steps, not to use it costs all of them
 
-FOLLOWED_BEFORE = 64  # steps before a trial
 TRIAL_STEPS = 4  # of a mode that is not in use
 TRIAL_SHARE = 0.005  # share of the time that the trials of a mode may lose
 # By mode, how many times that share the first trial may lose; the next ones lose less and less. History is short at
 # first, and then soon gives more. Of drafting there are forecasts, and of plain steps the gain is known to be about 1.
-FIRST_TRIALS = (1, 10, 4)
-# By mode, plain steps' time that a trial is taken to lose at least. Controls (`oversight`) are plain steps, too.
+FIRST_TRIALS = (1, 10, 1)
+# By mode, steps' time that a trial is taken to lose at least. Controls (`oversight`) are plain steps, too.
 LEAST_LOST = (0.5, 0.2, 0.2)
 TRIAL_AT_LATEST = 5000  # steps after which a mode is tried whatever it loses
 # Plain steps in a row before one whose time is used. The first plain steps after drafting take longer (see
@@ -114,26 +114,32 @@ class ModeChoice:
         self._undrafted = [False] * BATCH_BUCKETS  # whether that was decided while the draft model could not be used
         self._trials = [0] * modes
         self._due: dict[int, float] = {}  # steps at which modes are to be tried
+        self._usual = 0.0  # seconds of a step in the mean, where older ones count less; 0 before the first
         self._trial, self._left, self._lost, self._beside = PLAIN, 0, 0.0, 1.0  # the last: gain of the mode in use
         self.trying = False
 
     def follows(self, size: int) -> bool:
         """Whether to follow samples of a batch of this size: drafting pays, or is unknown, at this size or at smaller
-        ones to which the batch will shrink, for enough of the time, or it is soon to be tried.
+        ones to which the batch will shrink, for enough of the time, or it is to be tried.
 
         In rollouts whose samples all end together there are no smaller batches.
         """
+        self._grow_older()
         buckets = slice(batch_bucket(size) + 1)
         # Asked for whether or not a trial is near: a rehearsal compiles it only if it is called there.
         worth = worth_following(
             self._gains, self._came[buckets], self._whole.kept(size), self._whole.shares(size)[buckets]
         )
-        return worth or self._steps >= self._due.get(DRAFTED, 0) - FOLLOWED_BEFORE
+        return worth or self._steps >= self._due.get(DRAFTED, 0)
 
-    def rests(self, size: int) -> bool:
-        """Whether steps of this batch size are plain for now."""
-        bucket = batch_bucket(size)
-        return self._left == 0 and self._held[bucket] == PLAIN and self._steps < self._held_until[bucket]
+    def rests(self, size: int, able: bool) -> int:
+        """How many steps of this batch size are plain for now; `able`: whether there is anything to draft from."""
+        if self._left:
+            return 0
+        bucket, most = batch_bucket(size), RESTS if self._plain_steps >= SETTLING else 1
+        if not able:
+            return most
+        return min(most, max(0, self._held_until[bucket] - self._steps)) if self._held[bucket] == PLAIN else 0
 
     def choose(self, step: StepView, usable: int, recalls: bool) -> int:
         """The mode of a step.
@@ -224,12 +230,14 @@ class ModeChoice:
             seconds += float(step.verify_seconds(len(record.chosen) + 1)[-1])
         tokens = 1.0 + int(record.accepted.sum()) / step.size
         if self._left and mode == self._trial:
-            self._lost += seconds / plain - self._kept_of(mode, step.size) * tokens / self._beside
+            instead = plain * self._kept_of(mode, step.size) * tokens / self._beside
+            self._lost += (seconds - instead) / (self._usual or plain)
             self._left -= 1
             if not self._left:
                 self._end_trial()
         reading = min(reading, 0.5 * seconds)
         self._whole.add_step(step.size, step.kv_tokens, tokens, seconds, reading, mode != PLAIN)
+        self._count_time(seconds, 1)
         seconds -= reading
         self._steps += 1
         settled = mode != PLAIN or self._plain_steps >= SETTLING
@@ -237,20 +245,20 @@ class ModeChoice:
         bucket, work = batch_bucket(step.size), seconds / plain
         add_step(self._gains, bucket, mode, tokens, work, settled and not forced)
 
-    def rested(self, size: int, kv_tokens: int, seconds: float) -> None:
-        """Record a plain step that nothing was asked about."""
+    def rested(self, size: int, kv_tokens: int, seconds: float, steps: int) -> None:
+        """Record plain steps that nothing was asked about; `kv_tokens` and `seconds` are those of the first one."""
         if self._rest is None or size != self._rest.size:
             self._end_rest()
             self._rest = _Rest(size, MOST_WORK * self._cost.plain_seconds(size, kv_tokens))
-        rest = self._rest
-        self._steps += 1
-        self._plain_steps += 1
-        rest.steps += 1
-        rest.kv_tokens += kv_tokens
-        rest.seconds += seconds
-        if self._plain_steps > SETTLING:
-            rest.settled += 1
-            rest.settled_seconds += min(seconds, rest.most_seconds)
+        rest, usual = self._rest, min(seconds, self._rest.most_seconds)
+        rest.steps += steps
+        rest.kv_tokens += kv_tokens * steps
+        rest.seconds += seconds + (steps - 1) * usual
+        if self._plain_steps >= SETTLING:
+            rest.settled += steps
+            rest.settled_seconds += usual * steps
+        self._steps += steps
+        self._plain_steps += steps
 
     def ended(self, samples: Ints, tokens: Ints, joined: Floats, left: int) -> None:
         """See WholeRollouts.ended."""
@@ -282,6 +290,11 @@ class ModeChoice:
         learn_gain(self._gains, bucket, PLAIN, float(rest.settled), rest.settled_seconds / plain)
         steps = rest.steps
         self._whole.add_step(rest.size, kv_tokens, float(steps), rest.seconds, 0.0, drafted=False, steps=steps)
+        self._count_time(rest.seconds, steps)
+
+    def _count_time(self, seconds: float, steps: int) -> None:
+        older = math.exp(-steps / AGE) if self._usual else 0.0
+        self._usual = older * self._usual + (1.0 - older) * seconds / steps
 
     def forget_draft(self) -> None:
         """The draft is another one: what drafting gave says nothing any more, and it is tried at once."""
@@ -359,8 +372,8 @@ class ModeChoice:
         self._plan_trial(self._trial, max(self._lost, LEAST_LOST[self._trial]))
 
     def _plan_trial(self, mode: int, lost: float) -> None:
-        """Try a mode when a trial that loses the time of so many plain steps is a small share of the time; the first
-        trials, which tell most, come sooner."""
+        """Try a mode when a trial that loses the time of so many steps is a small share of the time; the first trials
+        come sooner. A trial may be made in large batches, whose steps take longer than most."""
         share = TRIAL_SHARE * max(1.0, FIRST_TRIALS[mode] / (1 + self._trials[mode]))
         self._due[mode] = self._steps + min(lost / share, TRIAL_AT_LATEST)
         self._trials[mode] += 1

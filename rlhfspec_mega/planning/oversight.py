@@ -42,6 +42,15 @@ class PlainControl:
         self._steps += 1
 
     @property
+    def free(self) -> int:
+        """Steps from the current one to the next control."""
+        return CONTROL_EVERY - (self._steps - 1 - FIRST_CONTROL) % CONTROL_EVERY
+
+    def skip(self, steps: int) -> None:
+        """Pass over further steps, which are plain, and not asked about."""
+        self._steps += steps
+
+    @property
     def running(self) -> bool:
         """Whether this step must decode without a draft."""
         return self._control_step > 0
@@ -152,20 +161,25 @@ class MonitoredPolicy(DraftingPolicy):
     def follows(self, size: int) -> bool:
         return self.policy.follows(size)
 
-    def rests(self, size: int) -> bool:
-        if self._stopped and self.watch.may_draft:
+    def rests(self, size: int, able: bool) -> int:
+        if not self.watch.may_draft:
+            self._stopped = True
+        elif self._stopped:
             self._stopped = False
             if isinstance(self.policy, CalibratedPolicy) and self.policy.modes:
                 self.policy.modes.forget_draft()
         self._control.begin_step()
-        return self._control.running or self.policy.rests(size)
+        if self._control.running:
+            return 1
+        return min(self.policy.rests(size, able), self._control.free)
 
-    def rested(self, samples: Ints, kv_tokens: int, seconds: float) -> None:
+    def rested(self, samples: Ints, kv_tokens: int, seconds: float, steps: int) -> None:
         size = len(samples)
         self._control.observe(samples, size, seconds, self._tally)
-        self._tally.sample_steps += size
-        self._tally.sample_steps_by_verified[0] += size
-        self.policy.rested(samples, kv_tokens, seconds)
+        self._control.skip(steps - 1)
+        self._tally.sample_steps += size * steps
+        self._tally.sample_steps_by_verified[0] += size * steps
+        self.policy.rested(samples, kv_tokens, seconds, steps)
 
     def ended(self, samples: Ints, tokens: Ints, joined: Floats, left: int) -> None:
         self.policy.ended(samples, tokens, joined, left)
@@ -181,11 +195,8 @@ class MonitoredPolicy(DraftingPolicy):
         return found if self.watch.may_draft else 0
 
     def _allowed(self, batch: Batch) -> Batch:
-        """The batch, for which the draft cannot be run while the watch stops it; that it was stopped is noted."""
-        if self.watch.may_draft:
-            return batch
-        self._stopped = True
-        return replace(batch, draftable=False)
+        """The batch, for which the draft cannot be run while the watch stops it."""
+        return batch if self.watch.may_draft else replace(batch, draftable=False)
 
     def expand(self, batch: Batch, tree: DraftTree) -> Ints:
         return self.policy.expand(batch, tree)

@@ -66,19 +66,19 @@ class CalibratedPolicy(DraftingPolicy):
     def follows(self, size: int) -> bool:
         return self.modes is None or self.modes.follows(size)
 
-    def rests(self, size: int) -> bool:
-        return self.modes is not None and self.modes.rests(size)
+    def rests(self, size: int, able: bool) -> int:
+        return self.modes.rests(size, able) if self.modes else 0
 
-    def rested(self, samples: Ints, kv_tokens: int, seconds: float) -> None:
-        """A rest is plain, so there is nothing to learn but what it took."""
-        size = len(samples)
-        self._steps += 1
-        self._plain_steps += 1
-        if self.learns_cost and self._plain_steps > SETTLING and self._steps - self._last_learnt[0] >= COSTS_AT_REST:
+    def rested(self, samples: Ints, kv_tokens: int, seconds: float, steps: int) -> None:
+        """These steps are plain, so there is nothing to learn but what they took."""
+        size, settled = len(samples), self._plain_steps >= SETTLING
+        self._steps += steps
+        self._plain_steps += steps
+        if self.learns_cost and settled and self._steps - self._last_learnt[0] >= COSTS_AT_REST:
             self._last_learnt[0] = self._steps
             self.cost.observe(StepCost(size, kv_tokens, size, 0, 0, 0, 0.0, seconds))
         if self.modes:
-            self.modes.rested(size, kv_tokens, seconds)
+            self.modes.rested(size, kv_tokens, seconds, steps)
 
     def ended(self, samples: Ints, tokens: Ints, joined: Floats, left: int) -> None:
         if self.modes:

@@ -285,9 +285,9 @@ class DraftingPolicy(Protocol):
         rests -> recall -> depth -> (add_layer -> expand)* -> add_recalled -> choose -> observe
               -> rested
 
-    A step of which `rests` says so is plain, without further questions; one whose `recall` says what tokens are `worth`
-    goes on with `observe`. All methods but `observe`, `rested`, `ended`
-    and `draft_returns` depend only on their arguments and on what was observed before.
+    Steps of which `rests` says so are plain, without further questions, as long as no sample joins or leaves; a step
+    whose `recall` says what tokens are `worth` goes on with `observe`. All methods but `observe`, `rested`, `ended` and
+    `draft_returns` depend only on their arguments and on what was observed before.
     """
 
     width: int  # most children per drafted node
@@ -298,12 +298,23 @@ class DraftingPolicy(Protocol):
         """Whether the draft is to follow samples that join a batch, now of this size: else it never drafts for them."""
         return True
 
-    def rests(self, size: int) -> bool:
-        """Whether the next step, of so many samples, is plain by a decision that still holds."""
-        return False
+    def rests(self, size: int, able: bool) -> int:
+        """How many steps from the next one on are plain, by a decision that still holds; 0: the policy is to be asked.
 
-    def rested(self, samples: Ints, kv_tokens: int, seconds: float) -> None:
-        """Learn from such a step; `samples` are the numbers of its samples (`Batch.samples`)."""
+        Args:
+            size: samples in the batch.
+            able: whether there is anything to draft from: history, or a sample that the draft follows.
+        """
+        return 0
+
+    def rested(self, samples: Ints, kv_tokens: int, seconds: float, steps: int) -> None:
+        """Learn from such steps of the same samples.
+
+        Args:
+            samples: their numbers (`Batch.samples`).
+            kv_tokens, seconds: of the first step.
+            steps: that were made.
+        """
         return
 
     def ended(self, samples: Ints, tokens: Ints, joined: Floats, left: int) -> None:

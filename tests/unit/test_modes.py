@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.forecast import StepView
-from rlhfspec_mega.planning.modes import DRAFTED, PLAIN, RECALLED, TRIAL_AT_LATEST, ModeChoice
+from rlhfspec_mega.planning.modes import DRAFTED, PLAIN, RECALLED, RESTS, SETTLING, TRIAL_AT_LATEST, ModeChoice
 from rlhfspec_mega.planning.tree import DraftTree, StepRecord
-from rlhfspec_mega.types import BATCH_BUCKETS, DECODE_MODES
+from rlhfspec_mega.types import BATCH_BUCKETS, DECODE_MODES, batch_bucket
 from tests.synthetic_drafts import make_batch
 from tests.unit.test_strategy import cost_of
 
@@ -48,9 +48,9 @@ class Engine:
     def step(self, size: int) -> None:
         batch = make_batch(size, self._random)
         plain = self.cost.plain_seconds(size, batch.kv_tokens)
-        if self.choice.rests(size):
+        if self.choice.rests(size, True):
             seconds = plain * self._random.uniform(0.9, 1.1)
-            self.choice.rested(size, batch.kv_tokens, seconds)
+            self.choice.rested(size, batch.kv_tokens, seconds, 1)
             self._count(PLAIN, 1.0, seconds / plain)
             return
         step = StepView(batch, self.cost)
@@ -189,9 +189,9 @@ def test_an_interruption_does_not_change_the_mode() -> None:
     engine = Engine(make_choice(cost), cost, {PLAIN: 1.0, DRAFTED: 0.7})
     for _ in range(1000):
         engine.step(8)
-    while not engine.choice.rests(8):
+    while not engine.choice.rests(8, True):
         engine.step(8)
-    engine.choice.rested(8, 800, 300.0 * cost.plain_seconds(8, 800))
+    engine.choice.rested(8, 800, 300.0 * cost.plain_seconds(8, 800), 1)
     before = engine.modes.count(DRAFTED)
     for _ in range(400):
         engine.step(8)
@@ -226,7 +226,7 @@ def test_gains_outlive_their_process() -> None:
     before = later.gain(step, RECALLED)
     assert later.choose(step, 8, False) == PLAIN
     for _ in range(30):
-        later.rested(4, 400, 0.0)
+        later.rested(4, 400, 0.0, 1)
     later.choose(step, 8, True)
     assert later.gain(step, RECALLED) == pytest.approx(before, abs=0.03), "a resumed run is not young"
     assert make_choice(cost).choose(step, 8, False) == DRAFTED, "it believes its forecast at first"
@@ -236,6 +236,58 @@ def test_decisions_made_without_a_draft_model_do_not_outlast_it() -> None:
     cost = measured_cost()
     choice = make_choice(cost)
     step = StepView(make_batch(4, np.random.default_rng(0)), cost)
-    assert choice.choose(step, 0, False) == PLAIN and choice.rests(4)
+    assert choice.choose(step, 0, False) == PLAIN and choice.rests(4, True)
     choice.draft_returns()
-    assert not choice.rests(4) and choice.choose(step, 8, False) == DRAFTED
+    assert not choice.rests(4, True) and choice.choose(step, 8, False) == DRAFTED
+
+
+def test_plain_steps_are_told_of_together_once_they_have_settled() -> None:
+    cost = measured_cost()
+    choice = make_choice(cost)
+    step = StepView(make_batch(4, np.random.default_rng(0)), cost)
+    choice.choose(step, 8, False)
+    assert choice.rests(4, True) == 0, "drafting looks best"
+    assert choice.rests(4, False) == RESTS, "there is nothing to draft from"
+    choice._plain_steps = 0
+    assert choice.rests(4, False) == 1, "the first steps after drafted ones are slower than the rest"
+    choice.keep_to(PLAIN)
+    choice._plain_steps = SETTLING
+    assert choice.rests(4, True) == RESTS
+    choice._held_until[batch_bucket(4)] = choice._steps + 3
+    assert choice.rests(4, True) == 3, "a decision holds for three more steps"
+
+
+def test_steps_told_of_together_count_like_single_ones() -> None:
+    cost = measured_cost()
+    single, together = make_choice(cost), make_choice(cost)
+    seconds = 1.1 * cost.plain_seconds(4, 400)
+    for choice in (single, together):
+        choice.keep_to(PLAIN)
+    for _ in range(8 * 5):
+        single.rested(4, 400, seconds, 1)
+    for _ in range(5):
+        together.rested(4, 400, seconds, 8)
+    for ours, theirs in zip(single.take_tally(), together.take_tally(), strict=True):
+        assert ours == pytest.approx(theirs)
+    assert single._steps == together._steps == 40 and single._plain_steps == together._plain_steps
+    assert single._usual == pytest.approx(together._usual) == pytest.approx(seconds)
+    step = StepView(make_batch(4, np.random.default_rng(0)), cost)
+    assert single.measured(4, PLAIN) == pytest.approx(together.measured(4, PLAIN)) == pytest.approx(1 / 1.1, rel=0.01)
+    assert single.gain(step, RECALLED) == together.gain(step, RECALLED)
+
+
+def test_a_trial_in_a_large_batch_counts_by_the_time_of_usual_steps() -> None:
+    """Two trials lose as many seconds: where usual steps take half as long that is twice as many of them."""
+    due = []
+    for usual in (0.5, 1.0):
+        cost = measured_cost()
+        engine = Engine(make_choice(cost), cost, {PLAIN: 1.0, DRAFTED: 0.5})
+        choice = engine.choice
+        choice._usual = usual * cost.plain_seconds(24, 2400)
+        choice._due[DRAFTED] = 0
+        while not choice._trials[DRAFTED]:
+            choice._held_until = [0] * BATCH_BUCKETS
+            choice._gains.measured[:, DRAFTED] = 3.0, 6.0
+            engine.step(24)
+        due.append(choice._due[DRAFTED] - choice._steps)
+    assert due[0] == pytest.approx(2.0 * due[1], rel=0.1)

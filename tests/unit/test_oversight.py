@@ -142,17 +142,17 @@ def test_a_collapse_may_be_said_without_stopping() -> None:
 
 def test_control_steps_measure_what_speculation_gains() -> None:
     policy = MonitoredPolicy(RandomTrees(0), collapse_ratio=0.5)
-    policy.policy.rests = lambda size: False  # type: ignore[method-assign]
+    policy.policy.rests = lambda size, able: 0  # type: ignore[method-assign]
     plain = 0
     for _ in range(10 * CONTROL_EVERY):
-        drafted = not policy.rests(batch().size)
+        drafted = not policy.rests(batch().size, True)
         plain = 0 if drafted else plain + 1
         # 15 tokens in 2 seconds against 10 in 1.6: 0.133 against 0.16 seconds a token. Other plain steps are slow.
         seconds = 1.6 if plain == CONTROL_STEPS else 9.0
         if drafted:
             policy.observe(step(5, 2.0))
         else:
-            policy.rested(batch().samples, batch().kv_tokens, seconds)
+            policy.rested(batch().samples, batch().kv_tokens, seconds, 1)
         assert plain <= CONTROL_STEPS
     tally = policy.take_tally()
     assert tally.paired_seconds == pytest.approx(20.0), "ten controls"
@@ -163,14 +163,30 @@ def test_control_steps_measure_what_speculation_gains() -> None:
 @pytest.mark.parametrize(("left", "new", "pairs"), [(9, 0, 1), (8, 0, 0), (8, 2, 0), (9, 1, 1)])
 def test_a_control_is_compared_with_a_step_of_nearly_the_same_samples(left: int, new: int, pairs: int) -> None:
     policy = MonitoredPolicy(RandomTrees(0), collapse_ratio=0.5)
-    policy.policy.rests = lambda size: False  # type: ignore[method-assign]
+    policy.policy.rests = lambda size, able: 0  # type: ignore[method-assign]
     samples = np.array([*range(left), *range(100, 100 + new)])
     for _ in range(FIRST_CONTROL + CONTROL_STEPS):
-        if policy.rests(batch().size):
-            policy.rested(samples, 100, 1.6)
+        if policy.rests(batch().size, True):
+            policy.rested(samples, 100, 1.6, 1)
         else:
             policy.observe(step(5, 2.0))
     assert policy.take_tally().paired_seconds == pytest.approx(2.0 * pairs)
+
+
+def test_plain_steps_in_a_row_end_where_a_control_begins() -> None:
+    policy, rng = MonitoredPolicy(RandomTrees(0), collapse_ratio=0.5), np.random.default_rng(0)
+    policy.policy.rests = lambda size, able: 8  # type: ignore[method-assign]
+    kinds = list[bool]()  # of each step, whether it belongs to a control
+    while len(kinds) < 5 * CONTROL_EVERY:
+        allowed = policy.rests(10, True)
+        steps = int(rng.integers(1, allowed + 1))  # fewer where a sample ends
+        policy.rested(batch().samples, 100, 1.0, steps)
+        kinds += steps * [policy._control.running]
+    controls = [(at - FIRST_CONTROL) % CONTROL_EVERY < CONTROL_STEPS for at in range(len(kinds))]
+    assert kinds == [control and at >= FIRST_CONTROL for at, control in enumerate(controls)]
+    tally = policy.take_tally()
+    assert tally.sample_steps == tally.sample_steps_by_verified[0] == 10 * len(kinds)
+    assert tally.paired_plain_seconds == tally.paired_seconds == 5.0
 
 
 def test_counts_and_figures() -> None:

@@ -39,9 +39,9 @@ class From(RandomTrees):
     def follows(self, size: int) -> bool:
         return self._follows
 
-    def rests(self, size: int) -> bool:
+    def rests(self, size: int, able: bool) -> int:
         self._count += 1
-        return self._count <= self._step
+        return int(self._count <= self._step)
 
     def depth(self, batch: Batch) -> int:
         return 3 if batch.draftable else 0

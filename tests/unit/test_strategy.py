@@ -250,7 +250,7 @@ def test_depths_beyond_those_told_apart_are_forecast_like_the_last() -> None:
 def test_uniform_drafts_only_where_all_its_layers_pay() -> None:
     rng = np.random.default_rng(5)
     assert mean_depth(Uniform(AcceptanceModel(), cost_of(*FLAT), 2, 4, 8), 0.9, 4, 60, rng) == 4
-    assert mean_depth(Uniform(AcceptanceModel(), cost_of(*LINEAR), 2, 4, 8), 0.7, 4, 240, rng) < 0.1  # trials remain
+    assert mean_depth(Uniform(AcceptanceModel(), cost_of(*LINEAR), 2, 4, 8), 0.7, 4, 480, rng) < 0.1  # trials remain
     # A layer costs a third of a plain step: eight of them never pay, and one is no more than a probe to Uniform.
     shallow = CostModel.nominal(50_000_000, 16_000_000, flops_per_second=1e13)
     assert mean_depth(Adaptive(AcceptanceModel(), shallow, 1, 8), 0.55, 4, 100, rng) >= 0.9

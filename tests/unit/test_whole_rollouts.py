@@ -154,8 +154,8 @@ def test_modes_go_by_what_is_kept_and_nobody_is_followed_in_vain() -> None:
         for _ in range(16):
             batch = make_batch(32, rng)
             step = StepView(batch, cost)
-            if choice.rests(32):
-                choice.rested(32, batch.kv_tokens, step.plain_seconds)
+            if choice.rests(32, True):
+                choice.rested(32, batch.kv_tokens, step.plain_seconds, 1)
                 modes.append(PLAIN)
                 continue
             modes.append(choice.choose(step, 8, False))
@@ -191,3 +191,38 @@ def test_an_engine_tells_of_every_sample_once() -> None:
         results += engine.poll(0.0)
     assert sorted(policy.tokens.values()) == sorted(len(result.tokens) for result in results)
     assert policy.left[-1] == 0 and len(policy.tokens) == 11
+
+
+def test_plain_steps_in_a_row_are_told_of_once_and_of_the_same_samples() -> None:
+    class Listening(RandomTrees):
+        """Rests for as many steps as it likes; `told` has the numbers of the samples of each step."""
+
+        def __init__(self) -> None:
+            super().__init__(0)
+            self.told: list[list[int]] = []
+            self.asked = 0
+
+        def rests(self, size: int, able: bool) -> int:
+            self.asked += 1
+            return super().rests(size, able)
+
+        def rested(self, samples: Ints, kv_tokens: int, seconds: float, steps: int) -> None:
+            assert steps >= 1 and seconds > 0 and kv_tokens >= len(samples)
+            self.told += steps * [samples.tolist()]
+
+        def observe(self, record: StepRecord) -> None:
+            self.told.append(record.batch.samples.tolist())
+
+    policy = Listening()
+    engine = make_engine(4, policy)
+    engine.submit([request(number) for number in range(11)])
+    while not engine.idle:
+        engine.poll(0.0)
+    slots, steps = engine._decoder.slots, engine.stats()["decode_steps"]
+    assert len(policy.told) == steps > policy.asked, "all steps, some of which were not asked about"
+    lived = Counter(number for told in policy.told for number in told)
+    assert sorted(lived) == list(range(11)) and slots.progress > 0
+    # A sample is told of in consecutive steps, from its first to its last.
+    for number, count in lived.items():
+        present = [at for at, told in enumerate(policy.told) if number in told]
+        assert present[-1] - present[0] + 1 == count

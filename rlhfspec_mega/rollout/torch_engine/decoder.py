@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +55,24 @@ class _Planned(NamedTuple):
     noise: StepNoise | None
 
 
+@dataclass
+class _Rest:
+    """Plain steps in a row, by one decision of the policy, of the same samples.
+
+    Attributes:
+        samples: numbers of the samples.
+        kv_tokens, seconds: of the first step.
+        left: steps that are still to be made.
+        steps: that were made.
+    """
+
+    samples: Ints
+    kv_tokens: int
+    left: int
+    seconds: float = 0.0
+    steps: int = 0
+
+
 class Decoder:
     """The target model with its KV cache and slots, and the draft model if there is one.
 
@@ -85,6 +103,7 @@ class Decoder:
         places = model.max_positions + room
         self.cache = KVCache(model.shape, slots=slots, places=places, dtype=weights.dtype, device=weights.device)
         self.drafting = False
+        self._resting: _Rest | None = None
 
     @property
     def policy(self) -> DraftingPolicy | None:
@@ -92,6 +111,7 @@ class Decoder:
 
     @policy.setter
     def policy(self, policy: DraftingPolicy) -> None:
+        self._end_rest()
         self._policy = policy
         if self.drafter:
             self.drafter.policy = policy
@@ -128,6 +148,7 @@ class Decoder:
 
     def admit(self, admission: Admission) -> None:
         """Put the samples of a group into their slots."""
+        self._end_rest()
         first, samples, kv, past = admission
         if kv is not None:
             self.cache.fill(first, len(samples), kv)
@@ -158,6 +179,7 @@ class Decoder:
     def ended(self, slots: Sequence[int], left: int) -> None:
         """Tell the policy that the samples of these slots have ended, or move away, while `left` others are here."""
         if self._policy and slots:
+            self._end_rest()
             rows, own = list(slots), self.slots
             tokens = own.generated[rows] - own.brought[rows]
             self._policy.ended(own.numbers[rows], tokens, own.joined[rows], left)
@@ -174,8 +196,8 @@ class Decoder:
         policy = self._policy if drafter or self.history else None
         if policy is None:
             decoded = self._plain(None, batch)
-        elif policy.rests(batch):
-            decoded = self._rest(policy, drafter, batch)
+        elif rest := self._resting or self._begin_rest(policy, drafter, batch):
+            decoded = self._rest(rest, drafter, batch)
         else:
             decoded = self._speculate(policy, drafter, batch)
         self.slots.progress += len(decoded.tokens) / batch
@@ -188,16 +210,36 @@ class Decoder:
         noise = step_noise(self.slots, batch, 1)
         return self._accept(verification, self._select(verification, noise, features), features)[0]
 
-    def _rest(self, policy: DraftingPolicy, drafter: Drafter | None, batch: int) -> Decoded:
-        """A plain step in which nothing is asked; the draft can still follow the samples."""
-        slots = self.slots
-        samples, kv_tokens = slots.numbers[:batch].copy(), int(slots.lengths[:batch].sum())
-        if drafter:
+    def _begin_rest(self, policy: DraftingPolicy, drafter: Drafter | None, batch: int) -> _Rest | None:
+        """Plain steps in which nothing is asked, if the policy says so: asking takes as long as 3% of a tiny model's
+        step."""
+        able = self.history is not None or (drafter is not None and drafter.unread.following > 0)
+        if steps := policy.rests(batch, able):
+            slots = self.slots
+            self._resting = _Rest(slots.numbers[:batch].copy(), int(slots.lengths[:batch].sum()), steps)
+        return self._resting
+
+    def _rest(self, rest: _Rest, drafter: Drafter | None, batch: int) -> Decoded:
+        """One of these steps; the draft can still follow the samples."""
+        features = None
+        if drafter and drafter.unread.following:
             drafter.make_room(batch)
+            features = drafter.tap()
         started = time.perf_counter()
-        decoded = self._plain(drafter.tap() if drafter else None, batch)
-        policy.rested(samples, kv_tokens, time.perf_counter() - started)
+        decoded = self._plain(features, batch)
+        if not rest.steps:
+            rest.seconds = time.perf_counter() - started
+        rest.steps += 1
+        rest.left -= 1
+        if not rest.left:
+            self._end_rest()
         return decoded
+
+    def _end_rest(self) -> None:
+        """Tell the policy of the plain steps since it was asked last."""
+        rest, self._resting = self._resting, None
+        if rest and self._policy:
+            self._policy.rested(rest.samples, rest.kv_tokens, rest.seconds, rest.steps)
 
     def _speculate(self, policy: DraftingPolicy, drafter: Drafter | None, batch: int) -> Decoded:
         started, slots = time.perf_counter(), self.slots

@@ -96,6 +96,8 @@ class Unread:
         if self._numbers[slot] != NOBODY:
             self.following -= 1
         self._numbers[slot], self.counts[slot] = NOBODY, 0
+        if not self.following:
+            self.longest = 0
 
     def followed(self, batch: int) -> np.ndarray:
         """bool [batch], whether the samples of the first slots are followed."""
