@@ -55,21 +55,19 @@ SETTLING = 3
 
 @dataclass
 class _Rest:
-    """Plain steps of one batch size that nothing was asked about, and that were not learnt from yet.
+    """Plain steps of a bucket of batch sizes that nothing was asked about, and that gains were not learnt from yet.
 
     Attributes:
-        most_seconds: a step that takes longer was interrupted.
-        kv_tokens, seconds: sums over the steps.
-        settled, settled_seconds: how many were not among the first plain steps after others, and their time.
+        steps, seconds, work: how many, and their time, also in that which plain steps are predicted to take.
+        settled, settled_work: the same without the first plain steps after others.
     """
 
-    size: int
-    most_seconds: float
+    bucket: int
     steps: int = 0
-    kv_tokens: int = 0
     seconds: float = 0.0
+    work: float = 0.0
     settled: int = 0
-    settled_seconds: float = 0.0
+    settled_work: float = 0.0
 
 
 class ModeChoice:
@@ -247,23 +245,26 @@ class ModeChoice:
 
     def rested(self, size: int, kv_tokens: int, seconds: float, steps: int) -> None:
         """Record plain steps that nothing was asked about; `kv_tokens` and `seconds` are those of the first one."""
-        if self._rest is None or size != self._rest.size:
+        bucket, plain = batch_bucket(size), self._cost.plain_seconds(size, kv_tokens)
+        if self._rest is None or bucket != self._rest.bucket:
             self._end_rest()
-            self._rest = _Rest(size, MOST_WORK * self._cost.plain_seconds(size, kv_tokens))
-        rest, usual = self._rest, min(seconds, self._rest.most_seconds)
+            self._rest = _Rest(bucket)
+        if self._cost.frozen or seconds <= 0.0:
+            seconds = plain
+        usual = min(seconds, MOST_WORK * plain)  # a step that takes longer was interrupted
+        rest, took = self._rest, seconds + (steps - 1) * usual
         rest.steps += steps
-        rest.kv_tokens += kv_tokens * steps
-        rest.seconds += seconds + (steps - 1) * usual
+        rest.seconds += took
+        rest.work += took / plain
         if self._plain_steps >= SETTLING:
             rest.settled += steps
-            rest.settled_seconds += usual * steps
+            rest.settled_work += steps * usual / plain
         self._steps += steps
         self._plain_steps += steps
+        self._whole.add_step(size, kv_tokens, float(steps), took, 0.0, drafted=False, steps=steps)
 
     def ended(self, samples: Ints, tokens: Ints, joined: Floats, left: int) -> None:
         """See WholeRollouts.ended."""
-        if left == 0:
-            self._end_rest()
         self._whole.ended(samples, tokens, joined, left)
 
     def keep_to(self, mode: int) -> None:
@@ -278,19 +279,13 @@ class ModeChoice:
                 self._held_until[bucket] = 0
 
     def _end_rest(self) -> None:
-        """Learn from the steps of a rest."""
+        """Learn gains from the steps of a rest."""
         rest, self._rest = self._rest, None
         if rest is None:
             return
-        bucket, kv_tokens = batch_bucket(rest.size), rest.kv_tokens // rest.steps
-        plain = self._cost.plain_seconds(rest.size, kv_tokens)
-        if self._cost.frozen or rest.seconds <= 0.0:
-            rest.seconds, rest.settled_seconds = rest.steps * plain, rest.settled * plain
-        self._gains.tally[bucket, PLAIN] += rest.steps, rest.seconds / plain
-        learn_gain(self._gains, bucket, PLAIN, float(rest.settled), rest.settled_seconds / plain)
-        steps = rest.steps
-        self._whole.add_step(rest.size, kv_tokens, float(steps), rest.seconds, 0.0, drafted=False, steps=steps)
-        self._count_time(rest.seconds, steps)
+        self._gains.tally[rest.bucket, PLAIN] += rest.steps, rest.work
+        learn_gain(self._gains, rest.bucket, PLAIN, float(rest.settled), rest.settled_work)
+        self._count_time(rest.seconds, rest.steps)
 
     def _count_time(self, seconds: float, steps: int) -> None:
         older = math.exp(-steps / AGE) if self._usual else 0.0

@@ -124,6 +124,7 @@ class CalibratedPolicy(DraftingPolicy):
         if self.modes:
             mode = (DRAFTED if record.tree.depth else PLAIN) if self._mode is None else self._mode
             self.modes.observe(record, mode, self._step(record.batch), self._forced)
+        forced = self._forced
         self._forced, self._view, self._mode = False, None, None  # the view caches costs, which change below
         self._steps += 1
         if self.learns_acceptance:
@@ -131,7 +132,8 @@ class CalibratedPolicy(DraftingPolicy):
         kind = int(record.tree.depth > 0)
         settled = kind == 1 or len(record.chosen) > 0 or self._plain_steps >= SETTLING
         self._plain_steps = 0 if kind or len(record.chosen) else self._plain_steps + 1
-        due = self._steps <= COSTS_AT_FIRST or self._steps - self._last_learnt[kind] >= COSTS_EVERY
+        # What is forced was too dear by these costs: nothing else would show that they are wrong.
+        due = forced or self._steps <= COSTS_AT_FIRST or self._steps - self._last_learnt[kind] >= COSTS_EVERY
         if self.learns_cost and settled and due:
             self._last_learnt[kind] = self._steps
             self.cost.observe(step_cost(record))
