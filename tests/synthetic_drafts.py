@@ -76,7 +76,7 @@ def decode_step(
     tree, hits, drafted = DraftTree(), np.zeros(0, np.bool_), 0
     if policy.rests(batch.size, True):
         times = seconds(tree, 0, 0) if seconds else (0.0, 0.0)
-        policy.rested(batch.samples, batch.kv_tokens, sum(times), 1)
+        policy.rested(batch.samples, batch.kv_tokens, [sum(times)])
         return StepRecord(batch, tree, np.zeros(0, np.int64), hits, 0, *times)
     layers = policy.depth(batch)
     parents = np.arange(batch.size)

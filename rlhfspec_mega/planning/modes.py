@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from rlhfspec_mega.types import BATCH_BUCKETS, DECODE_MODES, batch_bucket
 # Steps for which a decision is kept while the batch stays in its bucket, at first, and at most once it has come again
 # and again: deciding itself takes time.
 HOLD_STEPS, LONGEST_HOLD = 8, 128
-RESTS = 8  # plain steps in a row of which only the first one's time is taken, and that are told of together
+RESTS = 8  # plain steps in a row, at most, that are asked about and told of together
 FORECAST_EVERY = 64  # steps between two forecasts
 HYSTERESIS = 1.02  # by which another mode must be better than the one in use
 # Steps, in whatever mode, after which what was measured counts a third: histories grow, drafts learn. What was measured
@@ -58,13 +58,12 @@ class _Rest:
     """Plain steps of a bucket of batch sizes that nothing was asked about, and that gains were not learnt from yet.
 
     Attributes:
-        steps, seconds, work: how many, and their time, also in that which plain steps are predicted to take.
+        steps, work: how many, and their time in that which plain steps are predicted to take.
         settled, settled_work: the same without the first plain steps after others.
     """
 
     bucket: int
     steps: int = 0
-    seconds: float = 0.0
     work: float = 0.0
     settled: int = 0
     settled_work: float = 0.0
@@ -112,7 +111,7 @@ class ModeChoice:
         self._undrafted = [False] * BATCH_BUCKETS  # whether that was decided while the draft model could not be used
         self._trials = [0] * modes
         self._due: dict[int, float] = {}  # steps at which modes are to be tried
-        self._usual = 0.0  # seconds of a step in the mean, where older ones count less; 0 before the first
+        self._time = 0.0, 0.0  # sums of seconds and of steps, in which older steps count less
         self._trial, self._left, self._lost, self._beside = PLAIN, 0, 0.0, 1.0  # the last: gain of the mode in use
         self.trying = False
 
@@ -122,9 +121,8 @@ class ModeChoice:
 
         In rollouts whose samples all end together there are no smaller batches.
         """
-        self._grow_older()
         buckets = slice(batch_bucket(size) + 1)
-        # Asked for whether or not a trial is near: a rehearsal compiles it only if it is called there.
+        # Asked for whether or not a trial is due: a rehearsal compiles it only if it is called there.
         worth = worth_following(
             self._gains, self._came[buckets], self._whole.kept(size), self._whole.shares(size)[buckets]
         )
@@ -169,7 +167,8 @@ class ModeChoice:
         if best != self._held[bucket]:
             self._held[bucket], self._hold[bucket] = best, 0
         for mode in able:
-            if mode != best and self._trial_is_due(mode, 1.0 - gains[mode] / gains[best]):
+            slower = (1.0 - gains[mode] / gains[best]) * step.plain_seconds / self._usual_seconds(step.plain_seconds)
+            if mode != best and self._trial_is_due(mode, slower):
                 self._trial, self._lost, self._beside, self.trying = mode, 0.0, gains[best], True
                 self._left = TRIAL_STEPS + (SETTLING if mode == PLAIN else 0)
                 return mode
@@ -229,13 +228,13 @@ class ModeChoice:
         tokens = 1.0 + int(record.accepted.sum()) / step.size
         if self._left and mode == self._trial:
             instead = plain * self._kept_of(mode, step.size) * tokens / self._beside
-            self._lost += (seconds - instead) / (self._usual or plain)
+            self._lost += (seconds - instead) / self._usual_seconds(plain)
             self._left -= 1
             if not self._left:
                 self._end_trial()
         reading = min(reading, 0.5 * seconds)
         self._whole.add_step(step.size, step.kv_tokens, tokens, seconds, reading, mode != PLAIN)
-        self._count_time(seconds, 1)
+        self._count_time(min(seconds, MOST_WORK * tokens * plain), 1)
         seconds -= reading
         self._steps += 1
         settled = mode != PLAIN or self._plain_steps >= SETTLING
@@ -243,25 +242,27 @@ class ModeChoice:
         bucket, work = batch_bucket(step.size), seconds / plain
         add_step(self._gains, bucket, mode, tokens, work, settled and not forced)
 
-    def rested(self, size: int, kv_tokens: int, seconds: float, steps: int) -> None:
-        """Record plain steps that nothing was asked about; `kv_tokens` and `seconds` are those of the first one."""
+    def rested(self, size: int, kv_tokens: int, seconds: Sequence[float]) -> None:
+        """Record plain steps in a row that nothing was asked about; `kv_tokens` are those of the first one."""
         bucket, plain = batch_bucket(size), self._cost.plain_seconds(size, kv_tokens)
         if self._rest is None or bucket != self._rest.bucket:
             self._end_rest()
             self._rest = _Rest(bucket)
-        if self._cost.frozen or seconds <= 0.0:
-            seconds = plain
-        usual = min(seconds, MOST_WORK * plain)  # a step that takes longer was interrupted
-        rest, took = self._rest, seconds + (steps - 1) * usual
+        rest, steps, took = self._rest, len(seconds), sum(seconds)
+        if self._cost.frozen or took <= 0.0:
+            seconds, took = [plain] * steps, steps * plain
+        usual = sum(min(each, MOST_WORK * plain) for each in seconds)  # a step that takes longer was interrupted
         rest.steps += steps
-        rest.seconds += took
         rest.work += took / plain
         if self._plain_steps >= SETTLING:
             rest.settled += steps
-            rest.settled_work += steps * usual / plain
+            rest.settled_work += usual / plain
         self._steps += steps
         self._plain_steps += steps
+        self._count_time(usual, steps)
         self._whole.add_step(size, kv_tokens, float(steps), took, 0.0, drafted=False, steps=steps)
+        if rest.steps >= LONGEST_HOLD:  # what was learnt before is not to be forgotten for a long rest
+            self._end_rest()
 
     def ended(self, samples: Ints, tokens: Ints, joined: Floats, left: int) -> None:
         """See WholeRollouts.ended."""
@@ -285,11 +286,15 @@ class ModeChoice:
             return
         self._gains.tally[rest.bucket, PLAIN] += rest.steps, rest.work
         learn_gain(self._gains, rest.bucket, PLAIN, float(rest.settled), rest.settled_work)
-        self._count_time(rest.seconds, rest.steps)
 
     def _count_time(self, seconds: float, steps: int) -> None:
-        older = math.exp(-steps / AGE) if self._usual else 0.0
-        self._usual = older * self._usual + (1.0 - older) * seconds / steps
+        older = math.exp(-steps / AGE)
+        self._time = older * self._time[0] + seconds, older * self._time[1] + steps
+
+    def _usual_seconds(self, plain: float) -> float:
+        """Seconds of a step in the mean of recent ones; before the first those of a plain step."""
+        seconds, steps = self._time
+        return seconds / steps if steps else plain
 
     def forget_draft(self) -> None:
         """The draft is another one: what drafting gave says nothing any more, and it is tried at once."""
@@ -368,7 +373,8 @@ class ModeChoice:
 
     def _plan_trial(self, mode: int, lost: float) -> None:
         """Try a mode when a trial that loses the time of so many steps is a small share of the time; the first trials
-        come sooner. A trial may be made in large batches, whose steps take longer than most."""
+        of history come sooner. The steps are usual ones: a trial may be made in a large batch, whose steps take longer.
+        """
         share = TRIAL_SHARE * max(1.0, FIRST_TRIALS[mode] / (1 + self._trials[mode]))
         self._due[mode] = self._steps + min(lost / share, TRIAL_AT_LATEST)
         self._trials[mode] += 1

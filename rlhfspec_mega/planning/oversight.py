@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -36,14 +37,14 @@ class PlainControl:
         self._control_step = 0  # number of the current step within its control, from 1; 0 outside a control
 
     def begin_step(self) -> None:
-        """Begin a step, which is plain or not. Must be called once per step."""
+        """Begin a step, which is plain or not. Must be called once per step that is not skipped."""
         place = (self._steps - FIRST_CONTROL) % CONTROL_EVERY
         self._control_step = place + 1 if self._steps >= FIRST_CONTROL and place < CONTROL_STEPS else 0
         self._steps += 1
 
     @property
     def free(self) -> int:
-        """Steps from the current one to the next control."""
+        """Outside a control, steps up to the next one, the current step among them."""
         return CONTROL_EVERY - (self._steps - 1 - FIRST_CONTROL) % CONTROL_EVERY
 
     def skip(self, steps: int) -> None:
@@ -173,13 +174,13 @@ class MonitoredPolicy(DraftingPolicy):
             return 1
         return min(self.policy.rests(size, able), self._control.free)
 
-    def rested(self, samples: Ints, kv_tokens: int, seconds: float, steps: int) -> None:
+    def rested(self, samples: Ints, kv_tokens: int, seconds: Sequence[float]) -> None:
         size = len(samples)
-        self._control.observe(samples, size, seconds, self._tally)
-        self._control.skip(steps - 1)
-        self._tally.sample_steps += size * steps
-        self._tally.sample_steps_by_verified[0] += size * steps
-        self.policy.rested(samples, kv_tokens, seconds, steps)
+        self._control.observe(samples, size, seconds[-1], self._tally)
+        self._control.skip(len(seconds) - 1)
+        self._tally.sample_steps += size * len(seconds)
+        self._tally.sample_steps_by_verified[0] += size * len(seconds)
+        self.policy.rested(samples, kv_tokens, seconds)
 
     def ended(self, samples: Ints, tokens: Ints, joined: Floats, left: int) -> None:
         self.policy.ended(samples, tokens, joined, left)
@@ -236,6 +237,7 @@ class MonitoredPolicy(DraftingPolicy):
     def take_tally(self) -> DraftingTally:
         """Counters since the last call. Call it at the end of a rollout: it also judges the watch's last window."""
         self.watch.end_rollout()
+        self._stopped |= not self.watch.may_draft
         self._count_modes()
         taken, self._tally = self._tally, DraftingTally()
         taken.collapsed_rate = self.watch.rate if self.watch.awaits_weight_update else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -25,7 +25,8 @@ from rlhfspec_mega.planning.tree import (
     Worth,
 )
 
-# Step times are learnt from all of the first steps, then from every eighth step with and every eighth without a draft.
+# Step times are learnt from all of the first steps, then from every eighth step with and every eighth without a draft,
+# and from those in which a trial verifies more than is worth it.
 COSTS_AT_FIRST, COSTS_EVERY = 32, 8
 COSTS_AT_REST = 128  # steps between two plain steps that are learnt from while nothing is asked
 
@@ -69,16 +70,16 @@ class CalibratedPolicy(DraftingPolicy):
     def rests(self, size: int, able: bool) -> int:
         return self.modes.rests(size, able) if self.modes else 0
 
-    def rested(self, samples: Ints, kv_tokens: int, seconds: float, steps: int) -> None:
+    def rested(self, samples: Ints, kv_tokens: int, seconds: Sequence[float]) -> None:
         """These steps are plain, so there is nothing to learn but what they took."""
         size, settled = len(samples), self._plain_steps >= SETTLING
-        self._steps += steps
-        self._plain_steps += steps
+        self._steps += len(seconds)
+        self._plain_steps += len(seconds)
         if self.learns_cost and settled and self._steps - self._last_learnt[0] >= COSTS_AT_REST:
             self._last_learnt[0] = self._steps
-            self.cost.observe(StepCost(size, kv_tokens, size, 0, 0, 0, 0.0, seconds))
+            self.cost.observe(StepCost(size, kv_tokens, size, 0, 0, 0, 0.0, seconds[0]))
         if self.modes:
-            self.modes.rested(size, kv_tokens, seconds, steps)
+            self.modes.rested(size, kv_tokens, seconds)
 
     def ended(self, samples: Ints, tokens: Ints, joined: Floats, left: int) -> None:
         if self.modes:

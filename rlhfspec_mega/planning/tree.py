@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -307,13 +308,13 @@ class DraftingPolicy(Protocol):
         """
         return 0
 
-    def rested(self, samples: Ints, kv_tokens: int, seconds: float, steps: int) -> None:
-        """Learn from such steps of the same samples.
+    def rested(self, samples: Ints, kv_tokens: int, seconds: Sequence[float]) -> None:
+        """Learn from such steps of the same samples; fewer were made if a sample joined, ended or left.
 
         Args:
             samples: their numbers (`Batch.samples`).
-            kv_tokens, seconds: of the first step.
-            steps: that were made.
+            kv_tokens: in the KV caches at the first step.
+            seconds: of each step.
         """
         return
 

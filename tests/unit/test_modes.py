@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.forecast import StepView
+from rlhfspec_mega.planning.mode_gains import MEMORY
 from rlhfspec_mega.planning.modes import DRAFTED, PLAIN, RECALLED, RESTS, SETTLING, TRIAL_AT_LATEST, ModeChoice
 from rlhfspec_mega.planning.tree import DraftTree, StepRecord
 from rlhfspec_mega.types import BATCH_BUCKETS, DECODE_MODES, batch_bucket
@@ -37,6 +38,7 @@ class Engine:
     Attributes:
         work: time of all steps, in that of plain steps.
         tokens: of all steps, in those of plain steps.
+        rows: whether plain steps are made in rows, as many as the choice allows.
     """
 
     def __init__(self, choice: ModeChoice, cost: CostModel, gains: dict[int, float], seed: int = 0) -> None:
@@ -44,14 +46,16 @@ class Engine:
         self._random = np.random.default_rng(seed)
         self.work = self.tokens = 0.0
         self.modes: list[int] = []
+        self.rows = False
 
     def step(self, size: int) -> None:
         batch = make_batch(size, self._random)
         plain = self.cost.plain_seconds(size, batch.kv_tokens)
-        if self.choice.rests(size, True):
-            seconds = plain * self._random.uniform(0.9, 1.1)
-            self.choice.rested(size, batch.kv_tokens, seconds, 1)
-            self._count(PLAIN, 1.0, seconds / plain)
+        if steps := self.choice.rests(size, True):
+            row = (plain * self._random.uniform(0.9, 1.1, steps if self.rows else 1)).tolist()
+            self.choice.rested(size, batch.kv_tokens, row)
+            for each in row:
+                self._count(PLAIN, 1.0, each / plain)
             return
         step = StepView(batch, self.cost)
         mode = self.choice.choose(step, 8 if DRAFTED in self.gains else 0, RECALLED in self.gains)
@@ -175,6 +179,7 @@ def test_the_clock_decides_nothing_if_costs_are_frozen() -> None:
 def test_the_tally_has_all_steps_once() -> None:
     cost = measured_cost()
     engine = Engine(make_choice(cost), cost, {PLAIN: 1.0, RECALLED: 1.3})
+    engine.rows = True
     for size in (1, 2, 8, 8, 500):
         for _ in range(40):
             engine.step(size)
@@ -187,15 +192,16 @@ def test_the_tally_has_all_steps_once() -> None:
 def test_an_interruption_does_not_change_the_mode() -> None:
     cost = measured_cost()
     engine = Engine(make_choice(cost), cost, {PLAIN: 1.0, DRAFTED: 0.7})
+    engine.rows = True
     for _ in range(1000):
         engine.step(8)
     while not engine.choice.rests(8, True):
         engine.step(8)
-    engine.choice.rested(8, 800, 300.0 * cost.plain_seconds(8, 800), 1)
-    before = engine.modes.count(DRAFTED)
-    for _ in range(400):
+    engine.choice.rested(8, 800, [share * cost.plain_seconds(8, 800) for share in (1.0, 300.0, *[1.0] * 6)])
+    made = len(engine.modes)
+    while len(engine.modes) < made + 400:
         engine.step(8)
-    assert engine.modes.count(DRAFTED) - before <= 12
+    assert engine.modes[made:].count(DRAFTED) <= 12
 
 
 def test_a_new_draft_is_tried_at_once() -> None:
@@ -226,7 +232,7 @@ def test_gains_outlive_their_process() -> None:
     before = later.gain(step, RECALLED)
     assert later.choose(step, 8, False) == PLAIN
     for _ in range(30):
-        later.rested(4, 400, 0.0, 1)
+        later.rested(4, 400, [0.0])
     later.choose(step, 8, True)
     assert later.gain(step, RECALLED) == pytest.approx(before, abs=0.03), "a resumed run is not young"
     assert make_choice(cost).choose(step, 8, False) == DRAFTED, "it believes its forecast at first"
@@ -264,16 +270,36 @@ def test_steps_told_of_together_count_like_single_ones() -> None:
     for choice in (single, together):
         choice.keep_to(PLAIN)
     for _ in range(8 * 5):
-        single.rested(4, 400, seconds, 1)
-    for _ in range(5):
-        together.rested(4, 400, seconds, 8)
+        single.rested(4, 400, [seconds])
+    for size in (4, 3, 4, 3, 4):  # of one bucket
+        together.rested(size, 100 * size, 8 * [1.1 * cost.plain_seconds(size, 100 * size)])
     for ours, theirs in zip(single.take_tally(), together.take_tally(), strict=True):
         assert ours == pytest.approx(theirs)
     assert single._steps == together._steps == 40 and single._plain_steps == together._plain_steps
-    assert single._usual == pytest.approx(together._usual) == pytest.approx(seconds)
-    step = StepView(make_batch(4, np.random.default_rng(0)), cost)
+    assert single._usual_seconds(0.0) == pytest.approx(together._usual_seconds(0.0), rel=0.1)
     assert single.measured(4, PLAIN) == pytest.approx(together.measured(4, PLAIN)) == pytest.approx(1 / 1.1, rel=0.01)
-    assert single.gain(step, RECALLED) == together.gain(step, RECALLED)
+
+
+def test_a_long_rest_is_learnt_from_before_its_end() -> None:
+    cost = measured_cost()
+    choice = make_choice(cost)
+    for _ in range(1000):
+        choice.rested(4, 400, RESTS * [cost.plain_seconds(4, 400)])
+    choice._end_rest()
+    assert choice._gains.measured[batch_bucket(4), PLAIN, 1] < 2 * MEMORY, "what is new counts beside it"
+
+
+def test_the_draft_follows_nobody_until_its_trial_is_due() -> None:
+    cost = measured_cost()
+    engine = Engine(make_choice(cost), cost, {PLAIN: 1.0, DRAFTED: 0.1})
+    for size in (1, 2, 4, 8):
+        for _ in range(300):
+            engine.step(size)
+    choice = engine.choice
+    assert choice._steps < choice._due[DRAFTED] and not choice.follows(8)
+    while choice._steps < choice._due[DRAFTED]:
+        choice.rested(8, 800, RESTS * [cost.plain_seconds(8, 800)])
+    assert choice.follows(8)
 
 
 def test_a_trial_in_a_large_batch_counts_by_the_time_of_usual_steps() -> None:
@@ -283,7 +309,7 @@ def test_a_trial_in_a_large_batch_counts_by_the_time_of_usual_steps() -> None:
         cost = measured_cost()
         engine = Engine(make_choice(cost), cost, {PLAIN: 1.0, DRAFTED: 0.5})
         choice = engine.choice
-        choice._usual = usual * cost.plain_seconds(24, 2400)
+        choice._time = 300 * usual * cost.plain_seconds(24, 2400), 300.0
         choice._due[DRAFTED] = 0
         while not choice._trials[DRAFTED]:
             choice._held_until = [0] * BATCH_BUCKETS

@@ -127,6 +127,20 @@ def test_drafting_is_off_while_the_draft_is_broken_and_back_after_the_update_tha
     assert shares[5] > 0.9 and shares[6] > 0.9
 
 
+def test_a_draft_that_collapsed_by_the_end_of_a_rollout_is_judged_anew_after_an_update() -> None:
+    policy = MonitoredPolicy(Adaptive(AcceptanceModel(), CostModel()), collapse_ratio=0.5)
+    forgotten = []
+    policy.policy.modes.forget_draft = lambda: forgotten.append(True)  # type: ignore[attr-defined]
+    feed(policy.watch, 8)
+    policy.watch.count(TRIAL_SIZE, 0)
+    policy.take_tally()
+    assert not policy.watch.may_draft
+    policy.watch.weights_changed()
+    policy.rests(4, True)
+    policy.rests(4, True)
+    assert forgotten == [True]
+
+
 def test_a_collapse_may_be_said_without_stopping() -> None:
     policy = MonitoredPolicy(Fixed(AcceptanceModel(), CostModel(frozen=True), 1, 1, 1), collapse_ratio=0.5, stops=False)
     feed(policy.watch, 8)
@@ -152,7 +166,7 @@ def test_control_steps_measure_what_speculation_gains() -> None:
         if drafted:
             policy.observe(step(5, 2.0))
         else:
-            policy.rested(batch().samples, batch().kv_tokens, seconds, 1)
+            policy.rested(batch().samples, batch().kv_tokens, [seconds])
         assert plain <= CONTROL_STEPS
     tally = policy.take_tally()
     assert tally.paired_seconds == pytest.approx(20.0), "ten controls"
@@ -167,7 +181,7 @@ def test_a_control_is_compared_with_a_step_of_nearly_the_same_samples(left: int,
     samples = np.array([*range(left), *range(100, 100 + new)])
     for _ in range(FIRST_CONTROL + CONTROL_STEPS):
         if policy.rests(batch().size, True):
-            policy.rested(samples, 100, 1.6, 1)
+            policy.rested(samples, 100, [1.6])
         else:
             policy.observe(step(5, 2.0))
     assert policy.take_tally().paired_seconds == pytest.approx(2.0 * pairs)
@@ -180,7 +194,7 @@ def test_plain_steps_in_a_row_end_where_a_control_begins() -> None:
     while len(kinds) < 5 * CONTROL_EVERY:
         allowed = policy.rests(10, True)
         steps = int(rng.integers(1, allowed + 1))  # fewer where a sample ends
-        policy.rested(batch().samples, 100, 1.0, steps)
+        policy.rested(batch().samples, 100, steps * [1.0])
         kinds += steps * [policy._control.running]
     controls = [(at - FIRST_CONTROL) % CONTROL_EVERY < CONTROL_STEPS for at in range(len(kinds))]
     assert kinds == [control and at >= FIRST_CONTROL for at, control in enumerate(controls)]

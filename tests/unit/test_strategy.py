@@ -225,6 +225,20 @@ def test_the_first_plain_steps_after_a_draft_teach_no_cost() -> None:
     assert shown == [1, *[0] * SETTLING, 1, 1, 1, *[0] * SETTLING, 1]
 
 
+@pytest.mark.parametrize("forced", [True, False])
+def test_what_a_trial_forces_teaches_its_price(forced: bool) -> None:
+    rng, taught = np.random.default_rng(0), Taught()
+    policy = Adaptive(AcceptanceModel(), taught)
+    for _ in range(COSTS_AT_FIRST):
+        decode_step(policy, make_batch(2, rng), constant(0.9), rng)
+    shown = []
+    for _ in range(COSTS_EVERY):
+        policy._forced, before = forced, taught.shown
+        policy.observe(plain_record(2, 1, 1))
+        shown.append(taught.shown - before)
+    assert all(shown) if forced else sum(shown) == 1
+
+
 def mean_depth(policy: CalibratedPolicy, chance: float, size: int, steps: int, rng: np.random.Generator) -> float:
     """Mean depth of the last half of some steps, after the policy learnt from the first."""
     depths = [decode_step(policy, make_batch(size, rng), constant(chance), rng).tree.depth for _ in range(steps)]
@@ -302,7 +316,7 @@ def test_probing_finds_a_recovery_at_a_bounded_price() -> None:
 
     for _ in range(150):  # the draft is broken
         decode_step(policy, make_batch(4, rng), constant(0.01), rng)
-    broken = [decode_step(policy, make_batch(4, rng), constant(0.01), rng) for _ in range(1200)][600:]
+    broken = [decode_step(policy, make_batch(4, rng), constant(0.01), rng) for _ in range(1400)][800:]
     probes = [r for r in broken if r.tree.depth]
     assert len(probes) > 5 and all(r.tree.depth == 1 and len(r.chosen) == 4 for r in probes)
     assert sum(seconds(r) - batch_seconds for r in probes) < 0.015 * 600 * batch_seconds

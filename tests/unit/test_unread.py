@@ -94,3 +94,13 @@ def test_features_are_the_tapped_layers_in_their_order():
     for layer in range(3):
         features(layer, torch.full((1, 1), float(layer)))
     assert [float(output) for output in features.outputs()] == [2.0, 0.0, 2.0]
+
+
+def test_nobody_has_unread_tokens_where_nobody_is_followed() -> None:
+    unread = Unread(2, 8, 3, dtype=torch.float32, device=torch.device("cpu"))
+    for slot in range(2):
+        unread.begin(slot, torch.zeros(4, 3), range(4))
+    unread.end(0)
+    assert unread.longest == 4 and unread.following == 1
+    unread.end(1)
+    assert unread.longest == unread.following == 0

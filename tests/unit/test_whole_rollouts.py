@@ -155,7 +155,7 @@ def test_modes_go_by_what_is_kept_and_nobody_is_followed_in_vain() -> None:
             batch = make_batch(32, rng)
             step = StepView(batch, cost)
             if choice.rests(32, True):
-                choice.rested(32, batch.kv_tokens, step.plain_seconds, 1)
+                choice.rested(32, batch.kv_tokens, [step.plain_seconds])
                 modes.append(PLAIN)
                 continue
             modes.append(choice.choose(step, 8, False))
@@ -194,35 +194,59 @@ def test_an_engine_tells_of_every_sample_once() -> None:
 
 
 def test_plain_steps_in_a_row_are_told_of_once_and_of_the_same_samples() -> None:
-    class Listening(RandomTrees):
-        """Rests for as many steps as it likes; `told` has the numbers of the samples of each step."""
+    class Resting(RandomTrees):
+        """Always rests; `told` counts the steps of each sample, as they stand when it ends."""
 
         def __init__(self) -> None:
             super().__init__(0)
-            self.told: list[list[int]] = []
-            self.asked = 0
+            self.told: Counter[int] = Counter()
+            self.steps = self.asked = 0
+            self.able: list[bool] = []
 
         def rests(self, size: int, able: bool) -> int:
             self.asked += 1
-            return super().rests(size, able)
+            self.able.append(able)
+            return 5
 
-        def rested(self, samples: Ints, kv_tokens: int, seconds: float, steps: int) -> None:
-            assert steps >= 1 and seconds > 0 and kv_tokens >= len(samples)
-            self.told += steps * [samples.tolist()]
+        def rested(self, samples: Ints, kv_tokens: int, seconds: Sequence[float]) -> None:
+            assert 1 <= len(seconds) <= 5 and min(seconds) > 0 and kv_tokens >= len(samples)
+            self.steps += len(seconds)
+            for number in samples.tolist():
+                self.told[number] += len(seconds)
 
-        def observe(self, record: StepRecord) -> None:
-            self.told.append(record.batch.samples.tolist())
+        def ended(self, samples: Ints, tokens: Ints, joined: Floats, left: int) -> None:
+            for number, count in zip(samples.tolist(), tokens.tolist(), strict=True):
+                assert self.told.pop(number) == count, "a row ends where a sample joins, ends or leaves"
 
-    policy = Listening()
+    policy = Resting()
     engine = make_engine(4, policy)
     engine.submit([request(number) for number in range(11)])
+    for _ in range(7):
+        engine.poll(0.0)
+    engine.abort([request(2).sample_id])  # in the middle of a row
     while not engine.idle:
         engine.poll(0.0)
-    slots, steps = engine._decoder.slots, engine.stats()["decode_steps"]
-    assert len(policy.told) == steps > policy.asked, "all steps, some of which were not asked about"
-    lived = Counter(number for told in policy.told for number in told)
-    assert sorted(lived) == list(range(11)) and slots.progress > 0
-    # A sample is told of in consecutive steps, from its first to its last.
-    for number, count in lived.items():
-        present = [at for at, told in enumerate(policy.told) if number in told]
-        assert present[-1] - present[0] + 1 == count
+    assert not policy.told
+    assert policy.steps == engine.stats()["decode_steps"] > 2 * policy.asked
+    assert any(policy.able)
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_policy_is_told_whether_there_is_anything_to_draft_from(follows: bool) -> None:
+    class Asked(RandomTrees):
+        able: bool | None = None
+
+        def follows(self, size: int) -> bool:
+            return follows
+
+        def rests(self, size: int, able: bool) -> int:
+            assert self.able in (None, able)
+            self.able = able
+            return 1
+
+    policy = Asked(0)
+    engine = make_engine(4, policy)
+    engine.submit([request(number) for number in range(3)])
+    while not engine.idle:
+        engine.poll(0.0)
+    assert policy.able is (follows or engine.history is not None)

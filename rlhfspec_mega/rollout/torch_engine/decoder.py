@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -56,21 +56,20 @@ class _Planned(NamedTuple):
 
 
 @dataclass
-class _Rest:
+class _Row:
     """Plain steps in a row, by one decision of the policy, of the same samples.
 
     Attributes:
         samples: numbers of the samples.
-        kv_tokens, seconds: of the first step.
-        left: steps that are still to be made.
-        steps: that were made.
+        kv_tokens: in the KV caches at the first step.
+        most: steps that may be made.
+        seconds: of each step that was made.
     """
 
     samples: Ints
     kv_tokens: int
-    left: int
-    seconds: float = 0.0
-    steps: int = 0
+    most: int
+    seconds: list[float] = field(default_factory=list)
 
 
 class Decoder:
@@ -103,7 +102,7 @@ class Decoder:
         places = model.max_positions + room
         self.cache = KVCache(model.shape, slots=slots, places=places, dtype=weights.dtype, device=weights.device)
         self.drafting = False
-        self._resting: _Rest | None = None
+        self._row: _Row | None = None
 
     @property
     def policy(self) -> DraftingPolicy | None:
@@ -111,7 +110,7 @@ class Decoder:
 
     @policy.setter
     def policy(self, policy: DraftingPolicy) -> None:
-        self._end_rest()
+        self._end_row()
         self._policy = policy
         if self.drafter:
             self.drafter.policy = policy
@@ -124,6 +123,7 @@ class Decoder:
                 sample's end a weight of 0, but 0 * NaN is NaN, so that an entry that overflowed would spoil all later
                 samples in its slot.
         """
+        self._end_row()
         if self.drafter:
             self.drafter.model.weights_changed()
             self.drafting = True
@@ -135,6 +135,7 @@ class Decoder:
 
         Samples that are in slots by then lose the draft's state and are not drafted for any more.
         """
+        self._end_row()
         self.drafting = False
         if self.drafter:
             for slot in range(len(self.slots.tokens)):
@@ -148,7 +149,7 @@ class Decoder:
 
     def admit(self, admission: Admission) -> None:
         """Put the samples of a group into their slots."""
-        self._end_rest()
+        self._end_row()
         first, samples, kv, past = admission
         if kv is not None:
             self.cache.fill(first, len(samples), kv)
@@ -179,7 +180,7 @@ class Decoder:
     def ended(self, slots: Sequence[int], left: int) -> None:
         """Tell the policy that the samples of these slots have ended, or move away, while `left` others are here."""
         if self._policy and slots:
-            self._end_rest()
+            self._end_row()
             rows, own = list(slots), self.slots
             tokens = own.generated[rows] - own.brought[rows]
             self._policy.ended(own.numbers[rows], tokens, own.joined[rows], left)
@@ -196,8 +197,8 @@ class Decoder:
         policy = self._policy if drafter or self.history else None
         if policy is None:
             decoded = self._plain(None, batch)
-        elif rest := self._resting or self._begin_rest(policy, drafter, batch):
-            decoded = self._rest(rest, drafter, batch)
+        elif row := self._row or self._begin_row(policy, drafter, batch):
+            decoded = self._rest(row, drafter, batch)
         else:
             decoded = self._speculate(policy, drafter, batch)
         self.slots.progress += len(decoded.tokens) / batch
@@ -210,36 +211,32 @@ class Decoder:
         noise = step_noise(self.slots, batch, 1)
         return self._accept(verification, self._select(verification, noise, features), features)[0]
 
-    def _begin_rest(self, policy: DraftingPolicy, drafter: Drafter | None, batch: int) -> _Rest | None:
-        """Plain steps in which nothing is asked, if the policy says so: asking takes as long as 3% of a tiny model's
-        step."""
+    def _begin_row(self, policy: DraftingPolicy, drafter: Drafter | None, batch: int) -> _Row | None:
+        """Plain steps in which nothing is asked, if the policy says so: asking takes 3% of a tiny model's step."""
         able = self.history is not None or (drafter is not None and drafter.unread.following > 0)
         if steps := policy.rests(batch, able):
             slots = self.slots
-            self._resting = _Rest(slots.numbers[:batch].copy(), int(slots.lengths[:batch].sum()), steps)
-        return self._resting
+            self._row = _Row(slots.numbers[:batch].copy(), int(slots.lengths[:batch].sum()), steps)
+        return self._row
 
-    def _rest(self, rest: _Rest, drafter: Drafter | None, batch: int) -> Decoded:
-        """One of these steps; the draft can still follow the samples."""
+    def _rest(self, row: _Row, drafter: Drafter | None, batch: int) -> Decoded:
+        """A step of a row; the draft can still follow the samples."""
         features = None
         if drafter and drafter.unread.following:
             drafter.make_room(batch)
             features = drafter.tap()
         started = time.perf_counter()
         decoded = self._plain(features, batch)
-        if not rest.steps:
-            rest.seconds = time.perf_counter() - started
-        rest.steps += 1
-        rest.left -= 1
-        if not rest.left:
-            self._end_rest()
+        row.seconds.append(time.perf_counter() - started)
+        if len(row.seconds) == row.most:
+            self._end_row()
         return decoded
 
-    def _end_rest(self) -> None:
+    def _end_row(self) -> None:
         """Tell the policy of the plain steps since it was asked last."""
-        rest, self._resting = self._resting, None
-        if rest and self._policy:
-            self._policy.rested(rest.samples, rest.kv_tokens, rest.seconds, rest.steps)
+        row, self._row = self._row, None
+        if row and row.seconds and self._policy:
+            self._policy.rested(row.samples, row.kv_tokens, row.seconds)
 
     def _speculate(self, policy: DraftingPolicy, drafter: Drafter | None, batch: int) -> Decoded:
         started, slots = time.perf_counter(), self.slots
