@@ -237,7 +237,7 @@ class MonitoredPolicy(DraftingPolicy):
     def take_tally(self) -> DraftingTally:
         """Counters since the last call. Call it at the end of a rollout: it also judges the watch's last window."""
         self.watch.end_rollout()
-        self._stopped |= not self.watch.may_draft
+        self._stopped |= not self.watch.may_draft  # weights may come before the next step
         self._count_modes()
         taken, self._tally = self._tally, DraftingTally()
         taken.collapsed_rate = self.watch.rate if self.watch.awaits_weight_update else None

@@ -20,7 +20,7 @@ from rlhfspec_mega.planning.oversight import (
     CollapseWatch,
     MonitoredPolicy,
 )
-from rlhfspec_mega.planning.strategy import Fixed, make_policy
+from rlhfspec_mega.planning.strategy import Adaptive, Fixed, make_policy
 from rlhfspec_mega.planning.tree import ROOT, Batch, DraftTree, StepRecord
 from rlhfspec_mega.types import TALLY_EDGES, DraftingTally
 from tests.random_trees import RandomTrees
