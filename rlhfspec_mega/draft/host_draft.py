@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from rlhfspec_mega.compiled import vectorized
 from rlhfspec_mega.models.host_floats import Floats, Single, host_array, store
+from rlhfspec_mega.models.host_kernels import normalize
 from rlhfspec_mega.models.host_layer import (
     HostMatrix,
     Singles,
     Weights,
     after_attention,
     multiply,
-    normalize,
     normed_product,
     product,
 )

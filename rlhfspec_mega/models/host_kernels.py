@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlhfspec_mega.compiled import COMPILES, vectorized
+from rlhfspec_mega.compiled import COMPILES, inlined, vectorized
 from rlhfspec_mega.models.host_floats import HOST_DTYPES, Floats, Single, host_array, load, store
 
 Ints = NDArray[np.int64]
@@ -40,17 +40,22 @@ def rotate_heads_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, posit
     _rotate_heads(host_array(qkv), host_array(cos), host_array(sin), positions.numpy(), heads)
 
 
+@inlined
+def normalize(values: Floats, weight: Floats, eps: Single, normed: NDArray[np.float32]) -> None:
+    """RMSNorm of a vector."""
+    width, squares = len(values), np.float32(0.0)
+    for place in range(width):
+        squares += load(values, place) * load(values, place)
+    scale = np.float32(1.0) / np.sqrt(squares / np.float32(width) + eps)
+    for place in range(width):
+        normed[place] = load(values, place) * scale * load(weight, place)
+
+
 @vectorized
 def _rms_norm(x: Floats, weight: Floats, eps: Single, normed: Floats) -> None:
-    rows, width = x.shape
-    results = np.empty(width, np.float32)
-    for row in range(rows):
-        values, squares = x[row], np.float32(0.0)
-        for place in range(width):
-            squares += load(values, place) * load(values, place)
-        scale = np.float32(1.0) / np.sqrt(squares / np.float32(width) + eps)
-        for place in range(width):
-            results[place] = load(values, place) * scale * load(weight, place)
+    results = np.empty(x.shape[1], np.float32)
+    for row in range(len(x)):
+        normalize(x[row], weight, eps, results)
         store(normed[row], results)
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from rlhfspec_mega.compiled import inlined, vectorized
 from rlhfspec_mega.exponential import exponential
 from rlhfspec_mega.models.host_floats import Floats, Single, host_array, load, store
+from rlhfspec_mega.models.host_kernels import normalize
 
 Singles = NDArray[np.float32]
 Weights = Floats | NDArray[np.int8]
@@ -176,17 +177,6 @@ def _after_attention(
         for place in range(hidden):
             x[row, place] += added[row, place]
         store(found[row], x[row])
-
-
-@inlined
-def normalize(values: Floats, weight: Floats, eps: Single, normed: Singles) -> None:
-    """RMSNorm of a vector."""
-    width, squares = len(values), np.float32(0.0)
-    for place in range(width):
-        squares += load(values, place) * load(values, place)
-    scale = np.float32(1.0) / np.sqrt(squares / np.float32(width) + eps)
-    for place in range(width):
-        normed[place] = load(values, place) * scale * load(weight, place)
 
 
 @inlined

@@ -3,26 +3,33 @@
 A BLAS product packs the whole weight matrix anew in every call. At one row (a matrix-vector product) it does not, so
 two rows cost nearly twice as much as one, which speculative decoding would pay in every step. Two layouts help:
 
-* The transpose [in, out]. MKL multiplies it without packing where a core has AVX-512: with an fp32 matrix [2304, 384]
-  8 rows cost 1.2 of one, instead of 2.9. Small matrices gain on any core: [768, 128] takes half the time at 8 rows.
-* oneDNN's own, packed once. Without AVX-512, 2 rows of [2304, 384] cost 1.1 and 8 rows 1.6 of one, instead of 1.8 and
-  2.5. A call costs 15 to 20 microseconds more than the transpose, so that only large matrices gain. In bfloat16, on a
-  core with AMX, 8 rows cost 1.03 and 32 rows 1.16 of one, and it is the quickest product at any number of rows.
+* The transpose [in, out]. MKL multiplies it without packing where it uses AVX-512, which it does on Intel's CPUs: with
+  an fp32 matrix [2304, 384] 8 rows cost 1.2 of one, instead of 2.9. Small matrices gain on any core: [768, 128] takes
+  half the time at 8 rows.
+* oneDNN's own, packed once. With AVX2, 2 rows of [2304, 384] cost 1.1 and 8 rows 1.6 of one, instead of 1.8 and 2.5;
+  with AVX-512 on an EPYC, where 8 rows of the transpose cost 1.9, they cost 1.06. A call costs 10 to 20 microseconds
+  more than with the transpose, so that only large matrices gain. In bfloat16 it is the quickest product at any number
+  of rows: on a core with AMX, 8 rows cost 1.03 and 32 rows 1.16 of one, with AVX512-BF16 alone 1.3 and 2.7.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-_MOST_FP32_ROWS = 64  # with more rows, packing is a small part of a product's time
+_MOST_AVX2_ROWS = 64  # with more rows, packing is a small part of a product's time
 _LEAST_FP32_SIZE = 2**18  # weights; with fewer, oneDNN's call overhead exceeds the gain
 _TUNED_ROWS = 8  # the number of rows that the packed layout is tuned for
-# Rows of a bfloat16 tile. For every other number of rows oneDNN makes a kernel, which takes as long as several products
-# of few rows, and keeps about a thousand: verified tokens would come in more numbers than that.
+# oneDNN makes a kernel for every number of rows, which takes as long as several products of few rows, and keeps about a
+# thousand: verified tokens would come in more numbers than that. So from some number on there are kernels for its
+# multiples only: with AMX for those of a tile's rows, of which a part takes as long as all.
 _TILE_ROWS = 16
+_EACH_ROWS, _PART_ROWS, _MOST_PART_ROWS = 32, 4, 64  # with AVX-512 alone
+_LEAST_FP32_ROWS = 4  # the same: fewer take longer, as their sums are too few to keep a core busy
 
 
 class PackedWeights:
@@ -52,16 +59,16 @@ class PackedWeights:
 
     @torch.inference_mode()
     def make_kernels(self, products: Iterable[tuple[torch.Tensor, torch.Tensor | None]], most_rows: int) -> None:
-        """Have oneDNN make its bfloat16 kernels for all numbers of rows up to this one.
+        """Have oneDNN make its kernels for all numbers of rows up to this one.
 
-        A first product with a number of rows takes several milliseconds longer than later ones.
+        A first product with a number of rows takes a millisecond, or several, longer than later ones.
 
         Args:
             products: weight and bias of one product of each kind.
         """
         for weight, bias in products:
-            if id(weight) in self._packed and weight.dtype == torch.bfloat16:
-                for rows in (*range(1, _TILE_ROWS), *range(_TILE_ROWS, most_rows + _TILE_ROWS, _TILE_ROWS)):
+            if id(weight) in self._packed:
+                for rows in sorted({padded_rows(rows, weight.dtype) for rows in range(1, most_rows + 1)}):
                     self.linear(weight.new_zeros((rows, weight.shape[1])), weight, bias)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -69,13 +76,13 @@ class PackedWeights:
         transposed = self._transposed.get(id(weight))
         if transposed is not None:
             return torch.mm(x, transposed) if bias is None else torch.addmm(bias, x, transposed)
-        few = x.dtype != torch.float32 or 1 < len(x) <= _MOST_FP32_ROWS
-        packed = self._packed.get(id(weight)) if few else None
+        rows = len(x)
+        quicker = 1 < rows <= _MOST_AVX2_ROWS or x.dtype != torch.float32 or _has_avx512()
+        packed = self._packed.get(id(weight)) if quicker else None
         if packed is None:
             return F.linear(x, weight, bias)
-        rows = len(x)
-        if x.dtype != torch.float32 and rows > _TILE_ROWS:
-            x = F.pad(x, (0, 0, 0, -rows % _TILE_ROWS))
+        if more := padded_rows(rows, x.dtype) - rows:
+            x = F.pad(x, (0, 0, 0, more))
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")[:rows]
 
     def added(self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -86,10 +93,39 @@ class PackedWeights:
         return torch.addmm(residual, x, weight.t() if transposed is None else transposed)
 
 
+def padded_rows(rows: int, dtype: torch.dtype) -> int:
+    """Rows of oneDNN's product that computes so many."""
+    part = _TILE_ROWS
+    if _has_avx512() and not _has_amx():
+        if rows <= _EACH_ROWS:
+            return max(rows, _LEAST_FP32_ROWS) if dtype == torch.float32 else rows
+        part = _PART_ROWS if rows <= _MOST_PART_ROWS else _TILE_ROWS
+    elif rows <= _TILE_ROWS or dtype == torch.float32:
+        return rows
+    return rows + -rows % part
+
+
+@cache
+def _has_avx512() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+@cache
+def _has_amx() -> bool:
+    """Whether the CPU multiplies bfloat16 matrices tile by tile."""
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
+@cache
+def _mkl_has_avx512() -> bool:
+    """Whether MKL uses AVX-512 here."""
+    described = Path("/proc/cpuinfo")
+    return _has_avx512() and described.is_file() and "GenuineIntel" in described.read_text()
+
+
 def _suits_onednn(weight: torch.Tensor) -> bool:
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return weight.dtype == torch.float32 and weight.numel() >= _LEAST_FP32_SIZE and not avx512
+    return weight.dtype == torch.float32 and weight.numel() >= _LEAST_FP32_SIZE and not _mkl_has_avx512()

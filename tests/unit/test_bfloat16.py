@@ -40,11 +40,12 @@ def test_attention_is_that_of_float32(counts):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=NEEDS_BFLOAT16)])
-@pytest.mark.parametrize("rows", [1, 8, 100])
+@pytest.mark.parametrize("rows", [1, 8, 17, 35, 100])
 def test_packed_products_are_those_of_the_weights(rows, dtype):
-    """Of few rows and of many, with a bias, and added to a residual; after an update those of the new weights.
+    """Of few rows and of many, also where rows are filled up, with a bias, and added to a residual; after an update
+    those of the new weights.
 
-    Without AVX-512 oneDNN takes the wide one; with it, and in bfloat16, both have the same layout.
+    Where MKL has no AVX-512 oneDNN takes the wide one; elsewhere, and in bfloat16, both have the same layout.
     """
     generator = torch.Generator().manual_seed(2)
     weight, narrow = torch.zeros(5500, 48, dtype=dtype), torch.zeros(48, 48, dtype=dtype)
