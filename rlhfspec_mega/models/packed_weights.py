@@ -52,7 +52,7 @@ class PackedWeights:
     def pack(self, weights: Iterable[torch.Tensor]) -> None:
         """Copy these matrices [out, in]; call it again after they have changed."""
         for weight in weights:
-            if _suits_onednn(weight):
+            if _is_for_onednn(weight):
                 self._packed[id(weight)] = torch.ops.mkldnn._reorder_linear_weight(weight, _TUNED_ROWS)
             elif weight.device.type == "cpu" and weight.dtype == torch.float32:
                 self._transposed[id(weight)] = weight.t().contiguous()
@@ -68,7 +68,8 @@ class PackedWeights:
         """
         for weight, bias in products:
             if id(weight) in self._packed:
-                for rows in sorted({padded_rows(rows, weight.dtype) for rows in range(1, most_rows + 1)}):
+                suited = [rows for rows in range(1, most_rows + 1) if _suits_onednn(rows, weight.dtype)]
+                for rows in sorted({padded_rows(rows, weight.dtype) for rows in suited}):
                     self.linear(weight.new_zeros((rows, weight.shape[1])), weight, bias)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -77,8 +78,7 @@ class PackedWeights:
         if transposed is not None:
             return torch.mm(x, transposed) if bias is None else torch.addmm(bias, x, transposed)
         rows = len(x)
-        quicker = 1 < rows <= _MOST_AVX2_ROWS or x.dtype != torch.float32 or _has_avx512()
-        packed = self._packed.get(id(weight)) if quicker else None
+        packed = self._packed.get(id(weight)) if _suits_onednn(rows, x.dtype) else None
         if packed is None:
             return F.linear(x, weight, bias)
         if more := padded_rows(rows, x.dtype) - rows:
@@ -105,6 +105,10 @@ def padded_rows(rows: int, dtype: torch.dtype) -> int:
     return rows + -rows % part
 
 
+def _suits_onednn(rows: int, dtype: torch.dtype) -> bool:
+    return 1 < rows <= _MOST_AVX2_ROWS or dtype != torch.float32 or _has_avx512()
+
+
 @cache
 def _has_avx512() -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -123,7 +127,7 @@ def _mkl_has_avx512() -> bool:
     return _has_avx512() and described.is_file() and "GenuineIntel" in described.read_text()
 
 
-def _suits_onednn(weight: torch.Tensor) -> bool:
+def _is_for_onednn(weight: torch.Tensor) -> bool:
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:

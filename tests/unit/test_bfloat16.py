@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rlhfspec_mega.models import packed_weights
 from rlhfspec_mega.models.packed_weights import PackedWeights
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, Inputs, KVCache
@@ -37,6 +38,20 @@ def test_attention_is_that_of_float32(counts):
     found, expected = attended(torch.bfloat16, counts), attended(torch.float32, counts)
     assert found.dtype == torch.bfloat16 and found.shape == expected.shape
     assert torch.allclose(found.float(), expected, atol=0.03, rtol=0.03)
+
+
+@pytest.mark.parametrize("amx", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_numbers_of_rows_are_computed(dtype, amx, monkeypatch):
+    """oneDNN keeps 1024 kernels, those of ten matrices of target and draft among them; little is computed in vain."""
+    monkeypatch.setattr(packed_weights, "_has_avx512", lambda: True)
+    monkeypatch.setattr(packed_weights, "_has_amx", lambda: amx)
+    rows = range(1, (64 if dtype == torch.float32 and amx else 512) + 1)
+    computed = [packed_weights.padded_rows(count, dtype) for count in rows]
+    assert all(found >= count for found, count in zip(computed, rows, strict=True))
+    assert computed == sorted(computed) and 10 * len(set(computed)) < 1000
+    assert all(found < count + 16 for found, count in zip(computed, rows, strict=True))
+    assert [packed_weights.padded_rows(found, dtype) for found in computed] == computed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=NEEDS_BFLOAT16)])

@@ -202,12 +202,16 @@ def test_a_draft_that_overflows_changes_no_token(plain, name):
     assert_same({key: plain[key] for key in found}, found, requests, make_judge(SHAPE, WEIGHTS))
 
 
-@pytest.fixture(params=["transposed", "oneDNN"])
+@pytest.fixture(params=["transposed", "oneDNN", "oneDNN, rows filled up"])
 def layout(request, monkeypatch):
-    """Of the packed weights: as on a core with AVX-512, and as of large ones on a core without."""
-    monkeypatch.setattr(packed_weights, "_LEAST_FP32_SIZE", 1)
-    capability = {"transposed": "AVX512", "oneDNN": "AVX2"}[request.param]
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    """Of the packed weights: as on Intel's cores with AVX-512, and as of large ones on cores without and on AMD's."""
+    for name, value in {
+        "_LEAST_FP32_SIZE": 1,
+        "_mkl_has_avx512": lambda: request.param == "transposed",
+        "_has_avx512": lambda: request.param != "oneDNN",
+        "_has_amx": lambda: False,
+    }.items():
+        monkeypatch.setattr(packed_weights, name, value)
     return request.param
 
 
@@ -215,7 +219,7 @@ def test_packed_weights_follow_an_update_in_mid_run(layout, monkeypatch):
     """Samples go on under the weights that came, as in an engine that packs nothing and never held others."""
     policy, requests = RandomTrees(3), [dataclasses.replace(request(n), max_new_tokens=50) for n in range(16)]
     engine = make_engine(8, policy, WIDE)
-    assert bool(engine._model._packed._packed) == (layout == "oneDNN")
+    assert bool(engine._model._packed._packed) == (layout != "transposed")
     engine.submit(requests)
     for _ in range(8):
         engine.poll(0)
