@@ -46,6 +46,7 @@ from benchmarks.samples import Target, load_target, word_prompts, words_target
 from benchmarks.scenarios import BATCHES, LENGTHS, LONGEST, Bench, Scenario, batch_scenario, decay_scenario
 from rlhfspec_mega.config.compose import load_config
 from rlhfspec_mega.config.hardware import cpu_has_fast_bf16
+from rlhfspec_mega.models.host_cpu import has_amx
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.strategy import Fixed
 
@@ -246,7 +247,7 @@ def conditions(sizes: Sizes) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "amx": torch.cpu._is_amx_tile_supported(),
+        "amx": has_amx(),
         "lengths": {name: dict(zip(("median", "sigma", "scale"), v, strict=True)) for name, v in LENGTHS.items()},
         "longest": LONGEST,
         "contenders": [contender.name for contender in contenders(quick=sizes.model == "tiny")],

@@ -15,11 +15,11 @@ two rows cost nearly twice as much as one, which speculative decoding would pay 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+
+from rlhfspec_mega.models import host_cpu
 
 _MOST_AVX2_ROWS = 64  # with more rows, packing is a small part of a product's time
 _LEAST_FP32_SIZE = 2**18  # weights; with fewer, oneDNN's call overhead exceeds the gain
@@ -96,7 +96,7 @@ class PackedWeights:
 def padded_rows(rows: int, dtype: torch.dtype) -> int:
     """Rows of oneDNN's product that computes so many."""
     part = _TILE_ROWS
-    if _has_avx512() and not _has_amx():
+    if host_cpu.has_avx512() and not host_cpu.has_amx():
         if rows <= _EACH_ROWS:
             return max(rows, _LEAST_FP32_ROWS) if dtype == torch.float32 else rows
         part = _PART_ROWS if rows <= _MOST_PART_ROWS else _TILE_ROWS
@@ -106,25 +106,7 @@ def padded_rows(rows: int, dtype: torch.dtype) -> int:
 
 
 def _suits_onednn(rows: int, dtype: torch.dtype) -> bool:
-    return 1 < rows <= _MOST_AVX2_ROWS or dtype != torch.float32 or _has_avx512()
-
-
-@cache
-def _has_avx512() -> bool:
-    return torch.backends.cpu.get_cpu_capability() == "AVX512"
-
-
-@cache
-def _has_amx() -> bool:
-    """Whether the CPU multiplies bfloat16 matrices tile by tile."""
-    return bool(torch.cpu._is_amx_tile_supported())
-
-
-@cache
-def _mkl_has_avx512() -> bool:
-    """Whether MKL uses AVX-512 here."""
-    described = Path("/proc/cpuinfo")
-    return _has_avx512() and described.is_file() and "GenuineIntel" in described.read_text()
+    return 1 < rows <= _MOST_AVX2_ROWS or dtype != torch.float32 or host_cpu.has_avx512()
 
 
 def _is_for_onednn(weight: torch.Tensor) -> bool:
@@ -132,4 +114,4 @@ def _is_for_onednn(weight: torch.Tensor) -> bool:
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32 and weight.numel() >= _LEAST_FP32_SIZE and not _mkl_has_avx512()
+    return weight.dtype == torch.float32 and weight.numel() >= _LEAST_FP32_SIZE and not host_cpu.mkl_has_avx512()

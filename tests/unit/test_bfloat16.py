@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhfspec_mega.models import packed_weights
+from rlhfspec_mega.models import host_cpu, packed_weights
 from rlhfspec_mega.models.packed_weights import PackedWeights
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, Inputs, KVCache
@@ -44,8 +44,8 @@ def test_attention_is_that_of_float32(counts):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_few_numbers_of_rows_are_computed(dtype, amx, monkeypatch):
     """oneDNN keeps 1024 kernels, those of ten matrices of target and draft among them; little is computed in vain."""
-    monkeypatch.setattr(packed_weights, "_has_avx512", lambda: True)
-    monkeypatch.setattr(packed_weights, "_has_amx", lambda: amx)
+    monkeypatch.setattr(host_cpu, "has_avx512", lambda: True)
+    monkeypatch.setattr(host_cpu, "has_amx", lambda: amx)
     rows = range(1, (64 if dtype == torch.float32 and amx else 512) + 1)
     computed = [packed_weights.padded_rows(count, dtype) for count in rows]
     assert all(found >= count for found, count in zip(computed, rows, strict=True))

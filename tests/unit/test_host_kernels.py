@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rlhfspec_mega.exponential import exponential
+from rlhfspec_mega.models import host_cpu
 from rlhfspec_mega.models.host_floats import HOST_DTYPES, host_array, load, store
 from rlhfspec_mega.models.host_kernels import rms_norm, suits_host_kernels
 from rlhfspec_mega.models.rope import Rotary
@@ -19,7 +20,7 @@ from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.tree import ROOT, DraftTree
 from rlhfspec_mega.rollout.torch_engine import cache as cache_module
 from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, Inputs, KVCache, number_in_row
-from rlhfspec_mega.rollout.torch_engine.host_attention import CALLS_WORK, MOST_WORK, HostAttention, step_attention
+from rlhfspec_mega.rollout.torch_engine.host_attention import LIMITS, HostAttention, step_attention
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState
 from rlhfspec_mega.rollout.torch_engine.step_noise import DeviceNoise, step_noise
 from rlhfspec_mega.rollout.torch_engine.verification import Verification, accept, with_drafts
@@ -190,10 +191,10 @@ def test_much_work_is_left_to_matrix_products(monkeypatch: pytest.MonkeyPatch) -
     zeros = torch.zeros(8, dtype=torch.int64)
     inputs = Inputs(zeros, zeros, zeros, zeros, zeros, torch.ones(8, PLACES, dtype=torch.bool), 2, 4)
     assert isinstance(step_attention(made, inputs), HostAttention)
-    monkeypatch.setitem(CALLS_WORK, torch.float32, 0)
-    monkeypatch.setitem(MOST_WORK, torch.float32, 3 * PLACES * 12)
+    monkeypatch.setattr(host_cpu, "mkl_has_avx512", lambda: False)
+    monkeypatch.setitem(LIMITS, torch.float32, (3 * PLACES * 12, 0))
     assert isinstance(step_attention(made, inputs), HostAttention)
-    monkeypatch.setitem(MOST_WORK, torch.float32, 3 * PLACES * 12 - 1)
+    monkeypatch.setitem(LIMITS, torch.float32, (3 * PLACES * 12 - 1, 0))
     assert isinstance(step_attention(made, inputs), CachedAttention)
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from rlhfspec_mega.draft import model as draft_model
 from rlhfspec_mega.draft.shape import draft_shape
-from rlhfspec_mega.models import packed_weights, rope, transformer
+from rlhfspec_mega.models import host_cpu, packed_weights, rope, transformer
 from rlhfspec_mega.models.packed_weights import PackedWeights
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.models.transformer import Transformer, causal_attention
@@ -205,13 +205,10 @@ def test_a_draft_that_overflows_changes_no_token(plain, name):
 @pytest.fixture(params=["transposed", "oneDNN", "oneDNN, rows filled up"])
 def layout(request, monkeypatch):
     """Of the packed weights: as on Intel's cores with AVX-512, and as of large ones on cores without and on AMD's."""
-    for name, value in {
-        "_LEAST_FP32_SIZE": 1,
-        "_mkl_has_avx512": lambda: request.param == "transposed",
-        "_has_avx512": lambda: request.param != "oneDNN",
-        "_has_amx": lambda: False,
-    }.items():
-        monkeypatch.setattr(packed_weights, name, value)
+    monkeypatch.setattr(packed_weights, "_LEAST_FP32_SIZE", 1)
+    monkeypatch.setattr(host_cpu, "mkl_has_avx512", lambda: request.param == "transposed")
+    monkeypatch.setattr(host_cpu, "has_avx512", lambda: request.param != "oneDNN")
+    monkeypatch.setattr(host_cpu, "has_amx", lambda: False)
     return request.param
 
 
