@@ -104,9 +104,18 @@ class HostDraft:
 
     def entries_in(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Queries, keys and values [N, rows of the QKV matrix] of entries; arguments as `DraftModel.advance`."""
-        found = states.new_empty(len(states), len(self.qkv.weights))
-        norms, matrix = (self.input_norm, self.hidden_norm, self.epsilon), (self.qkv.weights, self.qkv.scales)
-        _entries_in(tokens.numpy(), host_array(states), self.embedding, *norms, *matrix, host_array(found))
+        return self._entries_in(tokens, states, self.qkv)
+
+    def keys_values_in(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Keys and values alone, [N, their rows]."""
+        queries = self.out.weights.shape[1]
+        return self._entries_in(tokens, states, HostMatrix(self.qkv.weights[queries:], self.qkv.scales[queries:]))
+
+    def _entries_in(self, tokens: torch.Tensor, states: torch.Tensor, matrix: HostMatrix) -> torch.Tensor:
+        found = states.new_empty(len(states), len(matrix.weights))
+        norms = self.input_norm, self.hidden_norm, self.epsilon
+        weights = matrix.weights, matrix.scales
+        _entries_in(tokens.numpy(), host_array(states), self.embedding, *norms, *weights, host_array(found))
         return found
 
     def entries_out(self, states: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,7 @@ class DraftModel:
         self.fc = zeros(hidden, TAPS * hidden)
         self.input_norm, self.hidden_norm, self.post_norm, self.norm = (zeros(hidden) for _ in range(4))
         self.qkv = zeros((shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, 2 * hidden)
+        self._kv = self.qkv[mixed:]  # the part for keys and values
         self.out = zeros(hidden, mixed)
         self.gate_up = zeros(2 * shape.ffn_size, hidden)
         self.down = zeros(hidden, shape.ffn_size)
@@ -70,7 +71,7 @@ class DraftModel:
     def weights_changed(self) -> None:
         """To be called after writing through `tensors`, before the next forward."""
         matrices = self.fc, self.qkv, self.out, self.gate_up, self.down, self.head
-        self._packed.pack(matrices)
+        self._packed.pack((*matrices, self._kv))
         self._host, self._few = None, most_entries(matrices)  # the old copies are gone before new ones are made
         if suits_host_kernels(self.fc):
             norms = self.input_norm, self.hidden_norm, self.post_norm, self.norm
@@ -78,7 +79,7 @@ class DraftModel:
 
     def make_kernels(self, most_rows: int) -> None:
         """See PackedWeights.make_kernels."""
-        matrices = self.fc, self.qkv, self.out, self.gate_up, self.down, self.head
+        matrices = self.fc, self.qkv, self._kv, self.out, self.gate_up, self.down, self.head
         self._packed.make_kernels([(matrix, None) for matrix in matrices], most_rows)
 
     def _for_few(self, entries: int) -> HostDraft | None:
@@ -99,11 +100,22 @@ class DraftModel:
             states: [N, hidden], what the entries read.
         """
         shape, host = self.shape, self._for_few(len(tokens))
-        qkv = host.entries_in(tokens, states) if host else self._entries_in(tokens, states)
+        qkv = host.entries_in(tokens, states) if host else self._entries_in(tokens, states, self.qkv)
         qkv = qkv.view(len(tokens), -1, shape.head_dim)
         self._target.rotary.at(positions)(qkv, heads=shape.num_heads + shape.num_kv_heads)
         mixed = attention(0, qkv).flatten(1)
         return host.entries_out(states, mixed) if host else self._entries_out(states, mixed)
+
+    def keys_values(self, tokens: torch.Tensor, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Keys and values [N, 2 * kv_heads, head_dim] of entries; arguments as `advance`.
+
+        A draft has one layer. Of an entry whose output nobody reads they are all that later entries need.
+        """
+        shape, host = self.shape, self._for_few(len(tokens))
+        kv = host.keys_values_in(tokens, states) if host else self._entries_in(tokens, states, self._kv)
+        kv = kv.view(len(tokens), -1, shape.head_dim)
+        self._target.rotary.at(positions)(kv, heads=shape.num_kv_heads)
+        return kv
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """float32 [N, draft vocabulary] of the states that entries put out."""
@@ -111,11 +123,11 @@ class DraftModel:
             return host.logits(states)
         return self._packed.linear(self._target.norm(states, self.norm), self.head).float()
 
-    def _entries_in(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Queries, keys and values [N, rows of the QKV matrix]."""
+    def _entries_in(self, tokens: torch.Tensor, states: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values [N, rows of the matrix], of those that it makes."""
         norm, embedded = self._target.norm, F.embedding(tokens, self._target.embedding)
         inputs = torch.cat((norm(embedded, self.input_norm), norm(states, self.hidden_norm)), dim=-1)
-        return self._packed.linear(inputs, self.qkv)
+        return self._packed.linear(inputs, matrix)
 
     def _entries_out(self, states: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         """Output states, after attention."""

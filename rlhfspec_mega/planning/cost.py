@@ -68,14 +68,15 @@ class CostModel:
         plain  = plain_curve(batch) + a * kv_tokens
         verify = curve(tokens) + b * batch + c * kv_tokens + d * [any draft tokens] + e * tokens * kv_tokens / batch,
                  with draft tokens at least `plain`
-        draft  = first(backlog) + (depth - 1) * later(nodes per pass) + c * depth * kv_tokens
+        draft  = first(samples) + a * further tokens + (depth - 1) * later(nodes per pass) + c * depth * kv_tokens
 
-    The last term is attention where computing it takes time, as on a CPU: each token meets the KV of its sample. Plain
-    steps have a model of their own: what verification costs beside is not the same at every size, and gains are
-    measured in their seconds. Curves are piecewise linear between knots (hat functions), so they can follow both the
-    nearly straight line of a CPU and the floor, knee, slope and steps of a GPU. Predictions are above 0 and never fall
-    as tokens, backlog, nodes or depth grow: curves are made monotone by isotonic regression, where values that were
-    measured often change least, and the other coefficients are kept at 0 or above.
+    The draft's first pass reads the backlog: of each sample one token whose output is needed, and further ones, of
+    which keys and values are enough. Verification's last term is attention where computing it takes time, as on a CPU:
+    each token meets the KV of its sample. Plain steps have a model of their own: what verification costs beside is not
+    the same at every size, and gains are measured in their seconds. Curves are piecewise linear between knots (hat
+    functions), so they can follow both the nearly straight line of a CPU and the floor, knee, slope and steps of a GPU.
+    Predictions are above 0 and never fall as tokens, backlog, nodes or depth grow: curves are made monotone by isotonic
+    regression, where values that were measured often change least, and the other coefficients are kept at 0 or above.
 
     Attributes:
         frozen: whether `observe` is ignored, for runs that must not depend on the clock.
@@ -147,30 +148,29 @@ class CostModel:
         self, batch: int, kv_tokens: int, backlog: int, depth: int | Floats, drafted: int | Floats
     ) -> Floats:
         """Seconds of drafting `depth` layers; 0 for depth 0. `depth` and `drafted` may be arrays that broadcast."""
-        (c,) = self._draft_rest
+        first, each, _, _ = self.draft_prices(batch, kv_tokens, backlog)
         later_passes = np.maximum(np.subtract(depth, 1), 0)
         nodes = np.divide(drafted, np.maximum(later_passes, 1))
-        first = float(np.interp(backlog, self._draft_x, self._first_y))
         later = later_passes * np.interp(nodes, self._draft_x, self._later_y)
-        seconds = first + later + c * kv_tokens * np.asarray(depth)
+        seconds = first + later + each * np.asarray(depth)
         return np.where(np.greater(depth, 0), np.maximum(seconds, MIN_SECONDS), 0.0)
 
     def draft_seconds_scalar(self, batch: int, kv_tokens: int, backlog: int, depth: int, drafted: int) -> float:
         """The same as `draft_seconds` for scalars, in a tenth of the time, as it is called several times per step."""
         if depth == 0:
             return 0.0
-        (c,) = self._draft_rest
-        first, later = self._draft_lines
-        seconds = _interpolate(self._draft_xs, first, backlog) + c * kv_tokens * depth
+        seconds = self._first_pass(batch, backlog) + self._draft_rest[1] * kv_tokens * depth
         if depth > 1:
-            seconds += (depth - 1) * _interpolate(self._draft_xs, later, drafted / (depth - 1))
+            seconds += (depth - 1) * _interpolate(self._draft_xs, self._draft_lines[1], drafted / (depth - 1))
         return max(seconds, MIN_SECONDS)
 
-    def draft_prices(self, kv_tokens: int, backlog: int) -> tuple[float, float, Floats, Floats]:
+    def draft_prices(self, batch: int, kv_tokens: int, backlog: int) -> tuple[float, float, Floats, Floats]:
         """Seconds of the first pass, and of each layer beside that; nodes of a later pass, and its seconds."""
-        (c,) = self._draft_rest
-        first = _interpolate(self._draft_xs, self._draft_lines[0], backlog)
-        return first, c * kv_tokens, self._draft_x, self._later_y
+        return self._first_pass(batch, backlog), self._draft_rest[1] * kv_tokens, self._draft_x, self._later_y
+
+    def _first_pass(self, batch: int, backlog: int) -> float:
+        samples = min(batch, backlog)
+        return _interpolate(self._draft_xs, self._draft_lines[0], samples) + self._draft_rest[0] * (backlog - samples)
 
     def fit(self, measurements: Sequence[StepCost]) -> None:
         """Replace what was learnt by a profile; the draft's costs are kept if the profile has none.
@@ -191,8 +191,16 @@ class CostModel:
             rows = np.array([self._draft_row(m.batch, m.kv_tokens, m.backlog, m.depth, m.drafted) for m in drafts])
             targets = np.maximum([m.draft_seconds for m in drafts], MIN_SECONDS)
             self._draft.fit(rows, targets, _prior(rows, targets, [self._draft_knots] * 2))
+            if all(m.backlog <= m.batch for m in drafts):
+                self._price_further_tokens(max(m.batch for m in drafts))
         self._read_verify()
         self._read_draft()
+
+    def _price_further_tokens(self, most: int) -> None:
+        """Where none was measured a further token costs as much as a sample, of which up to `most` were."""
+        curve = self._draft.coefficients[: len(self._draft_knots)]
+        one, all_of = np.interp((1, max(most, 2)), self._draft_knots, curve).tolist()
+        self._draft.coefficients[-2] = max(0.0, all_of - one) / (max(most, 2) - 1)
 
     def observe(self, step: StepCost) -> None:
         """Learn from one step, unless frozen. Steps without measured times are ignored."""
@@ -245,7 +253,7 @@ class CostModel:
         self._plain = _weak_prior(np.append(target, np.zeros(1)), 1)
         # Without a profile e cannot be told from c.
         self._verify = _weak_prior(np.append(target, np.zeros(4)), 4, unlearnt=1)
-        self._draft = _weak_prior(np.concatenate((draft, draft, np.zeros(1))), 1)
+        self._draft = _weak_prior(np.concatenate((draft, draft, [draft_token, 0.0])), 2)
         self._read_verify()
         self._read_draft()
 
@@ -263,12 +271,12 @@ class CostModel:
         return row
 
     def _draft_row(self, batch: int, kv_tokens: int, backlog: int, depth: int, drafted: int) -> Floats:
-        count, passes = len(self._draft_knots), depth - 1
-        row = np.zeros(2 * count + 1)
-        _set_hat_weights(row, 0, self._draft_knots, backlog, 1.0)
+        count, passes, samples = len(self._draft_knots), depth - 1, min(batch, backlog)
+        row = np.zeros(2 * count + 2)
+        _set_hat_weights(row, 0, self._draft_knots, samples, 1.0)
         if passes:
             _set_hat_weights(row, count, self._draft_knots, drafted / passes, passes)
-        row[2 * count] = kv_tokens * depth
+        row[2 * count :] = backlog - samples, kv_tokens * depth
         return row
 
     def _read_verify(self) -> None:

@@ -56,7 +56,7 @@ class StepView:
 
     def draft_prices(self) -> tuple[float, float, Floats, Floats]:
         """The parts that `draft_seconds` is made of: see CostModel."""
-        return self._cost.draft_prices(self.kv_tokens, self.batch.backlog)
+        return self._cost.draft_prices(self.size, self.kv_tokens, self.batch.backlog)
 
 
 class ExpectedTrees(NamedTuple):

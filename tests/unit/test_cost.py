@@ -36,7 +36,7 @@ def host(batch: int, kv: int, tokens: int) -> float:
 
 
 def draft(batch: int, kv: int, backlog: int, depth: int, drafted: int) -> float:
-    return 1.5e-3 + 1e-4 * backlog + (depth - 1) * 1e-3 + 1e-4 * drafted + 1e-9 * kv * depth
+    return 1.5e-3 + 1e-4 * batch + 4e-5 * (backlog - batch) + (depth - 1) * 1e-3 + 1e-4 * drafted + 1e-9 * kv * depth
 
 
 def profile(machine: Machine, noise: float, rng: np.random.Generator) -> list[StepCost]:
@@ -53,7 +53,7 @@ def step(
     machine: Machine, batch: int, extra: int, length: int, noise: float, rng: np.random.Generator, slow: float = 1.0
 ) -> StepCost:
     kv, tokens, depth = batch * length, batch * (1 + extra), min(extra, 8)
-    backlog, drafted = int(batch * rng.integers(1, 5)), int(batch * rng.integers(1, 4)) * max(depth - 1, 0)
+    backlog, drafted = int(batch * rng.integers(1, 9)), int(batch * rng.integers(1, 4)) * max(depth - 1, 0)
     times = slow * rng.lognormal(0.0, noise, 2)
     draft_seconds = float(times[0]) * draft(batch, kv, backlog, depth, drafted) if depth else 0.0
     verify = float(times[1]) * machine(batch, kv, tokens)
@@ -264,7 +264,7 @@ def test_a_profile_whose_backlog_is_its_batch_tells_drafting_apart() -> None:
         predicted = model.draft_seconds_scalar(step.batch, step.kv_tokens, step.backlog, step.depth, step.drafted)
         assert predicted == pytest.approx(step.draft_seconds, rel=0.25)
     unread = [model.draft_seconds_scalar(8, 800, backlog, 1, 0) for backlog in (8, 16, 32)]
-    assert unread == pytest.approx([4.6e-3, 6.2e-3, 9.4e-3], rel=0.25), "a backlog costs as a batch of its size does"
+    assert unread == pytest.approx([4.6e-3, 6.2e-3, 9.4e-3], rel=0.25), "further tokens cost as samples do"
 
 
 def test_a_profile_of_plain_steps_alone_foretells_plain_steps() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from rlhfspec_mega.draft import model as draft_model
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.strategy import Fixed
@@ -48,6 +50,35 @@ def test_a_full_backlog_is_no_hindrance_to_drafting(monkeypatch: pytest.MonkeyPa
     engine.submit([GenerationRequest("0", "0", (1, 2, 3), 5, 120, 1.0)])
     finish(engine)
     assert sum(record.tree.size > 0 for record in policy.records) == 1
+
+
+class Late(RandomTrees):
+    """Drafts in every fourth step."""
+
+    def depth(self, batch: Batch) -> int:
+        return 3 if len(self.records) % 4 == 3 else 0
+
+
+def test_keys_and_values_alone_are_those_of_whole_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tokens whose outputs nobody reads, in products of their own or not; slots have unequal numbers of tokens."""
+    monkeypatch.setattr(draft_model, "most_entries", lambda matrices: 0)
+    found = []
+    for apart in (1, 10**6):
+        monkeypatch.setitem(drafter.APART, "cpu", apart)
+        policy = Late(0)
+        engine = make_engine(6, policy)
+        engine.submit([request(number) for number in range(6)])
+        while engine.load().running < 6 or len(policy.records) < 24:
+            engine.poll(0)
+        made = engine._decoder.drafter
+        trees = [(record.tree.rows.tolist(), record.accepted.tolist()) for record in policy.records]
+        found.append((made._read.tolist(), trees, made.cache.kv.clone()))
+    (read, trees, kv), (others_read, others_trees, others_kv) = found
+    assert read == others_read and trees == others_trees and min(read) > 20
+    for slot, entries in enumerate(read):
+        torch.testing.assert_close(
+            kv[:, :, slot, :, :entries], others_kv[:, :, slot, :, :entries], rtol=1e-4, atol=1e-5
+        )
 
 
 class Recorded(Fixed):

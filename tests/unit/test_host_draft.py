@@ -73,9 +73,16 @@ def test_it_computes_what_torch_does(entries: int, dtype: torch.dtype) -> None:
     x = x + (torch.nn.functional.silu(gate) * up) @ rounded(host.down).T
     wanted = {
         "fuse": (host.fuse(features), features.double() @ rounded(host.fc).T, draft._packed.linear(features, draft.fc)),
-        "in": (host.entries_in(tokens, states), inputs @ rounded(host.qkv).T, draft._entries_in(tokens, states)),
+        "in": (
+            host.entries_in(tokens, states),
+            inputs @ rounded(host.qkv).T,
+            draft._entries_in(tokens, states, draft.qkv),
+        ),
         "out": (host.entries_out(states, mixed), x, draft._entries_out(states, mixed)),
     }
+    queries = SHAPE.num_heads * SHAPE.head_dim
+    keys_values = host.keys_values_in(tokens, states), wanted["in"][1][:, queries:], wanted["in"][2][:, queries:]
+    wanted["keys and values"] = keys_values
     normed = norm(wide, draft.norm)
     wanted["logits"] = host.logits(states), normed @ rounded(host.head).T, (normed @ draft.head.double().T)
     for name, (found, exact, whole) in wanted.items():

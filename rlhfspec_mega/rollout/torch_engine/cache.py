@@ -80,6 +80,10 @@ class KVCache:
         """Copy `prefix` [layers, 2, kv_heads, length, head_dim] to `count` slots from `first` on."""
         self.kv[:, :, first : first + count, :, : prefix.shape[3]] = prefix.unsqueeze(2)
 
+    def write(self, layer: int, rows: torch.Tensor, places: torch.Tensor, entries: torch.Tensor) -> None:
+        """Put keys and values [N, 2 * kv_heads, head_dim] at places [N] of slots [N]."""
+        self.kv[layer][:, rows, :, places] = entries.unflatten(1, (2, self.kv.shape[3]))
+
     def prefix(self, slot: int, length: int) -> torch.Tensor:
         """View [layers, 2, kv_heads, length, head_dim] of a slot's first places."""
         return self.kv[:, :, slot, :, :length]
@@ -134,9 +138,9 @@ class CachedAttention:
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """[N, heads + 2 * kv_heads, head_dim] -> [N, heads, head_dim]; caches the new keys and values."""
         batch, queries, kv_heads, group = self._sizes
-        kv, heads = self._cache.kv[layer], self._cache.heads
-        kv[:, self._inputs.rows, :, self._inputs.places] = qkv[:, heads:].unflatten(1, (2, kv_heads))
-        keys, values = kv[:, :batch, :, : self._length].flatten(1, 2)
+        heads = self._cache.heads
+        self._cache.write(layer, self._inputs.rows, self._inputs.places, qkv[:, heads:])
+        keys, values = self._cache.kv[layer][:, :batch, :, : self._length].flatten(1, 2)
         folded = self._pad(qkv[:, :heads]).view(batch, queries, kv_heads, group, -1)
         folded = folded.permute(0, 2, 3, 1, 4).reshape(batch * kv_heads, group * queries, -1)
         mixed = self._attend(folded, keys, values).view(batch, kv_heads, group, queries, -1)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from rlhfspec_mega.draft.model import DraftModel
-from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, Inputs, KVCache
+from rlhfspec_mega.rollout.torch_engine.cache import Inputs, KVCache
 
 
 class UnreadPrefixes:
@@ -44,7 +44,8 @@ class UnreadPrefixes:
             count = len(states[0]) // len(self._tokens)
             inputs = chunk(self._tokens, first, first + count, shift=1)
             fused = self._draft.fuse(torch.cat(states, dim=-1))
-            self._draft.advance(inputs.tokens, fused, inputs.positions, CachedAttention(self._cache, inputs))
+            entries = self._draft.keys_values(inputs.tokens, fused, inputs.positions)
+            self._cache.write(0, inputs.rows, inputs.places, entries)
 
     def kv(self, row: int, length: int) -> torch.Tensor:
         """The draft's KV of the first positions of a prefix."""
