@@ -213,8 +213,8 @@ def draft_memory(draft: DraftShape, plan: DraftPlan) -> DraftMemory:
             weights and moments with which a refresh is undone. Further: the target's embedding and head in fp32; 4
             times the hidden size for each token of the buffer; for each position of a training batch the target's
             distribution, and logits and their log-softmax for each of 5 drafted tokens.
-    engine  weights (on a CPU most of them twice, as in engine_memory, and at most once more in 8 bits); keys and values
-            of every slot, with room for the draft tokens of a step; hidden states that the draft has not read yet; what
+    engine  weights (on a CPU most of them twice, as in engine_memory, those of keys and values three times, and at most
+            once more in 8 bits); keys and values of every slot, with room for the draft tokens of a step; hidden states that the draft has not read yet; what
             a step verifies.
     """
     hidden, weights, target = draft.hidden_size, draft.parameters, draft.target
@@ -225,7 +225,8 @@ def draft_memory(draft: DraftShape, plan: DraftPlan) -> DraftMemory:
         actor += _TRAINED_POSITIONS * (1 + 2 * _TRAINED_DEPTH) * 4 * draft.vocab_size
     size = DTYPE_BYTES[plan.engine_dtype]
     matrices = _matrices(draft, 2 * hidden) + (TAPS * hidden + draft.vocab_size) * hidden
-    copied = matrices * (size + 1) if plan.device == "cpu" else 0
+    keys_values = 2 * draft.num_kv_heads * draft.head_dim * 2 * hidden
+    copied = matrices * (size + 1) + keys_values * size if plan.device == "cpu" else 0
     kv = (plan.positions + plan.drafted) * _kv_bytes(draft, plan.engine_dtype)
     unread = (BACKLOG + 2 * STEPS_KEPT + plan.depth + 1) * TAPS * hidden * size
     of_draft = weights * size + copied + plan.slots * (kv + unread)
