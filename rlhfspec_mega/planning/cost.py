@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -186,21 +186,14 @@ class CostModel:
         ):
             rows, targets = np.array([*map(row, some)]), np.maximum([m.verify_seconds for m in some], MIN_SECONDS)
             regression.fit(rows, targets, _prior(rows, targets, [self._verify_knots]))
-        drafts = [m for m in measurements if m.depth > 0]
-        if drafts:
+        if drafts := [m for m in measurements if m.depth > 0]:
+            if all(m.backlog < 2 * m.batch for m in drafts):  # nothing says what a further token of a sample costs
+                drafts += [replace(m, batch=1) for m in drafts]  # as much as another sample
             rows = np.array([self._draft_row(m.batch, m.kv_tokens, m.backlog, m.depth, m.drafted) for m in drafts])
             targets = np.maximum([m.draft_seconds for m in drafts], MIN_SECONDS)
             self._draft.fit(rows, targets, _prior(rows, targets, [self._draft_knots] * 2))
-            if all(m.backlog <= m.batch for m in drafts):
-                self._price_further_tokens(max(m.batch for m in drafts))
         self._read_verify()
         self._read_draft()
-
-    def _price_further_tokens(self, most: int) -> None:
-        """Where none was measured a further token costs as much as a sample, of which up to `most` were."""
-        curve = self._draft.coefficients[: len(self._draft_knots)]
-        one, all_of = np.interp((1, max(most, 2)), self._draft_knots, curve).tolist()
-        self._draft.coefficients[-2] = max(0.0, all_of - one) / (max(most, 2) - 1)
 
     def observe(self, step: StepCost) -> None:
         """Learn from one step, unless frozen. Steps without measured times are ignored."""

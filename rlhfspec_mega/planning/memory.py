@@ -214,8 +214,8 @@ def draft_memory(draft: DraftShape, plan: DraftPlan) -> DraftMemory:
             times the hidden size for each token of the buffer; for each position of a training batch the target's
             distribution, and logits and their log-softmax for each of 5 drafted tokens.
     engine  weights (on a CPU most of them twice, as in engine_memory, those of keys and values three times, and at most
-            once more in 8 bits); keys and values of every slot, with room for the draft tokens of a step; hidden states that the draft has not read yet; what
-            a step verifies.
+            once more in 8 bits); keys and values of every slot, with room for the draft tokens of a step; hidden states
+            that the draft has not read yet; what a step verifies.
     """
     hidden, weights, target = draft.hidden_size, draft.parameters, draft.target
     actor = 4 * weights

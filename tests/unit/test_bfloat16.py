@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import pytest
 import torch
 
@@ -40,18 +42,38 @@ def test_attention_is_that_of_float32(counts):
     assert torch.allclose(found.float(), expected, atol=0.03, rtol=0.03)
 
 
-@pytest.mark.parametrize("amx", [False, True])
+@pytest.mark.parametrize("avx512, amx", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_few_numbers_of_rows_are_computed(dtype, amx, monkeypatch):
-    """oneDNN keeps 1024 kernels, those of ten matrices of target and draft among them; little is computed in vain."""
-    monkeypatch.setattr(host_cpu, "has_avx512", lambda: True)
+def test_few_numbers_of_rows_are_computed(dtype, avx512, amx, monkeypatch):
+    """oneDNN keeps 1024 kernels, those of twelve kinds of matrices among them; little is computed in vain."""
+    monkeypatch.setattr(host_cpu, "has_avx512", lambda: avx512)
     monkeypatch.setattr(host_cpu, "has_amx", lambda: amx)
-    rows = range(1, (64 if dtype == torch.float32 and amx else 512) + 1)
+    rows = [count for count in range(1, 513) if packed_weights._onednn_is_quicker(count, dtype)]
     computed = [packed_weights.padded_rows(count, dtype) for count in rows]
-    assert all(found >= count for found, count in zip(computed, rows, strict=True))
-    assert computed == sorted(computed) and 10 * len(set(computed)) < 1000
-    assert all(found < count + 16 for found, count in zip(computed, rows, strict=True))
+    assert computed == sorted(computed) and 12 * len(set(computed)) < 1000
+    assert all(count <= found < count + 16 for found, count in zip(computed, rows, strict=True))
     assert [packed_weights.padded_rows(found, dtype) for found in computed] == computed
+
+
+def test_kernels_are_made_of_all_numbers_of_rows_that_are_computed(monkeypatch):
+    """In float32, too; not of matrices so large that a product takes as long."""
+    monkeypatch.setattr(host_cpu, "mkl_has_avx512", lambda: False)
+    monkeypatch.setattr(host_cpu, "has_avx512", lambda: True)
+    packed, made = PackedWeights(), collections.defaultdict(list)
+    small, large = torch.zeros(2048, 130), torch.zeros(2**15, 130)
+    packed.pack((small, large))
+    linear = torch.ops.mkldnn._linear_pointwise
+
+    def recorded(x, *given):
+        made[given[0].shape[0]].append(len(x))
+        return linear(x, *given)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", recorded)
+    packed.make_kernels([(small, None), (large, None)], 70)
+    assert made == {2048: [*range(4, 33), *range(36, 65, 4), 80]}
+    for rows in range(1, 71):
+        packed.linear(torch.zeros(rows, 130), small)
+    assert len(set(made[2048])) == 38
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=NEEDS_BFLOAT16)])

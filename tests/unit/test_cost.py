@@ -265,6 +265,10 @@ def test_a_profile_whose_backlog_is_its_batch_tells_drafting_apart() -> None:
         assert predicted == pytest.approx(step.draft_seconds, rel=0.25)
     unread = [model.draft_seconds_scalar(8, 800, backlog, 1, 0) for backlog in (8, 16, 32)]
     assert unread == pytest.approx([4.6e-3, 6.2e-3, 9.4e-3], rel=0.25), "further tokens cost as samples do"
+    # A token that was accepted in one of them says next to nothing, nor does the first step of a run.
+    model.fit([*measured, replace(measured[8], backlog=measured[8].backlog + 1)])
+    model.observe(StepCost(4, 400, 8, 5, 1, 0, 1.08 * 4e-3, 1.4e-2))
+    assert model.draft_seconds_scalar(16, 1600, 516, 1, 0) == pytest.approx(6.2e-3 + 500 * 2e-4, rel=0.35)
 
 
 def test_a_profile_of_plain_steps_alone_foretells_plain_steps() -> None:

@@ -20,7 +20,12 @@ from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.tree import ROOT, DraftTree
 from rlhfspec_mega.rollout.torch_engine import cache as cache_module
 from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, Inputs, KVCache, number_in_row
-from rlhfspec_mega.rollout.torch_engine.host_attention import LIMITS, HostAttention, step_attention
+from rlhfspec_mega.rollout.torch_engine.host_attention import (
+    LIMITS,
+    LIMITS_WITH_MKL,
+    HostAttention,
+    step_attention,
+)
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState
 from rlhfspec_mega.rollout.torch_engine.step_noise import DeviceNoise, step_noise
 from rlhfspec_mega.rollout.torch_engine.verification import Verification, accept, with_drafts
@@ -195,6 +200,11 @@ def test_much_work_is_left_to_matrix_products(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(LIMITS, torch.float32, (3 * PLACES * 12, 0))
     assert isinstance(step_attention(made, inputs), HostAttention)
     monkeypatch.setitem(LIMITS, torch.float32, (3 * PLACES * 12 - 1, 0))
+    assert isinstance(step_attention(made, inputs), CachedAttention)
+    monkeypatch.setattr(host_cpu, "mkl_has_avx512", lambda: True)
+    monkeypatch.setitem(LIMITS_WITH_MKL, torch.float32, (2 * PLACES * 12, 2 * PLACES * 12))
+    assert isinstance(step_attention(made, inputs), HostAttention), "the second part counts for both samples together"
+    monkeypatch.setitem(LIMITS_WITH_MKL, torch.float32, (2 * PLACES * 12, 2 * PLACES * 12 - 1))
     assert isinstance(step_attention(made, inputs), CachedAttention)
 
 

@@ -249,7 +249,14 @@ def test_packed_weights_of_a_draft_follow_its_update(layout, entries, error, mon
     states = torch.randn(4, WIDE.hidden_size, generator=torch.Generator().manual_seed(0))
     normed = F.rms_norm(states, (WIDE.hidden_size,), weights["norm.weight"], WIDE.norm_eps)
     expected = F.linear(normed, weights["lm_head.weight"])
-    found = engine._decoder.drafter.model.logits(states)
+    draft = engine._decoder.drafter.model
+    found = draft.logits(states)
+    assert (found - expected).norm() < error * expected.norm()
+    tokens = torch.arange(4)
+    parts = (engine._model.embedding[tokens], "input_layernorm"), (states, "hidden_norm")
+    inputs = [F.rms_norm(x, x.shape[1:], weights[f"midlayer.{name}.weight"], WIDE.norm_eps) for x, name in parts]
+    expected = F.linear(torch.cat(inputs, dim=1), weights["midlayer.self_attn.v_proj.weight"])
+    found = draft.keys_values(tokens, states, tokens)[:, WIDE.num_kv_heads :].flatten(1)
     assert (found - expected).norm() < error * expected.norm()
 
 

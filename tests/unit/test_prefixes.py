@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlhfspec_mega.draft import model
+from rlhfspec_mega.models.transformer import causal_attention
 from rlhfspec_mega.planning.tree import Batch
 from rlhfspec_mega.rollout.torch_engine import drafter, unread
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
@@ -63,6 +64,42 @@ def step_until(engine: TorchEngine, tokens: int) -> None:
     scheduler = engine._scheduler
     while scheduler.waiting or min(len(sample.tokens) for sample in scheduler.active) < tokens:
         engine.poll(0)
+
+
+def whole_kv(engine: TorchEngine, tokens: list[int]) -> torch.Tensor:
+    """The draft's KV of a text by its whole layer, from one pass of the target over all of it."""
+    drafting = engine._decoder.drafter
+    assert drafting is not None
+    draft, features = drafting.model, unread.Features(drafting.model.shape.taps)
+    positions, found = torch.arange(len(tokens)), list[torch.Tensor]()
+
+    def attention(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        found.append(qkv[:, draft.shape.num_heads :])
+        return qkv[:, : draft.shape.num_heads]
+
+    engine._model.hidden(torch.tensor([tokens]), positions[None], causal_attention(SHAPE), features)
+    states = draft.fuse(torch.cat(features.outputs(), dim=-1)[:-1])
+    draft.advance(torch.tensor(tokens[1:]), states, positions[:-1], attention)
+    return found[0].unflatten(1, (2, -1)).permute(1, 2, 0, 3)[None]
+
+
+@pytest.mark.parametrize("way", ["prompts and drafting", "no room", "before a migration"])
+@pytest.mark.parametrize("apart", [1, 10**6])
+def test_keys_and_values_are_those_of_the_whole_layer(way: str, apart: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens' choice does not depend on what the draft reads, so nothing else would show that it is wrong."""
+    monkeypatch.setitem(drafter.APART, "cpu", apart)
+    if way == "no room":
+        monkeypatch.setattr(drafter, "BACKLOG", 6)
+    engine = make_engine(8, From(7 if way == "prompts and drafting" else 1000))
+    engine.submit(requests())
+    step_until(engine, 14)
+    if way == "before a migration":
+        engine.catch_up_draft([str(n) for n in range(len(PROMPTS))])
+    for number, prompt in enumerate(PROMPTS):
+        text = [*prompt, *engine._held[str(number)].tokens]
+        entries = len(prompt) + (5 if way == "no room" else 11)
+        expected = whole_kv(engine, text)[:, :, :, :entries]
+        torch.testing.assert_close(draft_kv(engine, str(number), entries), expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("late", [1, 7])

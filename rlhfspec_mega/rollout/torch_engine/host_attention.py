@@ -21,10 +21,10 @@ Singles = NDArray[np.float32]
 # (Mean queries of a sample - 1) x places x head_dim, up to which this loop is quicker than matrix products, which
 # read keys and values once for all queries of a sample, but have to copy them, and give all samples as many queries as
 # the one with the most; in bfloat16 the fused kernel does without copies. The second number, divided by the samples, is
-# for the ten calls that products take. Measured on EPYCs, where half of the limit takes 0.9 of the products' time and a
-# tenth 0.4 to 0.6, with AVX-512 and without; and on a Xeon with AMX, which products use.
+# for the ten calls that products take. Measured on EPYCs with AVX-512 and without, where half of the limit takes 0.9 of
+# the products' time and a tenth 0.4 to 0.6; where MKL uses AVX-512, on a Xeon with AMX.
 LIMITS = {torch.float32: (2**19, 0), torch.bfloat16: (2**18, 0)}
-LIMITS_ON_XEONS = {torch.float32: (2**16, 2**17), torch.bfloat16: (2**14, 2**16)}
+LIMITS_WITH_MKL = {torch.float32: (2**16, 2**17), torch.bfloat16: (2**14, 2**16)}
 _AT_ONCE = 4  # places whose scores are computed, or whose values are added up, together
 # Weights below exp(-60) of the largest, which no sum shows, count as 0: products with them would be denormal numbers,
 # each of which takes as long as a hundred others.
@@ -38,7 +38,7 @@ def step_attention(cache: KVCache, inputs: Inputs) -> Attention:
         return CachedAttention(cache, inputs)
     more, dtype = len(inputs.tokens) / inputs.batch - 1, cache.kv.dtype
     work = more * inputs.visible.shape[1] * cache.kv.shape[-1]
-    of_sample, of_batch = (LIMITS_ON_XEONS if host_cpu.mkl_has_avx512() else LIMITS)[dtype]
+    of_sample, of_batch = (LIMITS_WITH_MKL if host_cpu.mkl_has_avx512() else LIMITS)[dtype]
     few = work <= of_sample + of_batch / inputs.batch
     return HostAttention(cache, inputs) if few else CachedAttention(cache, inputs)
 
