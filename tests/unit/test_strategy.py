@@ -36,11 +36,11 @@ def cost_of(per_pass: float, per_token: float, draft_pass: float, draft_token: f
     """A frozen model of straight lines, without any extra price of drafting."""
     steps = []
     for batch in (1, 2, 4, 8, 16, 32, 64):
-        for n, length in product((0, 1, 3, 7, 15), (100, 400)):
-            depth, drafted = min(n, 8), batch * max(min(n, 8) - 1, 0)
-            drafting = draft_pass * depth + draft_token * (2 * batch + drafted)
+        for n, length, unread in product((0, 1, 3, 7, 15), (100, 400), (1, 4)):
+            depth, drafted, backlog = min(n, 8), batch * max(min(n, 8) - 1, 0), batch * unread
+            drafting = draft_pass * depth + draft_token * (backlog + drafted)
             verify = per_pass + per_token * batch * (1 + n)
-            steps.append(StepCost(batch, length * batch, batch * (1 + n), 2 * batch, depth, drafted, drafting, verify))
+            steps.append(StepCost(batch, length * batch, batch * (1 + n), backlog, depth, drafted, drafting, verify))
     model = CostModel(frozen=True)
     model.fit(steps)
     return model
