@@ -10,7 +10,7 @@ two rows cost nearly twice as much as one, which speculative decoding would pay 
   With AVX-512 on an EPYC all matrices of model small take 3.2 ms for 4 to 6 rows, 4.3 for 8 and 9.9 for 32, where their
   transposes take 6.5, 7.3 and 14. A call costs 10 to 20 microseconds more than with the transpose, so that only large
   matrices gain. In bfloat16 it is the quickest product at any number of rows: on a core with AMX, 8 rows cost 1.03 and
-  32 rows 1.16 of one, with AVX512-BF16 alone 1.5 and 3.5 (1.3 and 2.7 of matrices that no cache holds).
+  32 rows 1.16 of one, with AVX512-BF16 alone 1.5 and 3.5 (1.1 and 2.5 of matrices that no cache holds).
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ Singles = NDArray[np.float32]
 # (Mean queries of a sample - 1) x places x head_dim, up to which this loop is quicker than matrix products, which
 # read keys and values once for all queries of a sample, but have to copy them, and give all samples as many queries as
 # the one with the most; in bfloat16 the fused kernel does without copies. The second number, divided by the samples, is
-# for the ten calls that products take. Measured on EPYCs with AVX-512 and without, where half of the limit takes 0.9 of
-# the products' time and a tenth 0.4 to 0.6; where MKL uses AVX-512, on a Xeon with AMX.
+# for the ten calls that products take. Measured on an EPYC with AVX-512, in float32 also with AVX2 code alone: half of
+# the limit takes 0.65 to 0.95 of the products' time and a tenth 0.3 to 0.8. Where MKL uses AVX-512, on a Xeon with AMX.
 LIMITS = {torch.float32: (2**19, 0), torch.bfloat16: (2**18, 0)}
 LIMITS_WITH_MKL = {torch.float32: (2**16, 2**17), torch.bfloat16: (2**14, 2**16)}
 _AT_ONCE = 4  # places whose scores are computed, or whose values are added up, together
