@@ -14,6 +14,7 @@ PLAIN, RECALLED, DRAFTED = range(len(DECODE_MODES))
 
 FORECAST_WEIGHT = 6.0  # plain steps' time for which a forecast counts beside what was measured
 MEMORY = 250.0  # plain steps' time after which what was measured counts a third
+KEPT_WORK = 12.0  # plain steps' time: what was measured at a batch size never counts less, however old it is
 MOST_WORK = 4.0  # times the mode's usual work: a step that takes longer was interrupted
 
 # Gain of drafting below which it is not expected to pay again; and the share of a rollout's time that it has to save,
@@ -27,13 +28,15 @@ class Gains(NamedTuple):
     Attributes:
         measured: [batch buckets, modes, 2] in which older steps count less.
         overall: [modes, 2] the same of all buckets together.
+        recalled: [2] the same of history alone, where a first guess counts until enough is known.
         tally: [batch buckets, modes, 2] in which all steps count alike.
         forecast: [batch buckets] of drafting, when last looked at; 0 if it never was.
-        forecast_kept: [2] what drafting gave, and what was forecast for it.
+        forecast_kept: [2] what drafting gave, and what was forecast for it; see `kept_of_forecasts`.
     """
 
     measured: Floats
     overall: Floats
+    recalled: Floats
     tally: Floats
     forecast: Floats
     forecast_kept: Floats
@@ -57,14 +60,48 @@ def learn_gain(gains: Gains, bucket: int, mode: int, tokens: float, work: float)
     older = math.exp(-work / MEMORY)
     _decay_and_add(gains.measured[bucket, mode], older, tokens, work)
     _decay_and_add(gains.overall[mode], older, tokens, work)
+    if mode == RECALLED:
+        _decay_and_add(gains.recalled, older, tokens, work)
     if mode == DRAFTED and gains.forecast[bucket] > 0.0:
         _decay_and_add(gains.forecast_kept, older, tokens, work * gains.forecast[bucket])
+
+
+@compiled
+def grow_older(gains: Gains, older: float, younger: float) -> None:
+    """What was measured counts less, by the first factor; of history by the second one, if it is less, and by the
+    second one at all batch sizes together.
+
+    At a batch size some of it is kept for good: what a mode gives at others says less of it.
+    """
+    for bucket in range(len(gains.measured)):
+        for mode in range(len(gains.overall)):
+            sums, factor = gains.measured[bucket, mode], min(older, younger) if mode == RECALLED else older
+            sums *= max(factor, min(1.0, KEPT_WORK / max(sums[1], KEPT_WORK)))
+    gains.overall[RECALLED] *= younger
+    gains.recalled[:] *= younger
 
 
 @compiled
 def _decay_and_add(sums: Floats, older: float, tokens: float, work: float) -> None:
     sums[0] = sums[0] * older + tokens
     sums[1] = sums[1] * older + work
+
+
+@compiled
+def overall_gain(gains: Gains, mode: int) -> float:
+    """Of a mode at all batch sizes; about 1 while little is known."""
+    tokens, work = gains.overall[mode]
+    return float((tokens + FORECAST_WEIGHT) / (work + FORECAST_WEIGHT))
+
+
+@compiled
+def kept_of_forecasts(gains: Gains) -> float:
+    """The share of its forecast that drafting keeps.
+
+    While little is known it is that of plain steps: where they take longer than predicted, others will, too.
+    """
+    gave, forecast = gains.forecast_kept
+    return float((gave + FORECAST_WEIGHT * overall_gain(gains, PLAIN)) / (forecast + FORECAST_WEIGHT))
 
 
 @compiled
@@ -76,13 +113,13 @@ def worth_following(gains: Gains, came: Bools, kept: float, shares: Floats) -> b
         kept: of gains in whole rollouts.
         shares: of the time; all 0 if they are not known yet.
     """
-    saved, pays, kept_of_forecasts = 0.0, False, gains.forecast_kept[0] / gains.forecast_kept[1]
+    saved, pays, kept_here = 0.0, False, kept_of_forecasts(gains)
     for bucket in range(len(came)):
         forecast = gains.forecast[bucket]
         if forecast == 0.0:
             return True
         # At sizes that never came the forecast has the benefit of the doubt: what others kept is left out.
-        expected = forecast * (kept_of_forecasts if came[bucket] else 1.0)
+        expected = forecast * (kept_here if came[bucket] else 1.0)
         tokens, work = gains.measured[bucket, DRAFTED]
         gain = kept * (tokens + FORECAST_WEIGHT * expected) / (work + FORECAST_WEIGHT)
         pays |= gain >= FOLLOWED_GAIN

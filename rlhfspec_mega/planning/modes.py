@@ -21,7 +21,10 @@ from rlhfspec_mega.planning.mode_gains import (
     RECALLED,
     Gains,
     add_step,
+    grow_older,
+    kept_of_forecasts,
     learn_gain,
+    overall_gain,
     worth_following,
 )
 from rlhfspec_mega.planning.tree import Bools, Floats, Ints, StepRecord
@@ -97,9 +100,10 @@ class ModeChoice:
         self._gains = Gains(
             measured=np.zeros((BATCH_BUCKETS, modes, 2)),
             overall=np.zeros((modes, 2)),
+            recalled=FORECAST_WEIGHT * np.array([FIRST_GAIN, 1.0]),
             tally=np.zeros((BATCH_BUCKETS, modes, 2)),
             forecast=np.zeros(BATCH_BUCKETS),
-            forecast_kept=np.full(2, FORECAST_WEIGHT),
+            forecast_kept=np.zeros(2),
         )
         self._aged = 0  # steps when they last got older
         self._came = np.zeros(BATCH_BUCKETS, np.bool_)  # whether drafting was looked at for a batch of this size
@@ -107,6 +111,7 @@ class ModeChoice:
         self._steps, self._plain_steps = 0, SETTLING
         # By bucket, the best mode when last looked at, until which step it is kept, and for how many it was kept last.
         self._held, self._held_until, self._hold = ([value] * BATCH_BUCKETS for value in (PLAIN, 0, 0))
+        self._instead = [0.0] * BATCH_BUCKETS  # gain of the next best mode when the one that is held was chosen
         self._rest: _Rest | None = None
         self._undrafted = [False] * BATCH_BUCKETS  # whether that was decided while the draft model could not be used
         self._trials = [0] * modes
@@ -172,6 +177,7 @@ class ModeChoice:
                 self._trial, self._lost, self._beside, self.trying = mode, 0.0, gains[best], True
                 self._left = TRIAL_STEPS + (SETTLING if mode == PLAIN else 0)
                 return mode
+        self._instead[bucket] = max((gains[mode] for mode in able if mode != best), default=0.0)
         self._hold[bucket] = min(2 * self._hold[bucket], LONGEST_HOLD) or HOLD_STEPS
         self._held_until[bucket], self._undrafted[bucket] = self._steps + self._hold[bucket], not usable
         return best
@@ -180,11 +186,7 @@ class ModeChoice:
         """What was measured counts less than at the last call."""
         passed, self._aged = self._steps - self._aged, self._steps
         if passed:
-            gains, young = self._gains, YOUNG_AGE * self._steps
-            gains.measured[:] *= math.exp(-passed / AGE)
-            if young < AGE:
-                gains.measured[:, RECALLED] *= math.exp(passed / AGE - passed / young)
-            gains.overall[RECALLED] *= math.exp(-passed / young)
+            grow_older(self._gains, math.exp(-passed / AGE), math.exp(-passed / (YOUNG_AGE * self._steps)))
 
     def _kept_of(self, mode: int, size: int) -> float:
         """The share of a mode's gain that whole rollouts keep."""
@@ -192,15 +194,14 @@ class ModeChoice:
 
     def gain(self, step: StepView, mode: int) -> float:
         """See above; 1 is the pace of plain steps."""
-        bucket = batch_bucket(step.size)
+        bucket, gains = batch_bucket(step.size), self._gains
         if mode == PLAIN:
-            expected = 1.0
+            expected = overall_gain(gains, PLAIN)
         elif mode == RECALLED:
-            tokens, work = self._gains.overall[mode]
-            expected = float((tokens + FORECAST_WEIGHT * FIRST_GAIN) / (work + FORECAST_WEIGHT))
+            expected = float(gains.recalled[0] / gains.recalled[1])
         else:
-            self._gains.forecast[bucket] = expected = self._forecast_gain(step)
-            expected *= float(self._gains.forecast_kept[0] / self._gains.forecast_kept[1])
+            gains.forecast[bucket] = expected = self._forecast_gain(step)
+            expected *= kept_of_forecasts(gains)
         tokens, work = self._gains.measured[bucket, mode]
         return float((tokens + FORECAST_WEIGHT * expected) / (work + FORECAST_WEIGHT))
 
@@ -211,8 +212,7 @@ class ModeChoice:
 
     def overall(self, mode: int) -> float:
         """The gain over all batch sizes; 1 if nothing was measured. `gain` hopes for more, to have history tried."""
-        tokens, work = self._gains.overall[mode] + FORECAST_WEIGHT
-        return float(tokens / work)
+        return overall_gain(self._gains, mode)
 
     def observe(self, record: StepRecord, mode: int, step: StepView, forced: bool = False) -> None:
         """Record a step that was made in a mode.
@@ -241,6 +241,10 @@ class ModeChoice:
         self._plain_steps = self._plain_steps + 1 if mode == PLAIN else 0
         bucket, work = batch_bucket(step.size), seconds / plain
         add_step(self._gains, bucket, mode, tokens, work, settled and not forced)
+        if mode != PLAIN and mode == self._held[bucket] and self._steps < self._held_until[bucket]:
+            kept = self._kept_of(mode, step.size)
+            if self.gain(step, mode) * kept * HYSTERESIS < self._instead[bucket]:
+                self._held_until[bucket] = self._steps  # it does not give what it was chosen for
 
     def rested(self, size: int, kv_tokens: int, seconds: Sequence[float]) -> None:
         """Record plain steps in a row that nothing was asked about; `kv_tokens` are those of the first one."""
@@ -271,6 +275,7 @@ class ModeChoice:
     def keep_to(self, mode: int) -> None:
         """Make all further steps in one mode, where it is possible."""
         self._held, self._held_until, self._left = [mode] * BATCH_BUCKETS, [sys.maxsize] * BATCH_BUCKETS, 0
+        self._instead = [0.0] * BATCH_BUCKETS
         self._undrafted = [False] * BATCH_BUCKETS
 
     def draft_returns(self) -> None:
@@ -300,7 +305,7 @@ class ModeChoice:
         """The draft is another one: what drafting gave says nothing any more, and it is tried at once."""
         gains = self._gains
         gains.measured[:, DRAFTED] = gains.overall[DRAFTED] = gains.forecast[:] = 0.0
-        gains.forecast_kept[:], self._came[:] = FORECAST_WEIGHT, False
+        gains.forecast_kept[:], self._came[:] = 0.0, False
         self._due[DRAFTED], self._trials[DRAFTED] = self._steps, 0
         self._held_until, self._hold = [0] * BATCH_BUCKETS, [0] * BATCH_BUCKETS
 
@@ -330,6 +335,7 @@ class ModeChoice:
         return {
             "measured": gains.measured,
             "overall": gains.overall,
+            "recalled": gains.recalled,
             "forecast_kept": gains.forecast_kept,
             "forecast_gains": gains.forecast,
             "came": self._came,

@@ -19,7 +19,7 @@ from rlhfspec_mega.planning.throughput import throughput_of
 from rlhfspec_mega.planning.tree import DraftingPolicy
 from rlhfspec_mega.types import DraftingTally
 
-FORMAT = 10  # of `DraftingController.state_dict`
+FORMAT = 11  # of `DraftingController.state_dict`
 
 
 class DraftingController:

@@ -318,7 +318,7 @@ def test_probing_finds_a_recovery_at_a_bounded_price() -> None:
         decode_step(policy, make_batch(4, rng), constant(0.01), rng)
     broken = [decode_step(policy, make_batch(4, rng), constant(0.01), rng) for _ in range(1400)][800:]
     probes = [r for r in broken if r.tree.depth]
-    assert len(probes) > 5 and all(r.tree.depth == 1 and len(r.chosen) == 4 for r in probes)
+    assert len(probes) > 5 and all(r.tree.depth <= 2 and len(r.chosen) >= 4 for r in probes)
     assert sum(seconds(r) - batch_seconds for r in probes) < 0.015 * 600 * batch_seconds
     recovered = [decode_step(policy, make_batch(4, rng), constant(0.95), rng) for _ in range(1000)]
     assert np.mean([r.tree.depth for r in recovered[-100:]]) > 3
