@@ -13,7 +13,8 @@ from rlhfspec_mega.history.propose import Proposed, Wanted, propose
 from rlhfspec_mega.history.sizes import PROMPT_END, kept_tokens
 from rlhfspec_mega.history.store import NOTHING, ORDERS, Ints, Store, append, empty_store
 
-_AT_ONCE = 1024  # tokens of steps that wait to be stored, about
+_AT_ONCE = 1024  # tokens that wait to be stored, about
+_BEGUN, _MOVED = -1, -2  # in place of a step's number of samples: a sample begins, or goes on in another slot
 
 
 class History:
@@ -32,14 +33,15 @@ class History:
         self._last = np.full(slots, NOTHING)  # id of each slot's last token
         self._buckets = np.empty(len(ORDERS), np.int64)
         self._prompt: tuple[int, ...] = ()  # the newest one
-        # Of steps that are not stored yet the tokens, and the counts of each. Storing one by one, where nothing is
-        # proposed, would take 3% of a plain step of a small model.
+        # What is not stored yet, in its order; see `_store`. To store every step at once, where nothing is proposed,
+        # would take 3% of a plain step of a small model.
         self._tokens: list[int] = []
-        self._counts: list[Ints] = []
+        self._numbers: list[Ints] = []
+        self._kinds: list[int] = []
 
     def clear(self) -> None:
         """Forget everything, also the samples in slots."""
-        self._tokens, self._counts = [], []
+        self._tokens, self._numbers, self._kinds = [], [], []
         store = self._store
         store.chunks[:] = store.heads[:] = NOTHING  # chains begin at a head
         store.clock[:] = 0
@@ -54,30 +56,25 @@ class History:
 
     def admit(self, slot: int, prompt: Sequence[int], response: Sequence[int]) -> None:
         """Begin a sample in a slot."""
-        self._store_steps()
         known = tuple(prompt) == self._prompt
         self._prompt = tuple(prompt)
         text = [*(prompt[-PROMPT_END:] if known else prompt), *response]
-        self._last[slot] = _append(self._store, np.array(text, np.int64), np.array([len(text)]), self._buckets)
+        self._wait(_BEGUN, np.array([slot, len(text)]), text)
 
     def add(self, texts: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
         """Store samples that were decoded elsewhere: prompt and response of each."""
-        self._store_steps()
+        self._store_all()
         stored = [[*prompt[-PROMPT_END:], *response] for prompt, response in texts]
         tokens = np.fromiter(itertools.chain.from_iterable(stored), np.int64)
         _append(self._store, tokens, np.array([len(text) for text in stored], np.int64), self._buckets)
 
     def extend(self, tokens: Sequence[int], counts: Ints) -> None:
         """Append a step's tokens, sample by sample: counts[i] of the sample in slot i."""
-        self._tokens += tokens
-        self._counts.append(counts)
-        if len(self._tokens) >= _AT_ONCE:
-            self._store_steps()
+        self._wait(len(counts), counts, tokens)
 
     def move(self, source: int, target: int) -> None:
         """The sample in slot `source` goes on in slot `target`."""
-        self._store_steps()
-        self._last[target] = self._last[source]
+        self._wait(_MOVED, np.array([source, target]), ())
 
     def propose(self, batch: int, most: int, least: float, **wanted: Any) -> Proposed:
         """Draft trees for the samples in the first `batch` slots.
@@ -94,37 +91,57 @@ class History:
         return Proposed._make(values[:size] for values in result)
 
     def of_slots(self, batch: int) -> tuple[Store, Ints]:
-        """The store, with all steps up to now, and the ids of the last tokens of the samples in the first slots."""
-        self._store_steps()
+        """The store, with all tokens up to now, and the ids of the last tokens of the samples in the first slots."""
+        self._store_all()
         return self._store, self._last[:batch]
 
-    def _store_steps(self) -> None:
-        if self._counts:
-            samples = np.array([len(counts) for counts in self._counts])
-            tokens, counts = np.array(self._tokens, np.int64), np.concatenate(self._counts)
-            _extend(self._store, self._last, tokens, counts, samples, self._buckets)
-            self._tokens, self._counts = [], []
+    def _wait(self, kind: int, numbers: Ints, tokens: Sequence[int]) -> None:
+        self._kinds.append(kind)
+        self._numbers.append(numbers)
+        self._tokens += tokens
+        if len(self._tokens) >= _AT_ONCE:
+            self._store_all()
+
+    def _store_all(self) -> None:
+        if self._kinds:
+            tokens, numbers = np.array(self._tokens, np.int64), np.concatenate(self._numbers)
+            _store(self._store, self._last, tokens, numbers, np.array(self._kinds), self._buckets)
+            self._tokens, self._numbers, self._kinds = [], [], []
 
 
 @compiled
-def _append(store: Store, tokens: Ints, lengths: Ints, buckets: Ints) -> int:
-    """Begin new sequences, of so many tokens each; returns the id of the last token, or NOTHING."""
-    place, last = 0, NOTHING
+def _append(store: Store, tokens: Ints, lengths: Ints, buckets: Ints) -> None:
+    """Add sequences of so many tokens each."""
+    place = 0
     for length in lengths:
         last = NOTHING
         for _ in range(length):
             last = append(store, last, tokens[place], buckets)
             place += 1
-    return last
 
 
 @compiled
-def _extend(store: Store, lasts: Ints, tokens: Ints, counts: Ints, samples: Ints, buckets: Ints) -> None:
-    """Append the tokens of some steps, of which step k was one of the samples in the first samples[k] slots."""
+def _store(store: Store, lasts: Ints, tokens: Ints, numbers: Ints, kinds: Ints, buckets: Ints) -> None:
+    """Store what has waited.
+
+    Args:
+        tokens: of all, one after the other.
+        numbers: the same, for each of `kinds`: of a step the tokens of each sample; of a sample that begins its slot
+            and how many tokens it has; of one that moves its slots before and after.
+        kinds: number of samples of a step, _BEGUN or _MOVED.
+    """
     place, entry = 0, 0
-    for size in samples:
-        for slot in range(size):
-            for _ in range(counts[entry]):
+    for kind in kinds:
+        if kind == _MOVED:
+            lasts[numbers[entry + 1]] = lasts[numbers[entry]]
+        elif kind == _BEGUN:
+            slot, last = numbers[entry], NOTHING
+            for _ in range(numbers[entry + 1]):
+                last = append(store, last, tokens[place], buckets)
+                place += 1
+            lasts[slot] = last
+        for slot in range(kind):
+            for _ in range(numbers[entry + slot]):
                 lasts[slot] = append(store, lasts[slot], tokens[place], buckets)
                 place += 1
-            entry += 1
+        entry += 2 if kind < 0 else kind

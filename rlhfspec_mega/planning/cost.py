@@ -11,7 +11,7 @@ import numpy as np
 
 from rlhfspec_mega.compiled import compiled
 from rlhfspec_mega.planning.regression import RecursiveRegression, isotonic_regression
-from rlhfspec_mega.planning.tree import Floats, StepRecord
+from rlhfspec_mega.planning.tree import Floats, Ints, StepRecord
 
 # Ratios of 4/3 and 3/2, or 2. For a machine with known cost steps (CUDA graph sizes, tiles), other knots may be passed.
 VERIFY_KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -143,6 +143,11 @@ class CostModel:
         """Seconds of a plain step."""
         (a,) = self._plain_rest
         return max(_interpolate(self._verify_xs, self._plain_line, batch) + a * kv_tokens, MIN_SECONDS)
+
+    def plain_seconds_of(self, batches: Ints, kv_tokens: Ints) -> Floats:
+        """The same of several batches."""
+        (a,) = self._plain_rest
+        return np.maximum(np.interp(batches, self._verify_x, self._plain_line) + a * kv_tokens, MIN_SECONDS)
 
     def draft_seconds(
         self, batch: int, kv_tokens: int, backlog: int, depth: int | Floats, drafted: int | Floats

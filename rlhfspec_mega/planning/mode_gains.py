@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 from rlhfspec_mega.compiled import compiled
-from rlhfspec_mega.planning.tree import Bools, Floats
-from rlhfspec_mega.types import DECODE_MODES
+from rlhfspec_mega.planning.tree import Bools, Floats, Ints
+from rlhfspec_mega.types import BATCH_BUCKETS, DECODE_MODES
 
 # A plain step; one with draft tokens from history; one for which the draft model runs, too. See DECODE_MODES.
 PLAIN, RECALLED, DRAFTED = range(len(DECODE_MODES))
@@ -52,6 +54,51 @@ def add_step(gains: Gains, bucket: int, mode: int, tokens: float, work: float, l
         if usual[0] > FORECAST_WEIGHT:
             pace = max(pace, usual[1] / usual[0])
         learn_gain(gains, bucket, mode, tokens, min(work, MOST_WORK * tokens * pace))
+
+
+@compiled
+def learn_rests(
+    gains: Gains, sizes: Ints, plain: Floats, settled: Bools, counts: Ints, seconds: Floats
+) -> tuple[Floats, float]:
+    """Add rows of plain steps; gains are learnt from settled ones, of each bucket together.
+
+    Args:
+        sizes, plain: [rows] samples of a batch, and seconds of a plain step of it.
+        settled: [rows] whether the steps before were plain, too.
+        counts: [rows] steps of each.
+        seconds: of all steps, row by row.
+
+    Returns:
+        [rows] seconds of each, and the seconds of all, in which no step counts as more than MOST_WORK plain ones: one
+        that takes longer was interrupted.
+    """
+    took, learnt = np.zeros(len(sizes)), np.zeros((len(gains.measured), 2))
+    place, all_usual = 0, 0.0
+    for row in range(len(sizes)):
+        bucket, usual = bucket_of(sizes[row]), 0.0
+        for _ in range(counts[row]):
+            took[row] += seconds[place]
+            usual += min(seconds[place], MOST_WORK * plain[row])
+            place += 1
+        gains.tally[bucket, PLAIN, 0] += counts[row]
+        gains.tally[bucket, PLAIN, 1] += took[row] / plain[row]
+        if settled[row]:
+            learnt[bucket, 0] += counts[row]
+            learnt[bucket, 1] += usual / plain[row]
+        all_usual += usual
+    for bucket in range(len(learnt)):
+        if learnt[bucket, 0]:
+            learn_gain(gains, bucket, PLAIN, learnt[bucket, 0], learnt[bucket, 1])
+    return took, all_usual
+
+
+@compiled
+def bucket_of(size: int) -> int:
+    """As `types.batch_bucket`."""
+    bucket = 0
+    while bucket < BATCH_BUCKETS - 1 and size > 1 << bucket:
+        bucket += 1
+    return bucket
 
 
 @compiled

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from rlhfspec_mega.planning.mode_gains import (
     add_step,
     grow_older,
     kept_of_forecasts,
-    learn_gain,
+    learn_rests,
     overall_gain,
     worth_following,
 )
@@ -34,7 +33,7 @@ from rlhfspec_mega.types import BATCH_BUCKETS, DECODE_MODES, batch_bucket
 # Steps for which a decision is kept while the batch stays in its bucket, at first, and at most once it has come again
 # and again: deciding itself takes time.
 HOLD_STEPS, LONGEST_HOLD = 8, 128
-RESTS = 8  # plain steps in a row, at most, that are asked about and told of together
+RESTS = 32  # plain steps in a row, at most, that are asked about and told of together
 FORECAST_EVERY = 64  # steps between two forecasts
 HYSTERESIS = 1.02  # by which another mode must be better than the one in use
 # Steps, in whatever mode, after which what was measured counts a third: histories grow, drafts learn. What was measured
@@ -54,22 +53,6 @@ TRIAL_AT_LATEST = 5000  # steps after which a mode is tried whatever it loses
 # Plain steps in a row before one whose time is used. The first plain steps after drafting take longer (see
 # `oversight.CONTROL_STEPS`); by them drafting would look better than it is.
 SETTLING = 3
-
-
-@dataclass
-class _Rest:
-    """Plain steps of a bucket of batch sizes that nothing was asked about, and that gains were not learnt from yet.
-
-    Attributes:
-        steps, work: how many, and their time in that which plain steps are predicted to take.
-        settled, settled_work: the same without the first plain steps after others.
-    """
-
-    bucket: int
-    steps: int = 0
-    work: float = 0.0
-    settled: int = 0
-    settled_work: float = 0.0
 
 
 class ModeChoice:
@@ -112,7 +95,10 @@ class ModeChoice:
         # By bucket, the best mode when last looked at, until which step it is kept, and for how many it was kept last.
         self._held, self._held_until, self._hold = ([value] * BATCH_BUCKETS for value in (PLAIN, 0, 0))
         self._instead = [0.0] * BATCH_BUCKETS  # gain of the next best mode when the one that is held was chosen
-        self._rest: _Rest | None = None
+        # Plain steps that nothing was asked about and nothing was learnt from yet: size, KV tokens, whether the steps
+        # before were plain, too, and seconds of each step, by row; and how many steps these are.
+        self._rests: list[tuple[int, int, bool, Sequence[float]]] = []
+        self._rested = 0
         self._undrafted = [False] * BATCH_BUCKETS  # whether that was decided while the draft model could not be used
         self._trials = [0] * modes
         self._due: dict[int, float] = {}  # steps at which modes are to be tried
@@ -248,28 +234,18 @@ class ModeChoice:
 
     def rested(self, size: int, kv_tokens: int, seconds: Sequence[float]) -> None:
         """Record plain steps in a row that nothing was asked about; `kv_tokens` are those of the first one."""
-        bucket, plain = batch_bucket(size), self._cost.plain_seconds(size, kv_tokens)
-        if self._rest is None or bucket != self._rest.bucket:
-            self._end_rest()
-            self._rest = _Rest(bucket)
-        rest, steps, took = self._rest, len(seconds), sum(seconds)
-        if self._cost.frozen or took <= 0.0:
-            seconds, took = [plain] * steps, steps * plain
-        usual = sum(min(each, MOST_WORK * plain) for each in seconds)  # a step that takes longer was interrupted
-        rest.steps += steps
-        rest.work += took / plain
-        if self._plain_steps >= SETTLING:
-            rest.settled += steps
-            rest.settled_work += usual / plain
+        self._rests.append((size, kv_tokens, self._plain_steps >= SETTLING, seconds))
+        steps = len(seconds)
+        self._rested += steps
         self._steps += steps
         self._plain_steps += steps
-        self._count_time(usual, steps)
-        self._whole.add_step(size, kv_tokens, float(steps), took, 0.0, drafted=False, steps=steps)
-        if rest.steps >= LONGEST_HOLD:  # what was learnt before is not to be forgotten for a long rest
+        if self._rested >= LONGEST_HOLD:  # what was learnt before is not to be forgotten for a long rest
             self._end_rest()
 
     def ended(self, samples: Ints, tokens: Ints, joined: Floats, left: int) -> None:
         """See WholeRollouts.ended."""
+        if left == 0:
+            self._end_rest()
         self._whole.ended(samples, tokens, joined, left)
 
     def keep_to(self, mode: int) -> None:
@@ -285,12 +261,19 @@ class ModeChoice:
                 self._held_until[bucket] = 0
 
     def _end_rest(self) -> None:
-        """Learn gains from the steps of a rest."""
-        rest, self._rest = self._rest, None
-        if rest is None:
+        """Learn from the plain steps that nothing was asked about."""
+        rests, self._rests, self._rested = self._rests, [], 0
+        if not rests:
             return
-        self._gains.tally[rest.bucket, PLAIN] += rest.steps, rest.work
-        learn_gain(self._gains, rest.bucket, PLAIN, float(rest.settled), rest.settled_work)
+        sizes, kv_tokens, settled, rows = zip(*rests, strict=True)
+        batches, counts, seconds = np.array(sizes), np.array([*map(len, rows)]), np.concatenate(rows)
+        plain = self._cost.plain_seconds_of(batches, np.array(kv_tokens))
+        if self._cost.frozen or not seconds.any():
+            seconds = np.repeat(plain, counts)
+        took, usual = learn_rests(self._gains, batches, plain, np.array(settled), counts, seconds)
+        self._count_time(usual, len(seconds))
+        for size, tokens, count, each in zip(sizes, kv_tokens, counts.tolist(), took.tolist(), strict=True):
+            self._whole.add_step(size, tokens, float(count), each, 0.0, drafted=False, steps=count)
 
     def _count_time(self, seconds: float, steps: int) -> None:
         older = math.exp(-steps / AGE)

@@ -47,7 +47,7 @@ def stored(text: list[int], store: object, last: int) -> int:
 
 def stored_chunks(history: History) -> int:
     """Those so far, forgotten ones included."""
-    return int(history._store.clock[0])
+    return int(history.of_slots(0)[0].clock[0])
 
 
 def common_suffix(left: list[int], right: list[int]) -> int:
@@ -206,7 +206,7 @@ def test_a_prompt_is_stored_once_for_its_group() -> None:
     history, prompt = History(4, 4096), list(range(100))
     for slot in range(4):
         history.admit(slot, prompt, [])
-    kept = sum(int(filled) for filled in history._store.chunks[:, 1] if filled > 0)
+    kept = sum(int(filled) for filled in history.of_slots(0)[0].chunks[:, 1] if filled > 0)
     assert kept == len(prompt) + 3 * PROMPT_END
     history.add([([50, 51, 52, 53], [])])
     history.admit(0, [50, 51, 52, 53], [])
@@ -300,7 +300,8 @@ def test_steps_that_wait_are_stored_as_if_they_had_not(steps: list[list[list[int
                     history.add(some)
             if step == "propose" or history is at_once:
                 proposals(history, 3)
-    proposals(waiting, 3)
+    for history in (waiting, at_once):
+        proposals(history, 3)
     assert all(np.array_equal(one, other) for one, other in zip(waiting._store, at_once._store, strict=True))
     assert np.array_equal(waiting._last, at_once._last)
     waiting.extend([1, 1, 1], np.ones(3, np.int64))
