@@ -16,7 +16,6 @@ PLAIN, RECALLED, DRAFTED = range(len(DECODE_MODES))
 
 FORECAST_WEIGHT = 6.0  # plain steps' time for which a forecast counts beside what was measured
 MEMORY = 250.0  # plain steps' time after which what was measured counts a third
-KEPT_WORK = 12.0  # plain steps' time: what was measured at a batch size never counts less, however old it is
 MOST_WORK = 4.0  # times the mode's usual work: a step that takes longer was interrupted
 
 # Gain of drafting below which it is not expected to pay again; and the share of a rollout's time that it has to save,
@@ -30,7 +29,6 @@ class Gains(NamedTuple):
     Attributes:
         measured: [batch buckets, modes, 2] in which older steps count less.
         overall: [modes, 2] the same of all buckets together.
-        recalled: [2] the same of history alone, where a first guess counts until enough is known.
         tally: [batch buckets, modes, 2] in which all steps count alike.
         forecast: [batch buckets] of drafting, when last looked at; 0 if it never was.
         forecast_kept: [2] what drafting gave, and what was forecast for it; see `kept_of_forecasts`.
@@ -38,7 +36,6 @@ class Gains(NamedTuple):
 
     measured: Floats
     overall: Floats
-    recalled: Floats
     tally: Floats
     forecast: Floats
     forecast_kept: Floats
@@ -50,10 +47,16 @@ def add_step(gains: Gains, bucket: int, mode: int, tokens: float, work: float, l
     gains.tally[bucket, mode, 0] += tokens
     gains.tally[bucket, mode, 1] += work
     if learns:
-        usual, pace = gains.overall[mode], 1.0
-        if usual[0] > FORECAST_WEIGHT:
-            pace = max(pace, usual[1] / usual[0])
-        learn_gain(gains, bucket, mode, tokens, min(work, MOST_WORK * tokens * pace))
+        learn_gain(gains, bucket, mode, tokens, min(work, most_work(gains, mode, tokens)))
+
+
+@compiled
+def most_work(gains: Gains, mode: int, tokens: float) -> float:
+    """Time, in that of plain steps, above which a step that gave so many tokens was interrupted."""
+    usual, pace = gains.overall[mode], 1.0
+    if usual[0] > FORECAST_WEIGHT:
+        pace = max(pace, usual[1] / usual[0])
+    return float(MOST_WORK * tokens * pace)
 
 
 @compiled
@@ -107,25 +110,8 @@ def learn_gain(gains: Gains, bucket: int, mode: int, tokens: float, work: float)
     older = math.exp(-work / MEMORY)
     _decay_and_add(gains.measured[bucket, mode], older, tokens, work)
     _decay_and_add(gains.overall[mode], older, tokens, work)
-    if mode == RECALLED:
-        _decay_and_add(gains.recalled, older, tokens, work)
     if mode == DRAFTED and gains.forecast[bucket] > 0.0:
         _decay_and_add(gains.forecast_kept, older, tokens, work * gains.forecast[bucket])
-
-
-@compiled
-def grow_older(gains: Gains, older: float, younger: float) -> None:
-    """What was measured counts less, by the first factor; of history by the second one, if it is less, and by the
-    second one at all batch sizes together.
-
-    At a batch size some of it is kept for good: what a mode gives at others says less of it.
-    """
-    for bucket in range(len(gains.measured)):
-        for mode in range(len(gains.overall)):
-            sums, factor = gains.measured[bucket, mode], min(older, younger) if mode == RECALLED else older
-            sums *= max(factor, min(1.0, KEPT_WORK / max(sums[1], KEPT_WORK)))
-    gains.overall[RECALLED] *= younger
-    gains.recalled[:] *= younger
 
 
 @compiled

@@ -20,9 +20,9 @@ from rlhfspec_mega.planning.mode_gains import (
     RECALLED,
     Gains,
     add_step,
-    grow_older,
     kept_of_forecasts,
     learn_rests,
+    most_work,
     overall_gain,
     worth_following,
 )
@@ -83,7 +83,6 @@ class ModeChoice:
         self._gains = Gains(
             measured=np.zeros((BATCH_BUCKETS, modes, 2)),
             overall=np.zeros((modes, 2)),
-            recalled=FORECAST_WEIGHT * np.array([FIRST_GAIN, 1.0]),
             tally=np.zeros((BATCH_BUCKETS, modes, 2)),
             forecast=np.zeros(BATCH_BUCKETS),
             forecast_kept=np.zeros(2),
@@ -172,7 +171,11 @@ class ModeChoice:
         """What was measured counts less than at the last call."""
         passed, self._aged = self._steps - self._aged, self._steps
         if passed:
-            grow_older(self._gains, math.exp(-passed / AGE), math.exp(-passed / (YOUNG_AGE * self._steps)))
+            gains, young = self._gains, YOUNG_AGE * self._steps
+            gains.measured[:] *= math.exp(-passed / AGE)
+            if young < AGE:
+                gains.measured[:, RECALLED] *= math.exp(passed / AGE - passed / young)
+            gains.overall[RECALLED] *= math.exp(-passed / young)
 
     def _kept_of(self, mode: int, size: int) -> float:
         """The share of a mode's gain that whole rollouts keep."""
@@ -184,7 +187,9 @@ class ModeChoice:
         if mode == PLAIN:
             expected = overall_gain(gains, PLAIN)
         elif mode == RECALLED:
-            expected = float(gains.recalled[0] / gains.recalled[1])
+            tokens, work = gains.overall[mode]
+            hoped = FORECAST_WEIGHT * FIRST_GAIN * overall_gain(gains, PLAIN)
+            expected = float((tokens + hoped) / (work + FORECAST_WEIGHT))
         else:
             gains.forecast[bucket] = expected = self._forecast_gain(step)
             expected *= kept_of_forecasts(gains)
@@ -214,7 +219,8 @@ class ModeChoice:
         tokens = 1.0 + int(record.accepted.sum()) / step.size
         if self._left and mode == self._trial:
             instead = plain * self._kept_of(mode, step.size) * tokens / self._beside
-            self._lost += (seconds - instead) / self._usual_seconds(plain)
+            took = min(seconds, most_work(self._gains, mode, tokens) * plain)
+            self._lost += (took - instead) / self._usual_seconds(plain)
             self._left -= 1
             if not self._left:
                 self._end_trial()
@@ -318,7 +324,6 @@ class ModeChoice:
         return {
             "measured": gains.measured,
             "overall": gains.overall,
-            "recalled": gains.recalled,
             "forecast_kept": gains.forecast_kept,
             "forecast_gains": gains.forecast,
             "came": self._came,

@@ -13,7 +13,16 @@ from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.forecast import StepView
 from rlhfspec_mega.planning.mode_gains import MEMORY
-from rlhfspec_mega.planning.modes import DRAFTED, PLAIN, RECALLED, RESTS, SETTLING, TRIAL_AT_LATEST, ModeChoice
+from rlhfspec_mega.planning.modes import (
+    DRAFTED,
+    FIRST_GAIN,
+    PLAIN,
+    RECALLED,
+    RESTS,
+    SETTLING,
+    TRIAL_AT_LATEST,
+    ModeChoice,
+)
 from rlhfspec_mega.planning.tree import DraftTree, StepRecord
 from rlhfspec_mega.types import BATCH_BUCKETS, DECODE_MODES, batch_bucket
 from tests.synthetic_drafts import make_batch
@@ -52,7 +61,7 @@ class Engine:
         batch = make_batch(size, self._random)
         plain = self.cost.plain_seconds(size, batch.kv_tokens)
         if steps := self.choice.rests(size, True):
-            row = (plain * self._random.uniform(0.9, 1.1, steps if self.rows else 1)).tolist()
+            row = (plain / self.gains[PLAIN] * self._random.uniform(0.9, 1.1, steps if self.rows else 1)).tolist()
             self.choice.rested(size, batch.kv_tokens, row)
             for each in row:
                 self._count(PLAIN, 1.0, each / plain)
@@ -135,6 +144,44 @@ def test_trials_of_a_hopeless_mode_are_rare_and_never_cease() -> None:
         engine.step(8)
     trials = engine.modes[500:].count(DRAFTED)
     assert 0 < trials < 0.002 * len(engine.modes)
+
+
+def test_an_interruption_of_a_trial_does_not_put_off_the_next_one() -> None:
+    due = []
+    for gain in (0.5, 0.0001):
+        cost = measured_cost()
+        engine = Engine(make_choice(cost), cost, {PLAIN: 1.0, RECALLED: 0.5})
+        choice = engine.choice
+        while choice._trials[RECALLED] < 2:
+            interrupted = choice._left == 1 and choice._trial == RECALLED
+            engine.gains[RECALLED] = gain if interrupted else 0.5
+            engine.step(8)
+        due.append(choice._due[RECALLED] - choice._steps)
+    assert due[0] <= due[1] < 5 * due[0]
+
+
+def test_a_decision_ends_where_its_mode_does_not_give_what_it_was_chosen_for() -> None:
+    cost = measured_cost()
+    engine = Engine(make_choice(cost), cost, {PLAIN: 1.0, RECALLED: 1.4})
+    for _ in range(200):
+        engine.step(8)
+    assert engine.modes[-1] == RECALLED and engine.choice._held_until[batch_bucket(8)] > engine.choice._steps + 16
+    engine.gains[RECALLED] = 0.2
+    made = len(engine.modes)
+    while engine.modes[-1] == RECALLED:
+        engine.step(8)
+    assert len(engine.modes) - made < 40, "not all steps for which it was to hold"
+
+
+def test_history_that_plain_steps_are_slower_than_predicted_is_no_reason_to_use_it() -> None:
+    """A profile of nothing but plain steps is quicker than a run: what is not known yet is taken to be slower, too."""
+    cost = measured_cost()
+    engine = Engine(make_choice(cost), cost, {PLAIN: 0.7, RECALLED: 0.5, DRAFTED: 0.6})
+    for _ in range(400):
+        engine.step(8)
+    choice, step = engine.choice, StepView(make_batch(1, np.random.default_rng(0)), cost)
+    assert choice.gain(step, PLAIN) == pytest.approx(0.7, abs=0.05)
+    assert choice.gain(step, RECALLED) < FIRST_GAIN * 0.75
 
 
 def test_samples_are_followed_where_drafting_may_pay_for_them() -> None:
