@@ -1,6 +1,7 @@
 """Accepted tokens wait for the draft where the target's pass left them, whatever becomes of their slots."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,6 +43,16 @@ def check(unread, naive):
             assert unread.tokens[slot, : len(marks)].tolist() == marks
 
 
+def check_taken(unread, naive, counts):
+    """Take the first tokens of each slot, as many as are given."""
+    rows, columns = np.repeat(np.arange(len(counts)), counts), np.concatenate([[], *map(np.arange, counts)])
+    tokens, features = unread.take(rows, columns.astype(np.int64), counts)
+    marks = [mark for slot, count in zip(naive.slots, counts, strict=False) for mark in (slot or [])[:count]]
+    assert tokens.tolist() == marks and torch.equal(features, features_of(marks))
+    for slot, count in enumerate(counts):
+        naive.slots[slot] = naive.slots[slot] and naive.slots[slot][count:]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from([2, 64]))
 def test_tokens_are_found_again(data, kept):
@@ -78,15 +89,43 @@ def test_tokens_are_found_again(data, kept):
                 naive.add([part.tolist() for part in np.split(chosen, np.cumsum(counts)[:-1])])
                 mark += len(inputs)
             elif action == "read":
-                unread.gather()
-                counts = np.array([data.draw(st.integers(0, len(marks or ()))) for marks in naive.slots])
-                unread.drop_first(counts)
-                naive.slots = [m and m[n:] for m, n in zip(naive.slots, counts, strict=True)]
+                everything = data.draw(st.booleans())
+                lengths = [len(marks or ()) for marks in naive.slots[:used]]
+                counts = np.array([n if everything else data.draw(st.integers(0, n)) for n in lengths], np.int64)
+                check_taken(unread, naive, counts)
             elif action == "check":
                 check(unread, naive)
         check(unread, naive)
     finally:
         module.STEPS_KEPT = known
+
+
+def test_what_one_step_added_is_not_put_in_order_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as drafting goes on; else it is, and comes out the same."""
+    unread, naive = Unread(SLOTS, MOST, len(TAPS) * HIDDEN, dtype=torch.float32, device=torch.device("cpu")), Naive()
+    for slot in range(2):
+        unread.begin(slot, features_of([]), [-1])
+        naive.slots[slot] = []
+    unread.begin(2, features_of([]), [-1])
+    naive.slots[2] = []
+    gathered = 0
+
+    def gather() -> None:
+        nonlocal gathered
+        gathered += 1
+        Unread.gather(unread)
+
+    monkeypatch.setattr(unread, "gather", gather)
+    for number, moved in enumerate((False, False, True)):
+        inputs = np.arange(10 * number, 10 * number + 8)
+        taken, counts = inputs % 2 == 0, np.array([2, 1, 1])
+        unread.add(states_of(inputs), taken, inputs[taken], counts)
+        naive.add([part.tolist() for part in np.split(inputs[taken], np.cumsum(counts)[:-1])])
+        if moved:
+            unread.move(2, 0)
+            naive.slots[0], naive.slots[2], counts = naive.slots[2], None, counts[1:]
+        check_taken(unread, naive, counts)
+        assert gathered == moved
 
 
 def test_features_are_the_tapped_layers_in_their_order():

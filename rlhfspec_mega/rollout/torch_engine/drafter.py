@@ -26,12 +26,19 @@ from rlhfspec_mega.planning.tree import (
     most_drafted,
 )
 from rlhfspec_mega.rollout.protocol import DraftPast
-from rlhfspec_mega.rollout.torch_engine.cache import Inputs, KVCache, number_in_row
+from rlhfspec_mega.rollout.torch_engine.cache import Inputs, KVCache
 from rlhfspec_mega.rollout.torch_engine.host_attention import step_attention
 from rlhfspec_mega.rollout.torch_engine.prefixes import PrefixPast, UnreadPrefixes
 from rlhfspec_mega.rollout.torch_engine.slots import SlotState
 from rlhfspec_mega.rollout.torch_engine.step_noise import StepNoise
-from rlhfspec_mega.rollout.torch_engine.tree_layers import best_children, layer_inputs, masks_below, with_room
+from rlhfspec_mega.rollout.torch_engine.tree_layers import (
+    best_children,
+    layer_inputs,
+    masks_below,
+    seen_before,
+    unread_places,
+    with_room,
+)
 from rlhfspec_mega.rollout.torch_engine.unread import Features, Unread
 
 # Share of a batch that the draft follows, below which nothing is drafted.
@@ -58,21 +65,22 @@ class _Entries(NamedTuple):
     """Tokens that the draft reads.
 
     Attributes:
-        rows, places: [N], slot of each, and its entry's place in the cache.
+        at: int64 [3, N], slot of each, its number among those of the slot, and its entry's place in the cache.
+        further: bool [N], whether others of the same slot follow.
         tokens: int64 [N], on the draft's device.
         states: [N, hidden], what the entries read.
     """
 
-    rows: Ints
-    places: Ints
+    at: Ints
+    further: Bools
     tokens: torch.Tensor
     states: torch.Tensor
 
     def some(self, chosen: Bools) -> _Entries:
         """Those of them."""
         indices = np.flatnonzero(chosen)
-        at = torch.from_numpy(indices).to(self.tokens.device)
-        return _Entries(self.rows[indices], self.places[indices], self.tokens[at], self.states[at])
+        here = torch.from_numpy(indices).to(self.tokens.device)
+        return _Entries(self.at[:, indices], self.further[indices], self.tokens[here], self.states[here])
 
 
 class Drafter:
@@ -308,40 +316,34 @@ class Drafter:
         Returns:
             [batch, hidden], the draft's output at the last token read in each slot; undefined where counts[i] is 0.
         """
-        entries, ends = self._taken(counts), np.cumsum(counts)
-        further = np.ones(len(entries.rows), np.bool_)
-        further[ends[counts > 0] - 1] = False
-        if np.count_nonzero(further) >= APART[self.unread.tokens.device.type]:
-            self._cache_entries(entries.some(further))
-            entries, ends = entries.some(~further), np.cumsum(counts > 0)
-        rows, places, tokens, states = entries
-        columns, device = number_in_row(rows), tokens.device
-        device_rows, device_columns, device_places = (torch.from_numpy(a).to(device) for a in (rows, columns, places))
-        visible = torch.arange(int(places.max()) + 1, device=device) <= device_places[:, None]
-        queries = int(columns.max()) + 1
-        inputs = Inputs(
-            tokens, device_places, device_rows, device_columns, device_places, visible, len(counts), queries
-        )
-        put_out = self.model.advance(tokens, states, device_places, step_attention(self.cache, inputs))
-        return put_out[torch.from_numpy(np.maximum(ends - 1, 0)).to(device)]
+        entries = self._taken(counts)
+        if np.count_nonzero(entries.further) >= APART[self.unread.tokens.device.type]:
+            self._cache_entries(entries.some(entries.further))
+            entries = entries.some(~entries.further)
+            entries.at[1] = 0
+        device = entries.tokens.device
+        rows, columns, places = torch.from_numpy(entries.at).to(device)
+        visible = torch.from_numpy(seen_before(entries.at[2])).to(device)
+        queries = int(entries.at[1].max()) + 1
+        inputs = Inputs(entries.tokens, places, rows, columns, places, visible, len(counts), queries)
+        put_out = self.model.advance(entries.tokens, entries.states, places, step_attention(self.cache, inputs))
+        if len(put_out) == len(counts) and queries == 1:
+            return put_out
+        last, found = np.flatnonzero(~entries.further), np.zeros(len(counts), np.int64)
+        found[entries.at[0, last]] = last
+        return put_out[torch.from_numpy(found).to(device)]
 
     def _taken(self, counts: Ints) -> _Entries:
         """Of the first counts[i] unread tokens of slot i, which are unread no more, what their entries are made of."""
-        batch, unread = len(counts), self.unread
-        unread.gather()
-        self._read_prefixes(range(batch))
-        rows = np.repeat(np.arange(batch), counts)
-        columns = number_in_row(rows)
-        places = self._read[rows] + columns
-        at = tuple(torch.from_numpy(array).to(unread.tokens.device) for array in (rows, columns))
-        found = _Entries(rows, places, unread.tokens[at], self.model.fuse(unread.features[at]))
-        self._read[:batch] += counts
-        unread.drop_first(counts)
-        return found
+        self._read_prefixes(range(len(counts)))
+        at, further = unread_places(self._read, counts)
+        tokens, features = self.unread.take(at[0], at[1], counts)
+        self._read[: len(counts)] += counts
+        return _Entries(at, further, tokens, self.model.fuse(features))
 
     def _cache_entries(self, entries: _Entries) -> None:
         """Put the keys and values of entries whose outputs nobody reads in the cache."""
-        rows, places = (torch.from_numpy(array).to(entries.tokens.device) for array in (entries.rows, entries.places))
+        rows, _, places = torch.from_numpy(entries.at).to(entries.tokens.device)
         self.cache.write(0, rows, places, self.model.keys_values(entries.tokens, entries.states, places))
 
     def _read_prefixes(self, slots: Iterable[int]) -> None:

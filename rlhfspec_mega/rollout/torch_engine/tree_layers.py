@@ -9,6 +9,28 @@ from rlhfspec_mega.planning.tree import Bools, Floats, Ints
 
 
 @compiled
+def unread_places(read: Ints, counts: Ints) -> tuple[Ints, Bools]:
+    """Rows, columns and places [3, N] of the next counts[i] entries of slot i, which has read[i] entries; and whether
+    others of the same slot follow."""
+    made, further, found = np.empty((3, counts.sum()), np.int64), np.ones(counts.sum(), np.bool_), 0
+    for row in range(len(counts)):
+        for column in range(counts[row]):
+            made[0, found], made[1, found], made[2, found] = row, column, read[row] + column
+            further[found] = column + 1 < counts[row]
+            found += 1
+    return made, further
+
+
+@compiled
+def seen_before(places: Ints) -> Bools:
+    """[N, longest], the committed entries and an entry itself."""
+    visible = np.zeros((len(places), places.max() + 1), np.bool_)
+    for one in range(len(places)):
+        visible[one, : places[one] + 1] = True
+    return visible
+
+
+@compiled
 def best_children(
     columns: Ints, scores: Floats, rows: Ints, parents: Ints, width: int, ids: Ints, stops: Bools, forced: Bools
 ) -> tuple[Ints, Floats, Bools]:

@@ -152,7 +152,39 @@ class Unread:
             self.features[rows, places, number * width : (number + 1) * width] = states[inputs]
         self.tokens[rows, places] = new
 
-    def drop_first(self, counts: Ints) -> None:
+    def take(self, rows: Ints, columns: Ints, counts: Ints) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first counts[i] tokens of slot i, which are read now; all in all [N], and their features [N, width].
+
+        Args:
+            rows, columns: [N] the slot of each, and its number among those of the slot.
+        """
+        found = self._newest(counts)
+        if found is None:
+            self.gather()
+            at = self._on_device(rows, columns)
+            found = self.tokens[at], self.features[at]
+        self._drop_first(counts)
+        return found
+
+    def _newest(self, counts: Ints) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What `take` gives, where that is all that the last step has added, and nothing else waits.
+
+        So it is in every step while drafting goes on: to put the tokens in their places first takes twice as long.
+        """
+        if len(self._steps) != 1:
+            return None
+        step = self._steps[0]
+        if not _are_all(step.numbers, step.places, step.counts, self._numbers, counts):
+            return None
+        self._steps, self._inputs = [], 0
+        (tokens,) = self._on_device(step.tokens)
+        states = step.states
+        if step.taken is not None and not step.taken.all():
+            (inputs,) = self._on_device(np.flatnonzero(step.taken))
+            states = [outputs[inputs] for outputs in states]
+        return tokens, torch.cat(states, dim=1)
+
+    def _drop_first(self, counts: Ints) -> None:
         """Forget the first counts[i] tokens of slot i, which were read; after `gather`."""
         batch = slice(len(counts))
         self.counts[batch] -= counts
@@ -188,6 +220,17 @@ def _added(numbers: Ints, counts: Ints, new: Ints) -> tuple[Ints, Ints, int]:
             counts[slot] += new[slot]
             longest = max(longest, counts[slot])
     return before[0], before[1], longest
+
+
+@compiled
+def _are_all(numbers: Ints, places: Ints, counts: Ints, own: Ints, wanted: Ints) -> bool:
+    """Whether a step's tokens are the wanted ones of each slot; arguments as `_destinations`."""
+    if len(numbers) != len(wanted):
+        return False
+    for slot in range(len(numbers)):
+        if numbers[slot] == NOBODY or numbers[slot] != own[slot] or places[slot] or counts[slot] != wanted[slot]:
+            return False
+    return True
 
 
 @compiled
