@@ -4,7 +4,7 @@ With E_w = exp(-g_w), independent and exponential, argmax(log p + g) is argmin E
 if E_w >= E_v * m_w for every w, with m_w = max(p_w / p_v, q_w / q_v) and m_v = 1. Given E_v = e that has probability
 exp(-e * sum_{w != v} m_w); integrated over e's density exp(-e) it is 1 / sum_w m_w. The sum over v is the probability
 of agreement (the Gumbel coupling, Daliri, Musco and Suresh 2024, arXiv 2408.07978). It has a gradient: a draft is
-trained for it (`distillation.Learner`).
+trained for it (`distillation.Target.loss`).
 
 m_w is p_w / p_v exactly if p_w / q_w >= p_v / q_v: in the order of p / q, partial sums of p and of q give all the sums.
 """

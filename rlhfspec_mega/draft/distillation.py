@@ -85,11 +85,11 @@ class Target:
 
         With a, the probability that draft and target choose the same token under the same noise, it is
 
-            1 - a + (1 - mean of a)^2 x cross-entropy to the target's distribution
+            1 - a + (1 - mean of a over these cells)^2 x cross-entropy to the target's distribution
 
-        A new draft hardly agrees with anything, so that a alone says little of where to go; cross-entropy, which it has
-        to begin with, cares for tokens that neither of the two will choose. At temperature 0, where a has no gradient,
-        it is the cross-entropy to the target's distribution at temperature 1.
+        While a is small, it hardly says in which direction it grows: a new draft follows the cross-entropy. That counts
+        tokens that neither of the two will choose, and so it fades as the two agree. At temperature 0, where a has no
+        gradient, it is the cross-entropy to the target's distribution at temperature 1.
         """
         wanted, temperature = self.probabilities(states), self.temperature or 1.0
         p, tokens = wanted.topk(min(TOP, wanted.shape[-1]), dim=-1)

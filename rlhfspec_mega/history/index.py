@@ -50,7 +50,7 @@ class History:
     def become(self, other: History) -> None:
         """Forget everything and take over the texts of another history of the same sizes, whose slots are empty."""
         self.clear()
-        pairs: Iterable[tuple[np.ndarray, np.ndarray]] = zip(self._store, other._store, strict=True)
+        pairs: Iterable[tuple[np.ndarray, np.ndarray]] = zip(self._store, other.of_slots(0)[0], strict=True)
         for own, given in pairs:
             own[:] = given
 
@@ -126,8 +126,8 @@ def _store(store: Store, lasts: Ints, tokens: Ints, numbers: Ints, kinds: Ints, 
 
     Args:
         tokens: of all, one after the other.
-        numbers: the same, for each of `kinds`: of a step the tokens of each sample; of a sample that begins its slot
-            and how many tokens it has; of one that moves its slots before and after.
+        numbers: of one of `kinds` after the other: of a step how many tokens each sample got; of a sample that begins
+            its slot and how many tokens it has; of one that moves its slots before and after.
         kinds: number of samples of a step, _BEGUN or _MOVED.
     """
     place, entry = 0, 0

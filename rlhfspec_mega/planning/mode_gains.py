@@ -154,7 +154,7 @@ def worth_following(gains: Gains, came: Bools, kept: float, shares: Floats) -> b
         # At sizes that never came the forecast has the benefit of the doubt: what others kept is left out.
         expected = forecast * (kept_here if came[bucket] else 1.0)
         tokens, work = gains.measured[bucket, DRAFTED]
-        gain = kept * (tokens + FORECAST_WEIGHT * expected) / (work + FORECAST_WEIGHT)
+        gain = kept * (tokens + FORECAST_WEIGHT * expected) / (work + FORECAST_WEIGHT) / overall_gain(gains, PLAIN)
         pays |= gain >= FOLLOWED_GAIN
         saved += shares[bucket] * (1.0 - 1.0 / max(gain, 1.0))
     return saved >= FOLLOWED_SAVING * shares.sum() if shares.any() else pays

@@ -45,7 +45,7 @@ FIRST_GAIN = 1.15  # of history where little is known: to find out costs a few s
 TRIAL_STEPS = 4  # of a mode that is not in use
 TRIAL_SHARE = 0.005  # share of the time that the trials of a mode may lose
 # By mode, how many times that share the first trial may lose; the next ones lose less and less. History is short at
-# first, and then soon gives more. Of drafting there are forecasts, and of plain steps the gain is known to be about 1.
+# first, and then soon gives more. Of drafting there are forecasts, and of plain steps there are always some.
 FIRST_TRIALS = (1, 10, 1)
 # By mode, steps' time that a trial is taken to lose at least. Controls (`oversight`) are plain steps, too.
 LEAST_LOST = (0.5, 0.2, 0.2)
@@ -93,7 +93,7 @@ class ModeChoice:
         self._steps, self._plain_steps = 0, SETTLING
         # By bucket, the best mode when last looked at, until which step it is kept, and for how many it was kept last.
         self._held, self._held_until, self._hold = ([value] * BATCH_BUCKETS for value in (PLAIN, 0, 0))
-        self._instead = [0.0] * BATCH_BUCKETS  # gain of the next best mode when the one that is held was chosen
+        self._promised = [0.0] * BATCH_BUCKETS  # gain of the next best mode when the one that is held was chosen
         # Plain steps that nothing was asked about and nothing was learnt from yet: size, KV tokens, whether the steps
         # before were plain, too, and seconds of each step, by row; and how many steps these are.
         self._rests: list[tuple[int, int, bool, Sequence[float]]] = []
@@ -162,7 +162,7 @@ class ModeChoice:
                 self._trial, self._lost, self._beside, self.trying = mode, 0.0, gains[best], True
                 self._left = TRIAL_STEPS + (SETTLING if mode == PLAIN else 0)
                 return mode
-        self._instead[bucket] = max((gains[mode] for mode in able if mode != best), default=0.0)
+        self._promised[bucket] = max((gains[mode] for mode in able if mode != best), default=0.0)
         self._hold[bucket] = min(2 * self._hold[bucket], LONGEST_HOLD) or HOLD_STEPS
         self._held_until[bucket], self._undrafted[bucket] = self._steps + self._hold[bucket], not usable
         return best
@@ -182,8 +182,15 @@ class ModeChoice:
         return 1.0 if mode == PLAIN else self._whole.kept(size)
 
     def gain(self, step: StepView, mode: int) -> float:
-        """See above; 1 is the pace of plain steps."""
-        bucket, gains = batch_bucket(step.size), self._gains
+        """See above; 1 is the pace that plain steps are predicted to have."""
+        bucket = batch_bucket(step.size)
+        if mode == DRAFTED:
+            self._gains.forecast[bucket] = self._forecast_gain(step)
+        return self._gain_at(bucket, mode)
+
+    def _gain_at(self, bucket: int, mode: int) -> float:
+        """The gain in a bucket of batch sizes, by the last forecast if it is one of drafting."""
+        gains = self._gains
         if mode == PLAIN:
             expected = overall_gain(gains, PLAIN)
         elif mode == RECALLED:
@@ -191,8 +198,7 @@ class ModeChoice:
             hoped = FORECAST_WEIGHT * FIRST_GAIN * overall_gain(gains, PLAIN)
             expected = float((tokens + hoped) / (work + FORECAST_WEIGHT))
         else:
-            gains.forecast[bucket] = expected = self._forecast_gain(step)
-            expected *= kept_of_forecasts(gains)
+            expected = float(gains.forecast[bucket]) * kept_of_forecasts(gains)
         tokens, work = self._gains.measured[bucket, mode]
         return float((tokens + FORECAST_WEIGHT * expected) / (work + FORECAST_WEIGHT))
 
@@ -235,12 +241,13 @@ class ModeChoice:
         add_step(self._gains, bucket, mode, tokens, work, settled and not forced)
         if mode != PLAIN and mode == self._held[bucket] and self._steps < self._held_until[bucket]:
             kept = self._kept_of(mode, step.size)
-            if self.gain(step, mode) * kept * HYSTERESIS < self._instead[bucket]:
+            if self._gain_at(bucket, mode) * kept * HYSTERESIS < self._promised[bucket]:
                 self._held_until[bucket] = self._steps  # it does not give what it was chosen for
 
     def rested(self, size: int, kv_tokens: int, seconds: Sequence[float]) -> None:
         """Record plain steps in a row that nothing was asked about; `kv_tokens` are those of the first one."""
         self._rests.append((size, kv_tokens, self._plain_steps >= SETTLING, seconds))
+        self._whole.had(size)
         steps = len(seconds)
         self._rested += steps
         self._steps += steps
@@ -257,7 +264,7 @@ class ModeChoice:
     def keep_to(self, mode: int) -> None:
         """Make all further steps in one mode, where it is possible."""
         self._held, self._held_until, self._left = [mode] * BATCH_BUCKETS, [sys.maxsize] * BATCH_BUCKETS, 0
-        self._instead = [0.0] * BATCH_BUCKETS
+        self._promised = [0.0] * BATCH_BUCKETS
         self._undrafted = [False] * BATCH_BUCKETS
 
     def draft_returns(self) -> None:
@@ -274,8 +281,8 @@ class ModeChoice:
         sizes, kv_tokens, settled, rows = zip(*rests, strict=True)
         batches, counts, seconds = np.array(sizes), np.array([*map(len, rows)]), np.concatenate(rows)
         plain = self._cost.plain_seconds_of(batches, np.array(kv_tokens))
-        if self._cost.frozen or not seconds.any():
-            seconds = np.repeat(plain, counts)
+        predicted = np.repeat(plain, counts)
+        seconds = predicted if self._cost.frozen else np.where(seconds > 0.0, seconds, predicted)
         took, usual = learn_rests(self._gains, batches, plain, np.array(settled), counts, seconds)
         self._count_time(usual, len(seconds))
         for size, tokens, count, each in zip(sizes, kv_tokens, counts.tolist(), took.tolist(), strict=True):

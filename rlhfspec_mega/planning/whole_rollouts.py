@@ -59,6 +59,10 @@ class WholeRollouts:
         this size; all 0 before the first one has ended."""
         return self._shares[batch_bucket(max(size, self._largest))]
 
+    def had(self, size: int) -> None:
+        """There was a batch of this size, whose steps may be added later."""
+        self._largest = max(self._largest, size)
+
     def add_step(
         self, size: int, kv_tokens: int, tokens: float, seconds: float, reading: float, drafted: bool, steps: int = 1
     ) -> None:
@@ -69,7 +73,7 @@ class WholeRollouts:
             seconds, reading: what it took, and how much of that for reading what plain steps had left unread.
             drafted: whether draft tokens were asked for.
         """
-        self._largest = max(self._largest, size)
+        self.had(size)
         self._samples += size * steps
         self._kv_tokens += kv_tokens * steps
         self._counted[size] = self._counted.get(size, 0.0) + tokens

@@ -19,7 +19,7 @@ from rlhfspec_mega.models.rope import Rotary
 from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.planning.tree import ROOT, DraftTree
 from rlhfspec_mega.rollout.torch_engine import cache as cache_module
-from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, Inputs, KVCache, number_in_row
+from rlhfspec_mega.rollout.torch_engine.cache import CachedAttention, Inputs, KVCache
 from rlhfspec_mega.rollout.torch_engine.host_attention import (
     LIMITS,
     LIMITS_WITH_MKL,
@@ -37,6 +37,11 @@ from tests.unit.test_torch_engine import one_thread
 
 __all__ = ["one_thread"]
 PLACES = 40
+
+
+def number_in_row(rows: np.ndarray) -> np.ndarray:
+    """The number of each entry within its row, from 0; `rows` is sorted."""
+    return np.arange(len(rows)) - np.searchsorted(rows, rows)
 
 
 def shape_of(heads: int, kv_heads: int, head_dim: int) -> ModelShape:

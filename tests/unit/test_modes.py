@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlhfspec_mega.planning.acceptance import AcceptanceModel
 from rlhfspec_mega.planning.cost import CostModel
 from rlhfspec_mega.planning.forecast import StepView
-from rlhfspec_mega.planning.mode_gains import MEMORY
+from rlhfspec_mega.planning.mode_gains import MEMORY, bucket_of
 from rlhfspec_mega.planning.modes import (
     DRAFTED,
     FIRST_GAIN,
@@ -173,7 +173,7 @@ def test_a_decision_ends_where_its_mode_does_not_give_what_it_was_chosen_for() -
     assert len(engine.modes) - made < 40, "not all steps for which it was to hold"
 
 
-def test_history_that_plain_steps_are_slower_than_predicted_is_no_reason_to_use_it() -> None:
+def test_that_plain_steps_are_slower_than_predicted_is_no_reason_to_use_history() -> None:
     """A profile of nothing but plain steps is quicker than a run: what is not known yet is taken to be slower, too."""
     cost = measured_cost()
     engine = Engine(make_choice(cost), cost, {PLAIN: 0.7, RECALLED: 0.5, DRAFTED: 0.6})
@@ -182,6 +182,38 @@ def test_history_that_plain_steps_are_slower_than_predicted_is_no_reason_to_use_
     choice, step = engine.choice, StepView(make_batch(1, np.random.default_rng(0)), cost)
     assert choice.gain(step, PLAIN) == pytest.approx(0.7, abs=0.05)
     assert choice.gain(step, RECALLED) < FIRST_GAIN * 0.75
+
+
+def test_samples_are_followed_where_drafting_beats_plain_steps_as_they_are() -> None:
+    """Plain steps take longer than predicted; drafting keeps as little of its forecast, and is better than they are."""
+    cost = measured_cost()
+    choice = make_choice(cost)
+    choice._due[DRAFTED] = 10**9  # no trial
+    for _ in range(20):
+        choice.rested(1, 100, RESTS * [cost.plain_seconds(1, 100) / 0.8])
+    choice._end_rest()
+    choice._came[:], choice._gains.forecast[:] = True, 1.12
+    assert choice.measured(1, PLAIN) == pytest.approx(0.8, abs=0.01) and choice.follows(1)
+    assert choice._gain_at(0, DRAFTED) == pytest.approx(1.12 * 0.8, abs=0.02)
+    choice._gains.forecast[:] = 0.9
+    assert not choice.follows(1)
+
+
+def test_the_clock_of_plain_steps_decides_nothing_if_costs_are_frozen() -> None:
+    cost = CostModel.nominal(10**6, 10**5)
+    choice = make_choice(cost)
+    choice.rested(4, 400, [1e3, 1e-9])
+    tokens, work = choice.take_tally()
+    assert sum(tokens) == 2 and sum(work) == pytest.approx(2)
+
+
+@given(st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 10**6)), min_size=1))
+def test_rows_of_plain_steps_are_counted_as_single_ones(rows: list[tuple[int, int]]) -> None:
+    cost = measured_cost()
+    sizes, kv_tokens = map(np.array, zip(*rows, strict=True))
+    single = [cost.plain_seconds(size, tokens) for size, tokens in rows]
+    assert cost.plain_seconds_of(sizes, kv_tokens) == pytest.approx(np.array(single))
+    assert [bucket_of(size) for size, _ in rows] == [batch_bucket(size) for size, _ in rows]
 
 
 def test_samples_are_followed_where_drafting_may_pay_for_them() -> None:

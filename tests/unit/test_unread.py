@@ -128,6 +128,32 @@ def test_what_one_step_added_is_not_put_in_order_first(monkeypatch: pytest.Monke
         assert gathered == moved
 
 
+@pytest.mark.parametrize("case", ["all", "some", "not all of it new", "moved", "ended", "two steps", "fewer slots"])
+def test_what_waits_is_taken_as_it_came(case: str) -> None:
+    """Whether or not it is all of what one step has added."""
+    unread, naive = Unread(SLOTS, MOST, len(TAPS) * HIDDEN, dtype=torch.float32, device=torch.device("cpu")), Naive()
+    for slot in range(3):
+        marks = [90 + slot] if case == "not all of it new" else []
+        unread.begin(slot, features_of(marks), [-1, *marks])
+        naive.slots[slot] = marks
+    counts = np.array([2, 1, 2])
+    for first in (0, 20) if case == "two steps" else (0,):
+        inputs = np.arange(first, first + 10)
+        taken = inputs % 2 == 1
+        unread.add(states_of(inputs), taken, inputs[taken], counts)
+        naive.add([part.tolist() for part in np.split(inputs[taken], np.cumsum(counts)[:-1])])
+    if case == "moved":
+        unread.move(2, 0)
+        naive.slots[0], naive.slots[2] = naive.slots[2], None
+    elif case == "ended":
+        unread.end(2)
+        naive.slots[2] = None
+    used = 2 if case in ("moved", "ended", "fewer slots") else 3
+    lengths = np.array([len(marks or ()) for marks in naive.slots[:used]])
+    check_taken(unread, naive, np.minimum(lengths, 1) if case == "some" else lengths)
+    check(unread, naive)
+
+
 def test_features_are_the_tapped_layers_in_their_order():
     features = Features((2, 0, 2))
     for layer in range(3):

@@ -39,16 +39,6 @@ class Inputs(NamedTuple):
     queries: int
 
 
-@compiled
-def number_in_row(rows: Ints) -> Ints:
-    """The number of each entry within its row, from 0; `rows` is sorted."""
-    numbers = np.zeros(len(rows), np.int64)
-    for entry in range(1, len(rows)):
-        if rows[entry] == rows[entry - 1]:
-            numbers[entry] = numbers[entry - 1] + 1
-    return numbers
-
-
 class KVCache:
     """Keys and values [layers, 2, slots, kv_heads, places, head_dim]; the 2 is (key, value).
 

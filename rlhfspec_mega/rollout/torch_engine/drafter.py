@@ -80,7 +80,7 @@ class _Entries(NamedTuple):
         """Those of them."""
         indices = np.flatnonzero(chosen)
         here = torch.from_numpy(indices).to(self.tokens.device)
-        return _Entries(self.at[:, indices], self.further[indices], self.tokens[here], self.states[here])
+        return _Entries(self.at.take(indices, axis=1), self.further[indices], self.tokens[here], self.states[here])
 
 
 class Drafter:

@@ -12,7 +12,7 @@ from rlhfspec_mega.planning.tree import Bools, Floats, Ints
 def unread_places(read: Ints, counts: Ints) -> tuple[Ints, Bools]:
     """Rows, columns and places [3, N] of the next counts[i] entries of slot i, which has read[i] entries; and whether
     others of the same slot follow."""
-    made, further, found = np.empty((3, counts.sum()), np.int64), np.ones(counts.sum(), np.bool_), 0
+    made, further, found = np.empty((3, counts.sum()), np.int64), np.empty(counts.sum(), np.bool_), 0
     for row in range(len(counts)):
         for column in range(counts[row]):
             made[0, found], made[1, found], made[2, found] = row, column, read[row] + column

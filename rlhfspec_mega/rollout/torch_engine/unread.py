@@ -185,7 +185,7 @@ class Unread:
         return tokens, torch.cat(states, dim=1)
 
     def _drop_first(self, counts: Ints) -> None:
-        """Forget the first counts[i] tokens of slot i, which were read; after `gather`."""
+        """Forget the first counts[i] tokens of slot i, which were read; no step waits any more."""
         batch = slice(len(counts))
         self.counts[batch] -= counts
         self.longest = int(self.counts.max())
@@ -224,7 +224,7 @@ def _added(numbers: Ints, counts: Ints, new: Ints) -> tuple[Ints, Ints, int]:
 
 @compiled
 def _are_all(numbers: Ints, places: Ints, counts: Ints, own: Ints, wanted: Ints) -> bool:
-    """Whether a step's tokens are the wanted ones of each slot; arguments as `_destinations`."""
+    """Whether a step has added the first wanted[i] tokens of slot i, and no others; see `_destinations`."""
     if len(numbers) != len(wanted):
         return False
     for slot in range(len(numbers)):
