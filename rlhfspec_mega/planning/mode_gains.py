@@ -18,8 +18,9 @@ FORECAST_WEIGHT = 6.0  # plain steps' time for which a forecast counts beside wh
 MEMORY = 250.0  # plain steps' time after which what was measured counts a third
 MOST_WORK = 4.0  # times the mode's usual work: a step that takes longer was interrupted
 
-# Gain of drafting below which it is not expected to pay again; and the share of a rollout's time that it has to save,
-# once it is known how long batches of each size last: to follow samples takes 1 to 4% of plain steps.
+# Gain of drafting, over plain steps as they are, below which it is not expected to pay again; and the share of a
+# rollout's time that it has to save, once it is known how long batches of each size last: to follow samples takes 1 to
+# 4% of plain steps.
 FOLLOWED_GAIN, FOLLOWED_SAVING = 0.97, 0.015
 
 

@@ -103,11 +103,9 @@ def test_tokens_are_found_again(data, kept):
 def test_what_one_step_added_is_not_put_in_order_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as drafting goes on; else it is, and comes out the same."""
     unread, naive = Unread(SLOTS, MOST, len(TAPS) * HIDDEN, dtype=torch.float32, device=torch.device("cpu")), Naive()
-    for slot in range(2):
+    for slot in range(3):
         unread.begin(slot, features_of([]), [-1])
         naive.slots[slot] = []
-    unread.begin(2, features_of([]), [-1])
-    naive.slots[2] = []
     gathered = 0
 
     def gather() -> None:
