@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +19,7 @@ from benchmarks.drafts import draft_of, load_own
 from benchmarks.paired import interleaved, ratio_interval
 from benchmarks.peers import Method, Peer
 from benchmarks.samples import Target, load_target, words_target
-from benchmarks.scenarios import Bench, batch_scenario
+from benchmarks.scenarios import MEMBERS, Bench, Scenario, batch_scenario
 from benchmarks.text_target import text_prompts, text_target
 from benchmarks.tokens_per_step import CHAIN, TOP_K, Setting, Task, measure
 
@@ -91,24 +93,26 @@ def against_peers(bench: Bench, target: Target, adaptive: Contender, tokens: int
 
 
 def against_rejection(bench: Bench, found: Sequence[dict[str, Any]], rules: Rules) -> dict[str, float]:
-    """Adaptive's measured tokens per second over those of the best rejection chain, by batch size at T = 1.
+    """Time of the best rejection chain over adaptive's measured time, by batch size at T = 1.
 
-    The chain's are its tokens per step on samples of the same length over the profiled seconds of such a step, without
-    prefill.
+    The chain takes its expected steps on samples of the same length, of profiled seconds each, after the prefill and
+    the draft's reading of the prompts, which adaptive's time contains, too.
     """
     cost, result = bench.cost_model(), {}
     for entry in found:
-        scenario = entry["scenario"]
-        lengths = scenario["lengths"]
-        if scenario["temperature"] != 1.0 or len(set(lengths)) > 1:
+        scenario = Scenario(**entry["scenario"] | {"lengths": tuple(entry["scenario"]["lengths"])})
+        if scenario.temperature != 1.0 or len(set(scenario.lengths)) > 1:
             continue
-        batch, kv = len(lengths), len(lengths) * (lengths[0] // 2 + bench.prompt_length)
-        best = 0.0
+        batch = len(scenario.lengths)
+        kv = batch * (scenario.lengths[0] // 2 + bench.prompt_length)
+        fastest = math.inf
         for nodes in CHAINS:
             rate = rules.tokens_per_step((CHAIN, DEEPEST, nodes))
             seconds = float(cost.draft_seconds(batch, kv, round(batch * rate), nodes, batch * (nodes - 1)))
             seconds += float(cost.verify_seconds(batch, kv, batch * (1 + nodes)))
-            best = max(best, batch * rate / seconds)
-        times = sorted(entry["judging"][entry["selected"][ADAPTIVE]])
-        result[scenario["name"]] = sum(lengths) / times[len(times) // 2] / best
+            fastest = min(fastest, scenario.tokens / (batch * rate) * seconds)
+        prompts = -(-batch // MEMBERS) * bench.prompt_length  # members of a group share theirs
+        reading = cost.draft_seconds(batch, kv, batch + prompts, 1, 0) - cost.draft_seconds(batch, kv, batch, 1, 0)
+        ours = statistics.median(entry["judging"][entry["selected"][ADAPTIVE]])
+        result[scenario.name] = (fastest + float(reading) + bench.prefill_seconds(scenario)) / ours
     return result

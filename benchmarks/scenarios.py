@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -156,6 +157,15 @@ class Bench:
                 products = sum(one.self_cpu_time_total for one in averages if one.key in MATRIX_PRODUCTS) * 1e-6
             engine.clear()
         return products / (seconds / 2)
+
+    def prefill_seconds(self, scenario: Scenario, repeats: int = 9) -> float:
+        """Median seconds of a scenario's prefill."""
+        found = []
+        for repeat in range(repeats):
+            self._plain.reset_stats()
+            self.decode(self._plain, scenario, repeat)
+            found.append(self._plain.stats()["prefill_seconds"])
+        return statistics.median(found)
 
     def decode(self, engine: TorchEngine, scenario: Scenario, repeat: int) -> float:
         """As `run`, on an engine as it is."""
