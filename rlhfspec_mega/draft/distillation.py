@@ -85,7 +85,7 @@ class Target:
 
         With a, the probability that draft and target choose the same token under the same noise, it is
 
-            1 - a + (1 - mean of a over these cells)^2 x cross-entropy to the target's distribution
+            1 - a + (1 - mean of a over these cells) x cross-entropy to the target's distribution
 
         While a is small, it hardly says in which direction it grows: a new draft follows the cross-entropy. That counts
         tokens that neither of the two will choose, and so it fades as the two agree. At temperature 0, where a has no
@@ -100,7 +100,7 @@ class Target:
             if self.temperature == 0:
                 return imitation
             agreed = agreement(p[cells], log_q.gather(-1, tokens[cells]).exp())
-            return 1.0 - agreed + (1.0 - agreed.detach().mean()) ** 2 * imitation
+            return 1.0 - agreed + (1.0 - agreed.detach().mean()) * imitation
 
         return loss_of
 

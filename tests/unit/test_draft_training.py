@@ -222,14 +222,14 @@ def test_a_draft_is_trained_for_what_noise_that_both_share_accepts(ids, temperat
     q = (logits / (temperature or 1.0)).softmax(-1)
     expected, agreed = -(wanted * q.log()).sum(-1), agreement(wanted, q)
     if temperature:
-        expected = 1 - agreed + (1 - agreed.mean()) ** 2 * expected
+        expected = 1 - agreed + (1 - agreed.mean()) * expected
     torch.testing.assert_close(target.loss(states)(cells, logits), expected, atol=1e-5, rtol=1e-5)
     inputs = [tensor.clone().requires_grad_() for tensor in (logits, logits)]
     target.loss(states)(cells, inputs[0]).sum().backward()
     q = (inputs[1] / (temperature or 1.0)).softmax(-1)
     wished = -(wanted * q.log()).sum(-1)
     if temperature:
-        wished = 1 - agreement(wanted, q) + float((1 - agreed.mean()) ** 2) * wished
+        wished = 1 - agreement(wanted, q) + float(1 - agreed.mean()) * wished
     wished.sum().backward()
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad, atol=1e-4, rtol=1e-4)
 
