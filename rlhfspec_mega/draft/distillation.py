@@ -85,11 +85,10 @@ class Target:
 
         With a, the probability that draft and target choose the same token under the same noise, it is
 
-            1 - a + (1 - mean of a over these cells) x cross-entropy to the target's distribution
+            1 - a + cross-entropy to the target's distribution
 
-        While a is small, it hardly says in which direction it grows: a new draft follows the cross-entropy. That counts
-        tokens that neither of the two will choose, and so it fades as the two agree. At temperature 0, where a has no
-        gradient, it is the cross-entropy to the target's distribution at temperature 1.
+        While a is small, it hardly says in which direction it grows: a new draft follows the cross-entropy. At
+        temperature 0, where a has no gradient, it is the cross-entropy to the target's distribution at temperature 1.
         """
         wanted, temperature = self.probabilities(states), self.temperature or 1.0
         p, tokens = wanted.topk(min(TOP, wanted.shape[-1]), dim=-1)
@@ -100,7 +99,7 @@ class Target:
             if self.temperature == 0:
                 return imitation
             agreed = agreement(p[cells], log_q.gather(-1, tokens[cells]).exp())
-            return 1.0 - agreed + (1.0 - agreed.detach().mean()) * imitation
+            return 1.0 - agreed + imitation
 
         return loss_of
 
