@@ -23,7 +23,7 @@ from rlhfspec_mega.models.shape import ModelShape
 from rlhfspec_mega.observe.console import Console
 
 RECIPES = {"small": DraftRecipe(steps=800, learning_rate=2e-3)}  # others: the defaults, which suit the tiny model
-_MODEL_VERSION, _DRAFT_VERSION = 3, 6  # parts of the cache keys: to be raised when the task or a recipe's code changes
+_MODEL_VERSION = _DRAFT_VERSION = 3  # parts of the cache keys: to be raised when the task or a recipe's code changes
 
 
 def start_tokenizer(config: RunConfig) -> Any:

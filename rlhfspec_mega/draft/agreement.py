@@ -3,8 +3,7 @@
 With E_w = exp(-g_w), independent and exponential, argmax(log p + g) is argmin E_w / p_w. Both p and q choose v exactly
 if E_w >= E_v * m_w for every w, with m_w = max(p_w / p_v, q_w / q_v) and m_v = 1. Given E_v = e that has probability
 exp(-e * sum_{w != v} m_w); integrated over e's density exp(-e) it is 1 / sum_w m_w. The sum over v is the probability
-of agreement (the Gumbel coupling, Daliri, Musco and Suresh 2024, arXiv 2408.07978). It has a gradient: a draft is
-trained for it (`distillation.Target.loss`).
+of agreement (the Gumbel coupling, Daliri, Musco and Suresh 2024, arXiv 2408.07978).
 
 m_w is p_w / p_v exactly if p_w / q_w >= p_v / q_v: in the order of p / q, partial sums of p and of q give all the sums.
 """
@@ -14,7 +13,7 @@ from __future__ import annotations
 from torch import Tensor
 
 TOP = 32  # most probable tokens of the target that are compared one by one
-_LEAST = 1e-15  # ratios of probabilities, and their squares in a gradient, stay finite in float32
+_LEAST = 1e-30  # ratios of probabilities stay finite in float32
 
 
 def agreement(target: Tensor, draft: Tensor) -> Tensor:

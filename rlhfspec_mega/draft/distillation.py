@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -79,30 +79,6 @@ class Target:
             return p[:, 0] * (tokens[:, 0] == logits.argmax(dim=-1))
         return agreement(p, (logits / self.temperature).softmax(dim=-1).gather(-1, tokens))
 
-    def loss(self, states: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-        """What a draft is trained to make small, of its predictions for some cells of these states [C, hidden]: a
-        function of int64 [N], the cells, and float32 [N, draft vocabulary], the draft's logits; it gives [N].
-
-        With a, the probability that draft and target choose the same token under the same noise, it is
-
-            1 - a + cross-entropy to the target's distribution
-
-        While a is small, it hardly says in which direction it grows: a new draft follows the cross-entropy. At
-        temperature 0, where a has no gradient, it is the cross-entropy to the target's distribution at temperature 1.
-        """
-        wanted, temperature = self.probabilities(states), self.temperature or 1.0
-        p, tokens = wanted.topk(min(TOP, wanted.shape[-1]), dim=-1)
-
-        def loss_of(cells: Tensor, logits: Tensor) -> Tensor:
-            log_q = (logits / temperature).log_softmax(dim=-1)
-            imitation = -(wanted[cells] * log_q).sum(dim=-1)
-            if self.temperature == 0:
-                return imitation
-            agreed = agreement(p[cells], log_q.gather(-1, tokens[cells]).exp())
-            return 1.0 - agreed + imitation
-
-        return loss_of
-
 
 class Learner:
     """AdamW on a draft's float32 weights.
@@ -117,7 +93,7 @@ class Learner:
         self._shape = shape
 
     def step(self, target: Target, examples: Sequence[Example]) -> float:
-        """One optimizer step towards the target's choices.
+        """One optimizer step towards the target's distributions.
 
         Returns the first draft step's loss per predicted token.
 
@@ -125,10 +101,12 @@ class Learner:
         """
         batch = Batch(examples, target.embedding.device)
         network = Network(self._shape, self.weights, target.embedding)
-        loss_of, losses = target.loss(batch.states), list[Tensor]()
+        wanted = target.probabilities(batch.states)
+        temperature = target.temperature or 1.0
+        losses = []
         for prediction in network.unroll(batch, STEPS):
-            missed = loss_of(prediction.cells, network.logits(prediction.states))
-            losses.append(missed.sum() / len(batch.states))
+            log_q = (network.logits(prediction.states) / temperature).log_softmax(dim=-1)
+            losses.append(-(wanted[prediction.cells] * log_q).sum() / len(wanted))
         loss = torch.stack([_STEP_WEIGHT**step * part for step, part in enumerate(losses)]).sum()
         self.optimizer.zero_grad()
         loss.backward()

@@ -208,32 +208,6 @@ def test_training_goes_on_bit_by_bit_from_a_saved_state(tmp_path):
     assert not torch.equal(expected["weight.fc.weight"], fresh.state_dict()["weight.fc.weight"])
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
-@pytest.mark.parametrize("ids", [None, torch.arange(1, 20, 2)])
-def test_a_draft_is_trained_for_what_noise_that_both_share_accepts(ids, temperature):
-    """And for what the target prefers; at temperature 0 for that alone."""
-    shape = SHAPE if ids is None else draft_shape(TARGET, len(ids))
-    target, examples = Target(MODEL.embedding, MODEL.head, ids, temperature), EXAMPLES[:6]
-    known, generator = torch.arange(TARGET.vocab_size) if ids is None else ids, torch.Generator().manual_seed(0)
-    states = Batch([example for example in examples if example.predicted]).states
-    cells = torch.randint(len(states), (9,), generator=generator)
-    logits = torch.randn(9, shape.vocab_size, generator=generator)
-    wanted = (MODEL.logits(states[cells]) / (temperature or 1.0)).softmax(-1)[:, known]
-    q = (logits / (temperature or 1.0)).softmax(-1)
-    expected, agreed = -(wanted * q.log()).sum(-1), agreement(wanted, q)
-    if temperature:
-        expected = 1 - agreed + expected
-    torch.testing.assert_close(target.loss(states)(cells, logits), expected, atol=1e-5, rtol=1e-5)
-    inputs = [tensor.clone().requires_grad_() for tensor in (logits, logits)]
-    target.loss(states)(cells, inputs[0]).sum().backward()
-    q = (inputs[1] / (temperature or 1.0)).softmax(-1)
-    wished = -(wanted * q.log()).sum(-1)
-    if temperature:
-        wished = 1 - agreement(wanted, q) + wished
-    wished.sum().backward()
-    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, atol=1e-4, rtol=1e-4)
-
-
 def test_a_refresh_needs_a_limit():
     refresher = make_refresher()
     with pytest.raises(RunError, match="steps or seconds"):
