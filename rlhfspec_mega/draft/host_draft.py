@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from rlhfspec_mega.compiled import vectorized
+from rlhfspec_mega.models import host_cpu
 from rlhfspec_mega.models.host_floats import Floats, Single, host_array, store
 from rlhfspec_mega.models.host_kernels import normalize
 from rlhfspec_mega.models.host_layer import (
@@ -35,9 +36,12 @@ Ints = NDArray[np.int64]
 
 # Weights of a draft that fit a core's cache, and entries up to which the compiled functions are quicker than products
 # of whole weights. Measured with hidden sizes 128 and 384 (0.2 to 2 million weights), in float32 on an EPYC with AVX2,
-# else on a Xeon with AMX, where 768 and 2048 are the large ones.
+# else on a Xeon with AMX, where 768 and 2048 are the large ones. Without AMX products of bfloat16 gain less from many
+# entries: on an EPYC with AVX512-BF16, 12 entries of small's draft take 0.81 of their time, and 16 take 0.96; of one
+# with an MLP three times as wide 8 take 0.86, and 12 take 1.05.
 _FEW_WEIGHTS = 2**22
 _MOST_ENTRIES = {torch.float32: 48, torch.bfloat16: 8}
+_MOST_WITHOUT_AMX = 12  # in bfloat16
 _MOST_OF_LARGE = {torch.float32: 4, torch.bfloat16: 1}
 _ROWS_AT_ONCE = 4096  # of a matrix that is rounded
 _LARGEST = 127.0
@@ -59,8 +63,10 @@ def _rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def most_entries(matrices: Sequence[torch.Tensor]) -> int:
     """Entries up to which the compiled functions are quicker than products of whole weights of these matrices."""
-    small = sum(matrix.numel() for matrix in matrices) <= _FEW_WEIGHTS
-    return (_MOST_ENTRIES if small else _MOST_OF_LARGE).get(matrices[0].dtype, 0)
+    small, dtype = sum(matrix.numel() for matrix in matrices) <= _FEW_WEIGHTS, matrices[0].dtype
+    if small and dtype == torch.bfloat16 and not host_cpu.has_amx():
+        return _MOST_WITHOUT_AMX
+    return (_MOST_ENTRIES if small else _MOST_OF_LARGE).get(dtype, 0)
 
 
 @dataclass(frozen=True)

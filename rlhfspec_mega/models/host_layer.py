@@ -22,6 +22,7 @@ Singles = NDArray[np.float32]
 Weights = Floats | NDArray[np.int8]
 
 _ROWS, _OUTPUTS = 4, 3  # of a tile, whose twelve sums stay in registers together with what is multiplied
+_PAIR = 2  # rows of a smaller one
 _AT_ONCE = 4  # outputs of a single row
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 # Rows up to which these functions are quicker than torch's with BLAS products, where weights stay in a core's caches.
@@ -181,39 +182,84 @@ def _after_attention(
 
 @inlined
 def multiply(x: Singles, weights: Weights, scales: Singles, found: Singles) -> None:
-    """x W^T: four rows and three outputs at once, or four outputs of a single row."""
-    count, outputs, inputs = len(x), len(weights), x.shape[1]
+    """x W^T: four rows, or the last two, and three outputs at once, or four outputs of a single row."""
+    count, outputs = len(x), len(weights)
     if count == 1:
         _multiply_one(x[0], weights, scales, found[0])
         return
+    left = count % _ROWS
+    fours = count if left > _PAIR else count - left
     # The last row, or output, stands in for those that a tile lacks.
     for first in range(0, outputs, _OUTPUTS):
-        second, third = min(first + 1, outputs - 1), min(first + 2, outputs - 1)
-        weights0, weights1, weights2 = weights[first], weights[second], weights[third]
-        scale0, scale1, scale2 = scales[first], scales[second], scales[third]
-        for row0 in range(0, count, _ROWS):
-            row1, row2, row3 = min(row0 + 1, count - 1), min(row0 + 2, count - 1), min(row0 + 3, count - 1)
-            x0, x1, x2, x3 = x[row0], x[row1], x[row2], x[row3]
-            sum00 = sum01 = sum02 = sum10 = sum11 = sum12 = np.float32(0.0)
-            sum20 = sum21 = sum22 = sum30 = sum31 = sum32 = np.float32(0.0)
-            for place in range(inputs):
-                weight0, weight1, weight2 = load(weights0, place), load(weights1, place), load(weights2, place)
-                sum00 += x0[place] * weight0
-                sum01 += x0[place] * weight1
-                sum02 += x0[place] * weight2
-                sum10 += x1[place] * weight0
-                sum11 += x1[place] * weight1
-                sum12 += x1[place] * weight2
-                sum20 += x2[place] * weight0
-                sum21 += x2[place] * weight1
-                sum22 += x2[place] * weight2
-                sum30 += x3[place] * weight0
-                sum31 += x3[place] * weight1
-                sum32 += x3[place] * weight2
-            found[row0, first], found[row0, second], found[row0, third] = sum00 * scale0, sum01 * scale1, sum02 * scale2
-            found[row1, first], found[row1, second], found[row1, third] = sum10 * scale0, sum11 * scale1, sum12 * scale2
-            found[row2, first], found[row2, second], found[row2, third] = sum20 * scale0, sum21 * scale1, sum22 * scale2
-            found[row3, first], found[row3, second], found[row3, third] = sum30 * scale0, sum31 * scale1, sum32 * scale2
+        at = first, min(first + 1, outputs - 1), min(first + 2, outputs - 1)
+        for row in range(0, fours, _ROWS):
+            rows = row, min(row + 1, count - 1), min(row + 2, count - 1), min(row + 3, count - 1)
+            _multiply_four(x, weights, scales, found, rows, at)
+        if fours < count:
+            _multiply_two(x, weights, scales, found, (fours, count - 1), at)
+
+
+@inlined
+def _multiply_four(
+    x: Singles,
+    weights: Weights,
+    scales: Singles,
+    found: Singles,
+    rows: tuple[int, int, int, int],
+    outputs: tuple[int, int, int],
+) -> None:
+    row0, row1, row2, row3 = rows
+    first, second, third = outputs
+    x0, x1, x2, x3 = x[row0], x[row1], x[row2], x[row3]
+    weights0, weights1, weights2 = weights[first], weights[second], weights[third]
+    sum00 = sum01 = sum02 = sum10 = sum11 = sum12 = np.float32(0.0)
+    sum20 = sum21 = sum22 = sum30 = sum31 = sum32 = np.float32(0.0)
+    for place in range(x.shape[1]):
+        weight0, weight1, weight2 = load(weights0, place), load(weights1, place), load(weights2, place)
+        sum00 += x0[place] * weight0
+        sum01 += x0[place] * weight1
+        sum02 += x0[place] * weight2
+        sum10 += x1[place] * weight0
+        sum11 += x1[place] * weight1
+        sum12 += x1[place] * weight2
+        sum20 += x2[place] * weight0
+        sum21 += x2[place] * weight1
+        sum22 += x2[place] * weight2
+        sum30 += x3[place] * weight0
+        sum31 += x3[place] * weight1
+        sum32 += x3[place] * weight2
+    scale0, scale1, scale2 = scales[first], scales[second], scales[third]
+    found[row0, first], found[row0, second], found[row0, third] = sum00 * scale0, sum01 * scale1, sum02 * scale2
+    found[row1, first], found[row1, second], found[row1, third] = sum10 * scale0, sum11 * scale1, sum12 * scale2
+    found[row2, first], found[row2, second], found[row2, third] = sum20 * scale0, sum21 * scale1, sum22 * scale2
+    found[row3, first], found[row3, second], found[row3, third] = sum30 * scale0, sum31 * scale1, sum32 * scale2
+
+
+@inlined
+def _multiply_two(
+    x: Singles,
+    weights: Weights,
+    scales: Singles,
+    found: Singles,
+    rows: tuple[int, int],
+    outputs: tuple[int, int, int],
+) -> None:
+    row0, row1 = rows
+    first, second, third = outputs
+    x0, x1 = x[row0], x[row1]
+    weights0, weights1, weights2 = weights[first], weights[second], weights[third]
+    sum00 = sum01 = sum02 = sum10 = sum11 = sum12 = np.float32(0.0)
+    for place in range(x.shape[1]):
+        weight0, weight1, weight2 = load(weights0, place), load(weights1, place), load(weights2, place)
+        sum00 += x0[place] * weight0
+        sum01 += x0[place] * weight1
+        sum02 += x0[place] * weight2
+        sum10 += x1[place] * weight0
+        sum11 += x1[place] * weight1
+        sum12 += x1[place] * weight2
+    scale0, scale1, scale2 = scales[first], scales[second], scales[third]
+    found[row0, first], found[row0, second], found[row0, third] = sum00 * scale0, sum01 * scale1, sum02 * scale2
+    found[row1, first], found[row1, second], found[row1, third] = sum10 * scale0, sum11 * scale1, sum12 * scale2
 
 
 @inlined

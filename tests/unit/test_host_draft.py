@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rlhfspec_mega.draft.host_draft import HostDraft, in_eight_bits, most_entries
 from rlhfspec_mega.draft.model import DraftModel
 from rlhfspec_mega.draft.shape import draft_shape
+from rlhfspec_mega.models import host_cpu
 from rlhfspec_mega.models.host_layer import HostMatrix
 from rlhfspec_mega.models.transformer import Transformer
 from tests.e2e.conftest import SHAPE as TINY
@@ -91,8 +92,14 @@ def test_it_computes_what_torch_does(entries: int, dtype: torch.dtype) -> None:
         assert relative_error(found, whole) < 0.03, f"{name}: rounding to 8 bits loses too much"
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 48), (torch.bfloat16, 8)])
-def test_more_entries_are_computed_with_whole_weights(dtype: torch.dtype, most: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "amx", "most"),
+    [(torch.float32, True, 48), (torch.float32, False, 48), (torch.bfloat16, True, 8), (torch.bfloat16, False, 12)],
+)
+def test_more_entries_are_computed_with_whole_weights(
+    dtype: torch.dtype, amx: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_cpu, "has_amx", lambda: amx)
     draft, host = make(dtype)
     features = torch.randn(most + 1, 3 * SHAPE.hidden_size).to(dtype)
     assert torch.equal(draft.fuse(features), draft._packed.linear(features, draft.fc))
