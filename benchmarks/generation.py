@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks import history as sources_bench
+from benchmarks.ceilings import ceilings
 from benchmarks.contenders import (
     ADAPTIVE,
     FAMILIES,
@@ -230,6 +231,7 @@ def studies(bench: Bench, target: Target, draft: Path, sizes: Sizes, rows: Rows)
         "live": {s.name: live_samples(bench, s, adaptive) for s in decays},
         "peers": against_peers(bench, target, adaptive, sizes.tokens, sizes.judging) if peers else {},
         "rejection_chain": against_rejection(bench, rows.found, words),
+        "ceilings": ceilings(bench.cost_model(), words, sampled, bench.prompt_length),
         "tokens_per_step_n8": {"words": words.over_top_k(), "text": text.over_top_k()},
     }
 
