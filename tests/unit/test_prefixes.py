@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlhfspec_mega.draft import model
 from rlhfspec_mega.models.transformer import causal_attention
 from rlhfspec_mega.planning.tree import Batch
 from rlhfspec_mega.rollout.torch_engine import drafter, unread
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
+from rlhfspec_mega.rollout.torch_engine.prefixes import chunk
 from rlhfspec_mega.types import GenerationRequest, GenerationResult
 from tests.near_tie import assert_same
 from tests.random_trees import RandomTrees
@@ -81,6 +85,24 @@ def whole_kv(engine: TorchEngine, tokens: list[int]) -> torch.Tensor:
     states = draft.fuse(torch.cat(features.outputs(), dim=-1)[:-1])
     draft.advance(torch.tensor(tokens[1:]), states, positions[:-1], attention)
     return found[0].unflatten(1, (2, -1)).permute(1, 2, 0, 3)[None]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 10), st.integers(0, 1))
+def test_chunks_have_each_position_of_a_prefix_once_and_no_other(lengths: list[int], size: int, shift: int) -> None:
+    longest, found = max(lengths), list[tuple[int, int, int]]()
+    tokens = torch.arange(len(lengths) * (longest + shift)).view(len(lengths), -1)
+    for first in range(0, longest, size):
+        end = min(first + size, longest)
+        inputs = chunk(tokens, np.array(lengths), first, end, shift)
+        rows, places, columns = inputs.rows.tolist(), inputs.places.tolist(), inputs.columns.tolist()
+        assert columns == [place - first for place in places]
+        assert (inputs.batch, inputs.queries) == (len(lengths), max(columns) + 1)
+        assert inputs.visible.tolist() == [[other <= place for other in range(end)] for place in places]
+        assert list(zip(rows, places, strict=True)) == sorted(zip(rows, places, strict=True))
+        found += zip(rows, places, inputs.tokens.tolist(), strict=True)
+    assert sorted(found) == [
+        (row, place, int(tokens[row, place + shift])) for row, length in enumerate(lengths) for place in range(length)
+    ]
 
 
 @pytest.mark.parametrize("way", ["prompts and drafting", "no room", "before a migration"])

@@ -127,9 +127,9 @@ class Drafter:
 
     # Samples in slots
 
-    def new_prefixes(self, tokens: torch.Tensor) -> UnreadPrefixes:
-        """For a prefill of the prefixes [n, longest + 1]."""
-        found = UnreadPrefixes(self.model, tokens)
+    def new_prefixes(self, tokens: torch.Tensor, lengths: Ints) -> UnreadPrefixes:
+        """For a prefill of prefixes [n, longest + 1] of these lengths."""
+        found = UnreadPrefixes(self.model, tokens, lengths)
         self._unread_prefixes.add(found)
         return found
 

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from rlhfspec_mega.draft.model import DraftModel
+from rlhfspec_mega.planning.tree import Ints
 from rlhfspec_mega.rollout.torch_engine.cache import Inputs, KVCache
 
 
 class UnreadPrefixes:
-    """The prefixes of one prefill, padded to the longest.
+    """The prefixes of one prefill.
 
     Args:
-        tokens: int64 [prefixes, longest + 1]; the draft's entry t embeds token t + 1.
+        tokens: int64 [prefixes, longest + 1], padded; the draft's entry t embeds token t + 1.
+        lengths: [prefixes].
 
     Attributes:
         size: positions whose states are kept.
     """
 
-    def __init__(self, draft: DraftModel, tokens: torch.Tensor) -> None:
-        self._draft, self._tokens = draft, tokens
-        self._chunks: list[tuple[int, list[torch.Tensor]]] = []  # first position, and states of each tapped layer
+    def __init__(self, draft: DraftModel, tokens: torch.Tensor, lengths: Ints) -> None:
+        self._draft, self._tokens, self._lengths = draft, tokens, lengths
+        self._chunks: list[tuple[int, int, list[torch.Tensor]]] = []  # see `add`
         self._cache: KVCache | None = None
         self.size = 0
 
-    def add(self, first: int, states: list[torch.Tensor]) -> None:
-        """Keep the target's states of the positions from `first` on, by prefix and position."""
-        self._chunks.append((first, states))
+    def add(self, first: int, end: int, states: list[torch.Tensor]) -> None:
+        """Keep the target's states, by tapped layer, of the positions first .. end - 1, in the order of `chunk`."""
+        self._chunks.append((first, end, states))
         self.size += len(states[0])
 
     @torch.inference_mode()
@@ -40,9 +43,8 @@ class UnreadPrefixes:
                 self._draft.shape, slots=count, places=places - 1, dtype=weights.dtype, device=weights.device
             )
         chunks, self._chunks, self.size = self._chunks, [], 0
-        for first, states in chunks:
-            count = len(states[0]) // len(self._tokens)
-            inputs = chunk(self._tokens, first, first + count, shift=1)
+        for first, end, states in chunks:
+            inputs = chunk(self._tokens, self._lengths, first, end, shift=1)
             fused = self._draft.fuse(torch.cat(states, dim=-1))
             entries = self._draft.keys_values(inputs.tokens, fused, inputs.positions)
             self._cache.write(0, inputs.rows, inputs.places, entries)
@@ -71,12 +73,15 @@ class PrefixPast(NamedTuple):
         return self.prefixes.kv(self.row, self.entries)
 
 
-def chunk(tokens: torch.Tensor, first: int, end: int, shift: int) -> Inputs:
-    """Inputs for positions first .. end - 1 of all rows, with the tokens `shift` positions later."""
-    rows_count, device = len(tokens), tokens.device
-    columns = torch.arange(end - first, device=device).repeat(rows_count)
-    rows = torch.arange(rows_count, device=device).repeat_interleave(end - first)
-    places = columns + first
-    visible = torch.arange(end, device=device) <= places[:, None]
-    chosen = tokens[:, first + shift : end + shift].flatten()
-    return Inputs(chosen, places, rows, columns, places, visible, rows_count, end - first)
+def chunk(tokens: torch.Tensor, lengths: Ints, first: int, end: int, shift: int) -> Inputs:
+    """Inputs for the positions first .. end - 1 of all rows that are so long, with the tokens `shift` positions later.
+
+    Args:
+        tokens: int64 [rows, longest + shift], padded.
+    """
+    counts = np.clip(lengths - first, 0, end - first)
+    own = np.repeat(np.arange(len(counts)), counts)
+    columns = np.arange(len(own)) - np.repeat(counts.cumsum() - counts, counts)
+    rows, columns, places = torch.from_numpy(np.stack((own, columns, columns + first))).to(tokens.device)
+    visible = torch.arange(end, device=tokens.device) <= places[:, None]
+    return Inputs(tokens[rows, places + shift], places, rows, columns, places, visible, len(counts), int(counts.max()))
