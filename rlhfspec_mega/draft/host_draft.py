@@ -41,7 +41,7 @@ Ints = NDArray[np.int64]
 # with an MLP three times as wide 8 take 0.86, and 12 take 1.05.
 _FEW_WEIGHTS = 2**22
 _MOST_ENTRIES = {torch.float32: 48, torch.bfloat16: 8}
-_MOST_WITHOUT_AMX = 12  # in bfloat16
+_MOST_WITHOUT_AMX = 10  # in bfloat16
 _MOST_OF_LARGE = {torch.float32: 4, torch.bfloat16: 1}
 _ROWS_AT_ONCE = 4096  # of a matrix that is rounded
 _LARGEST = 127.0

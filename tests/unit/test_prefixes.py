@@ -15,7 +15,9 @@ from rlhfspec_mega.models.transformer import causal_attention
 from rlhfspec_mega.planning.tree import Batch
 from rlhfspec_mega.rollout.torch_engine import drafter, unread
 from rlhfspec_mega.rollout.torch_engine.engine import TorchEngine
-from rlhfspec_mega.rollout.torch_engine.prefixes import chunk
+from rlhfspec_mega.rollout.torch_engine.prefill import Prefill
+from rlhfspec_mega.rollout.torch_engine.prefixes import PrefixPast, chunk
+from rlhfspec_mega.rollout.torch_engine.scheduler import PrefixGroup
 from rlhfspec_mega.types import GenerationRequest, GenerationResult
 from tests.near_tie import assert_same
 from tests.random_trees import RandomTrees
@@ -103,6 +105,33 @@ def test_chunks_have_each_position_of_a_prefix_once_and_no_other(lengths: list[i
     assert sorted(found) == [
         (row, place, int(tokens[row, place + shift])) for row, length in enumerate(lengths) for place in range(length)
     ]
+
+
+@pytest.mark.parametrize("size", [1, 4, 7, 64])
+@pytest.mark.parametrize("read_after", [1, 3, 100])
+def test_prefixes_that_end_in_different_chunks_are_prefilled_as_each_alone(size: int, read_after: int) -> None:
+    engine = make_engine(8, From(0))
+    drafting = engine._decoder.drafter
+    assert drafting is not None
+    prefixes = [tuple(1 + (place * 3 + length) % 20 for place in range(length)) for length in (3, 23, 1, 8, 9, 16)]
+
+    def prefilled(some: list[tuple[int, ...]], size: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        groups = [PrefixGroup(prefix, []) for prefix in some]
+        with torch.inference_mode():
+            prefill, chunks = Prefill(engine._model, drafting, groups), 0
+            while not prefill.advance(size):
+                chunks += 1
+                if chunks == read_after and prefill._unread:
+                    prefill._unread.read()
+        found = []
+        for group in groups:
+            assert group.kv is not None and isinstance(group.draft, PrefixPast)
+            found.append((group.kv, group.draft.kv(), group.draft.features))
+        return found
+
+    for one, prefix in zip(prefilled(prefixes, size), prefixes, strict=True):
+        for part, alone in zip(one, prefilled([prefix], 64)[0], strict=True):
+            torch.testing.assert_close(part, alone, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("way", ["prompts and drafting", "no room", "before a migration"])
