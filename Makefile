@@ -2,6 +2,8 @@
 # make test-ray, make test-slurm: runs on a Ray cluster and by a Slurm of two nodes, all on this machine.
 # make sglang-cpu: SGLang for a CPU in an environment of its own.   make demo-sglang, make test-sglang: with it.
 PYTHON ?= python3
+# It makes the environments, and is not what a job of a Slurm runs.
+unexport PYTHON
 VENV := .venv
 BIN := $(VENV)/bin
 SGLANG := .venv-sglang
