@@ -103,7 +103,7 @@ def test_a_device_without_engines_refreshes_while_others_generate(model: Path, d
         "speculation.refresh_every=1",
         "speculation.refresh_seconds=0.02",  # it begins if half of that is left
         "rollout.max_running_requests=1",  # so that a rollout lasts many times as long
-        "trainer.samples_per_prompt=6",
+        "trainer.samples_per_prompt=12",
         "algorithm.kl_coef=0",  # finished samples would be scored first
     )
     result = train(*small_run(model, tmp_path, "fused", *separate, *drafting, "rollout.max_new_tokens=80"))
